@@ -32,7 +32,7 @@ $(DEMO): pyproject.toml constraints.txt
 demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes with its install; RESUME=new starts again
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
-test: $(READY)  ## all tests; those with other frameworks by themselves, which are large, and those that look at pages in a browser, which keeps a loop
+test: $(READY)  ## all tests; those with other frameworks, and those with a browser, in runs of their own
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/bridges --ignore tests/compat
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/bridges tests/compat
@@ -41,15 +41,15 @@ test: $(READY)  ## all tests; those with other frameworks by themselves, which a
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow
 
-matrix: $(READY)  ## which callback works in which loop, run and written down anew; about five minutes
+matrix: $(READY)  ## which callback works in which loop, measured again; about five minutes
 	$(BIN)/python tools/composer_venv.py
 	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer" -m "slow or not slow" -p no:randomly
 	$(BIN)/python tools/generate.py
 
-ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; what came of them goes to benchmarks/results/ranks.md
+ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md
 	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks
 
-oracle: $(READY)  ## runs that die again and again, held against undisturbed ones; the table goes to benchmarks/results/resume.md
+oracle: $(READY)  ## runs that are killed again and again, compared with undisturbed ones; the table goes to benchmarks/results/resume.md
 	cd tests && ../$(BIN)/python -m trainer.oracle ../benchmarks/results/resume.md
 
 restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
@@ -70,11 +70,11 @@ lint: $(READY)  ## format, lint, types, and that what is generated is fresh
 	$(BIN)/python tools/generate.py --check
 	$(BIN)/mypy
 
-format: $(READY)  ## mend format and lint where that can be done by itself
+format: $(READY)  ## fix format and lint where a tool can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(READY)  ## make anew what is derived from the lifecycle's table
+generate: $(READY)  ## regenerate what is derived from the lifecycle's table
 	$(BIN)/python tools/generate.py
 
 docs: generate  ## the documentation as a site in site/

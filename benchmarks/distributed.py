@@ -104,7 +104,7 @@ def short(agreement: Agreement | None, metrics: MetricLog | None) -> float:
             agreement.look(step)
     took = (time.perf_counter() - began) / SHORT_STEPS * 1e6
     if agreement is not None:
-        agreement.settle(SHORT_STEPS)
+        agreement.agree(SHORT_STEPS)
     return took
 
 

@@ -281,10 +281,10 @@ def interpreters() -> list[str]:
 @pytest.mark.parametrize("words", ["", "async", "error", "late", "late async"])
 def test_a_manager_that_nobody_closes_is_emptied_when_the_program_ends(words: str, tmp_path: Path) -> None:
     for interpreter in interpreters():
-        heard = tmp_path / "heard.txt"
-        heard.unlink(missing_ok=True)
+        received = tmp_path / "heard.txt"
+        received.unlink(missing_ok=True)
         ran = subprocess.run(
-            [interpreter, "-c", BARE, str(heard), *words.split()],
+            [interpreter, "-c", BARE, str(received), *words.split()],
             env={"PYTHONPATH": str(SOURCE)},
             capture_output=True,
             text=True,
@@ -292,7 +292,7 @@ def test_a_manager_that_nobody_closes_is_emptied_when_the_program_ends(words: st
             timeout=60,
         )
         assert ran.returncode == 0 or "KeyboardInterrupt" in ran.stderr, ran.stderr
-        assert heard.read_text().split() == [str(step) for step in range(1, 51)], (interpreter, ran.stderr)
+        assert received.read_text().split() == [str(step) for step in range(1, 51)], (interpreter, ran.stderr)
 
 
 def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_path: Path) -> None:

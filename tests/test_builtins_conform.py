@@ -55,7 +55,7 @@ def in_lane(subject: Subject) -> Callback:
     return Background(subject.make())
 
 
-@pytest.mark.parametrize("check", [check for check in ON_ONE_RANK if check.__name__ not in ("constructs", "stands_side_by_side")])
+@pytest.mark.parametrize("check", [check for check in ON_ONE_RANK if check.__name__ not in ("constructs", "two_work_in_one_run")])
 @pytest.mark.parametrize("name", ["JSONLLogger", "TensorboardLogger"])
 def test_a_logger_conforms_in_a_lane(name: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
     """A lane is made of another callback, so that it has no spec in JSON; and the name of two is that callback's."""

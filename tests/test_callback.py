@@ -165,14 +165,14 @@ def test_ungated_takes_the_gate_off_a_method_and_leaves_it_bound(monkeypatch: py
     class Gated(Callback):
         @rank_zero_only
         def on_log(self, ctx: Context) -> None:
-            told.append(self)
+            recorded.append(self)
 
-    told: list[Callback] = []
+    recorded: list[Callback] = []
     callback = Gated()
     callback.on_log(context())
-    assert told == []
+    assert recorded == []
     ungated(callback.on_log)(context())
-    assert told == [callback]
+    assert recorded == [callback]
 
 
 def test_ungated_leaves_other_wrappers_alone() -> None:

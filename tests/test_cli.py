@@ -308,8 +308,8 @@ def test_runs_lists_the_runs_newest_first(three_runs: Path, capsys: pytest.Captu
         name, _, _, _, train_loss, last, lowest, highest, _, _, device, *reason = line.split()
         losses = [record.values["validation/loss"] for record in results[name] if "validation/loss" in record.values]
         trained = [record.values["train/loss"] for record in results[name] if "train/loss" in record.values]
-        told = [f"{value:.4g}" for value in (trained[-1], losses[-1], min(losses), max(losses))]
-        assert [train_loss, last, lowest, highest, device] == [*told, "cpu"]
+        recorded = [f"{value:.4g}" for value in (trained[-1], losses[-1], min(losses), max(losses))]
+        assert [train_loss, last, lowest, highest, device] == [*recorded, "cpu"]
         assert reason[:2] == ["reached", "max_duration,"]
     assert captured.err == ""
 

@@ -199,21 +199,21 @@ def test_a_context_without_a_log_swallows_nothing_else() -> None:
     ],
 )
 def test_what_goes_to_loggers(call: Callable[[Context], None], method: str, payload: dict[str, Any]) -> None:
-    told: list[tuple[str, Context, dict[str, Any]]] = []
+    recorded: list[tuple[str, Context, dict[str, Any]]] = []
 
     def line(method: str, ctx: Context, /, **payload: Any) -> None:
-        told.append((method, ctx, payload))
+        recorded.append((method, ctx, payload))
 
     ctx = Context(RunInfo("test"), loggers=line)
     call(ctx)
-    assert told == [(method, ctx, payload)]
+    assert recorded == [(method, ctx, payload)]
 
 
 def test_a_file_goes_to_loggers_as_a_path() -> None:
-    told: list[Any] = []
-    ctx = Context(RunInfo("test"), loggers=lambda method, ctx, /, **payload: told.append((method, payload)))
+    recorded: list[Any] = []
+    ctx = Context(RunInfo("test"), loggers=lambda method, ctx, /, **payload: recorded.append((method, payload)))
     ctx.log_file("weights", "a/b.bin")
-    ((method, payload),) = told
+    ((method, payload),) = recorded
     assert method == "log_file"
     assert payload["path"].parts == ("a", "b.bin")
 

@@ -202,7 +202,7 @@ def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
 ) -> None:
     if built_in in loggers.__all__:  # these tell what others log
         return
-    subject, told = subjects[built_in], rows("" if built_in == "Logger" else section_of(built_in))
+    subject, recorded = subjects[built_in], rows("" if built_in == "Logger" else section_of(built_in))
     found = logged(subject.trainer, tmp_path / "run", subject.make())
     trainers: list[MakesTrainer] = [subject.trainer, tokens]
     for i, options in enumerate(VARIANTS.get(built_in, [])):
@@ -211,17 +211,21 @@ def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
     if built_in in BETWEEN_RANKS:
         found |= run_ranks(logged_on_a_rank, 2, built_in, str(tmp_path / "ranks"))[0]
     own = sorted(name for name in found - plain if name != "looked/step")  # which is what a function of `Lambda` logs here
-    assert [name for name in own if not any(row.tells(name) for row in told)] == []
+    assert [name for name in own if not any(row.tells(name) for row in recorded)] == []
     kind: type[Callback] = getattr(callbacks, built_in)
     source = inspect.getsource(inspect.getmodule(kind) or kind) if built_in in NOT_EVERYWHERE else ""
-    unheard = [name for row in told for name in row.names if not any(re.fullmatch(pattern(name), heard) for heard in own)]
+    unheard = [
+        name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in own)
+    ]
     assert [name for name in unheard if f'"{name.split("/")[-1].removesuffix("_per_second")}"' not in source] == []
 
 
 def test_what_the_trainer_logs_stands_in_its_table_and_the_reverse(plain: set[str]) -> None:
-    told = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
-    assert [name for name in sorted(plain) if not any(row.tells(name) for row in told)] == []
-    unheard = [name for row in told for name in row.names if not any(re.fullmatch(pattern(name), heard) for heard in plain)]
+    recorded = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
+    assert [name for name in sorted(plain) if not any(row.tells(name) for row in recorded)] == []
+    unheard = [
+        name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in plain)
+    ]
     assert unheard == []
 
 

@@ -200,9 +200,9 @@ def test_checkpoints_are_uploaded_by_one_of_eight_ranks_and_can_be_read_there(tm
 def test_people_are_told_how_the_run_fares(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_URL", server.url)
     run_here("notifications.py", str(tmp_path))
-    told = [post["event"] for post in server.posts]
-    assert told[0] == "start"
-    assert told[-1] == "end"
+    recorded = [post["event"] for post in server.posts]
+    assert recorded[0] == "start"
+    assert recorded[-1] == "end"
     crossing = [post for post in server.posts if post.get("rule") == "validation/loss < 4.5"]
     assert len(crossing) == 1
     assert crossing[0]["metrics"]["validation/loss"] < 4.5
@@ -216,12 +216,12 @@ def test_a_cluster_is_told_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
         agent.bind(("127.0.0.1", 0))
         agent.settimeout(10)
         run_here("cluster_metrics.py", f"127.0.0.1:{agent.getsockname()[1]}", str(tmp_path))
-        told = [json.loads(agent.recv(65536)) for _ in range(5)]
-    assert {(each["cluster_id"], each["run"], each["rank"]) for each in told} == {("blue", "cluster-metrics", 0)}
-    assert [each["step"] for each in told[:-1]] == [5, 10, 15, 20]
-    assert told[3]["loss"] < told[0]["loss"]
-    assert all(each["grad_norm"] > 0 and each["learning_rate"] == 1e-3 for each in told[:-1])
-    assert told[-1]["outcome"] == "finished"
+        recorded = [json.loads(agent.recv(65536)) for _ in range(5)]
+    assert {(each["cluster_id"], each["run"], each["rank"]) for each in recorded} == {("blue", "cluster-metrics", 0)}
+    assert [each["step"] for each in recorded[:-1]] == [5, 10, 15, 20]
+    assert recorded[3]["loss"] < recorded[0]["loss"]
+    assert all(each["grad_norm"] > 0 and each["learning_rate"] == 1e-3 for each in recorded[:-1])
+    assert recorded[-1]["outcome"] == "finished"
 
 
 def test_the_average_by_hand_finds_what_the_built_in_one_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

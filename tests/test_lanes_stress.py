@@ -27,13 +27,13 @@ class Acts(Callback):
 
     def __init__(self, actions: list[str]) -> None:
         self.actions = actions
-        self.heard: list[int] = []
+        self.received: list[int] = []
         self.inside = 0
         self.was_disturbed = False
 
     def act(self, step: int) -> str:
         self.was_disturbed |= self.inside > 0
-        self.heard.append(step)
+        self.received.append(step)
         action = self.actions[step]
         if action == "sleep":
             time.sleep(0.003)
@@ -90,15 +90,15 @@ def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) ->
         signal.alarm(20)
         assert manager._lanes is not None
         lanes = [each.lane for each in manager._lanes]
-        before = len(acts.heard)
+        before = len(acts.received)
         manager.fire("on_train_step_end", ctx)
         manager.close()
-        fine = bool(lanes) and all(lane.is_inert and lane.waiting == 0 for lane in lanes) and len(acts.heard) == before
+        fine = bool(lanes) and all(lane.is_inert and lane.waiting == 0 for lane in lanes) and len(acts.received) == before
         own = Acts(["fine"] * len(acts.actions))
         mine = CallbackManager([Background(own)])
         mine.fire("on_train_step_end", ctx)
         mine.close()
-        code = 0 if fine and own.heard == [ctx.step] else 1
+        code = 0 if fine and own.received == [ctx.step] else 1
     finally:
         os._exit(code)
 
@@ -150,27 +150,27 @@ def test_what_is_delivered_is_what_was_fired(
             manager.drain(ctx)
     manager.close()
 
-    heard, fired = acts.heard, len(actions)
-    assert heard == sorted(set(heard))
+    received, fired = acts.received, len(actions)
+    assert received == sorted(set(received))
     assert not acts.was_disturbed
-    told = manager.cost_report(fired).failures
-    (fared,) = told or (Failures("Acts", 0, False, ""),)
-    assert fared.count == sum(actions[step] in FAILING for step in heard)
+    recorded = manager.cost_report(fired).failures
+    (fared,) = recorded or (Failures("Acts", 0, False, ""),)
+    assert fared.count == sum(actions[step] in FAILING for step in received)
     assert fared.undelivered == 0
     if overflow == "block":
-        assert heard == expected_in_full(actions)
+        assert received == expected_in_full(actions)
         assert fared.dropped == 0
     if fared.is_off:
         event("switched off")
-        assert all(actions[step] in FAILING for step in heard[-3:])
-        assert len(heard) + fared.dropped <= fired
+        assert all(actions[step] in FAILING for step in received[-3:])
+        assert len(received) + fared.dropped <= fired
         return
-    assert len(heard) + fared.dropped == fired
+    assert len(received) + fared.dropped == fired
     if fared.dropped:
         event(f"{overflow} dropped")
     newest = [max((step for step in range(fired) if kinds[step] == kind), default=None) for kind in (0, 1)]
     for last in newest if overflow == "latest" else [fired - 1]:
-        assert last is None or last in heard
+        assert last is None or last in received
 
 
 @settings(max_examples=25, deadline=None)
@@ -200,5 +200,5 @@ def test_what_is_removed_and_added_again_hears_what_was_fired_meanwhile_not(
         manager.fire("on_train_step_end", ctx)
         expected += [] if is_away else [ctx.step]
     manager.close()
-    assert acts.heard == expected
+    assert acts.received == expected
     assert not acts.was_disturbed

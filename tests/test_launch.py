@@ -442,26 +442,26 @@ def failures(*how: str, **options: Any) -> tuple[RankFailure, ...]:
 @pytest.mark.slow
 def test_the_first_failing_rank_is_told_first(tmp: Path) -> None:
     """Not the one that notices first: a rank that loses another fails as well, and often sooner."""
-    told = failures("misses the others", "joins and raises")
-    assert (told[0].rank, told[0].error) == (1, "KeyError: 'rank 1'")
-    assert told[0].exitcode in (1, -signal.SIGTERM)  # torch may notice the other first, and end this one while it ends
-    assert "in ends" in told[0].traceback
-    assert "launcher" not in told[0].traceback  # the frames are the user's
-    told = failures("waits", "is killed")
-    assert (told[0].rank, str(told[0]), told[0].exitcode) == (1, "killed by SIGKILL", -9)
-    assert [failure.rank for failure in told] == [1, 0]
-    told = failures("leaves with a code", "waits")
-    assert (told[0].rank, told[0].error, told[0].exitcode) == (0, "SystemExit: 3", 3)
-    told = failures("leaves", "leaves at once")
-    assert [(failure.rank, str(failure)) for failure in told] == [(1, "exited with code 0 without a result")]
+    recorded = failures("misses the others", "joins and raises")
+    assert (recorded[0].rank, recorded[0].error) == (1, "KeyError: 'rank 1'")
+    assert recorded[0].exitcode in (1, -signal.SIGTERM)  # torch may notice the other first, and end this one while it ends
+    assert "in ends" in recorded[0].traceback
+    assert "launcher" not in recorded[0].traceback  # the frames are the user's
+    recorded = failures("waits", "is killed")
+    assert (recorded[0].rank, str(recorded[0]), recorded[0].exitcode) == (1, "killed by SIGKILL", -9)
+    assert [failure.rank for failure in recorded] == [1, 0]
+    recorded = failures("leaves with a code", "waits")
+    assert (recorded[0].rank, recorded[0].error, recorded[0].exitcode) == (0, "SystemExit: 3", 3)
+    recorded = failures("leaves", "leaves at once")
+    assert [(failure.rank, str(failure)) for failure in recorded] == [(1, "exited with code 0 without a result")]
     assert_nothing_left(tmp)
 
 
 @pytest.mark.slow
 def test_ranks_may_leave_and_are_started_again_where_that_is_asked_for(tmp: Path) -> None:
     assert launch(ends, (["leaves", "returns"],)) == [None, "returns, attempt 0"]
-    told = launch(ends, (["fails once", "returns"],), max_restarts=1)
-    assert told == ["fails once, attempt 1", "returns, attempt 1"]
+    recorded = launch(ends, (["fails once", "returns"],), max_restarts=1)
+    assert recorded == ["fails once, attempt 1", "returns, attempt 1"]
     assert_nothing_left(tmp)
 
 

@@ -23,10 +23,10 @@ from callsheet.core.lifecycle import (
 )
 
 
-def matches(order: str, told: str) -> bool:
+def matches(order: str, recorded: str) -> bool:
     """Whether the names in `told`, apart by spaces, are a sequence that `order` allows."""
     pattern = re.sub(r"[a-z_]+", lambda name: f"(?:{name[0]}/)", order).replace(" ", "")
-    return re.fullmatch(pattern, "".join(f"{name}/" for name in told.split())) is not None
+    return re.fullmatch(pattern, "".join(f"{name}/" for name in recorded.split())) is not None
 
 
 def test_every_span_is_two_events_and_every_point_one() -> None:
@@ -120,7 +120,7 @@ def test_the_canonical_order_of_a_step_and_its_boundary() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "recorded",
     [
         "",
         "on_log",
@@ -131,12 +131,12 @@ def test_the_canonical_order_of_a_step_and_its_boundary() -> None:
         "on_log on_checkpoint_due checkpoint_save eval_all on_log on_checkpoint_due checkpoint_save",
     ],
 )
-def test_a_boundary_allows(told: str) -> None:
-    assert matches(BOUNDARY, told)
+def test_a_boundary_allows(recorded: str) -> None:
+    assert matches(BOUNDARY, recorded)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "recorded",
     [
         "checkpoint_save",
         "on_checkpoint_due on_log",
@@ -146,8 +146,8 @@ def test_a_boundary_allows(told: str) -> None:
         "checkpoint_save on_checkpoint_due",
     ],
 )
-def test_a_boundary_forbids(told: str) -> None:
-    assert not matches(BOUNDARY, told)
+def test_a_boundary_forbids(recorded: str) -> None:
+    assert not matches(BOUNDARY, recorded)
 
 
 def test_an_epoch_may_end_with_a_fetch_that_found_nothing_but_no_step_comes_without_one() -> None:
@@ -165,12 +165,12 @@ def test_a_step_has_at_least_one_microbatch() -> None:
 
 
 @given(st.lists(st.sampled_from(["on_log", "eval_all", "on_checkpoint_due", "checkpoint_save"]), max_size=7))
-def test_at_a_boundary_a_save_follows_its_due_and_a_due_follows_the_record(told: list[str]) -> None:
-    if matches(BOUNDARY, " ".join(told)):
-        assert all(told[i - 1] == "on_checkpoint_due" for i, name in enumerate(told) if name == "checkpoint_save")
-        assert told.count("eval_all") <= 1
-        if "on_log" in told and "eval_all" not in told:
-            assert told[0] == "on_log"
+def test_at_a_boundary_a_save_follows_its_due_and_a_due_follows_the_record(recorded: list[str]) -> None:
+    if matches(BOUNDARY, " ".join(recorded)):
+        assert all(recorded[i - 1] == "on_checkpoint_due" for i, name in enumerate(recorded) if name == "checkpoint_save")
+        assert recorded.count("eval_all") <= 1
+        if "on_log" in recorded and "eval_all" not in recorded:
+            assert recorded[0] == "on_log"
 
 
 def test_windows_and_writable_events_are_events() -> None:
@@ -193,7 +193,7 @@ def test_fields_without_a_window_are_told_always() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "told"),
+    ("event", "recorded"),
     [
         ("on_run_start", ()),
         ("on_fetch_start", ("optimizer", "scheduler")),
@@ -208,8 +208,8 @@ def test_fields_without_a_window_are_told_always() -> None:
         ("on_run_end", ("optimizer", "scheduler")),
     ],
 )
-def test_fields_told(event: str, told: tuple[str, ...]) -> None:
-    assert fields_available(event) == told
+def test_fields_told(event: str, recorded: tuple[str, ...]) -> None:
+    assert fields_available(event) == recorded
 
 
 def test_the_step_end_tells_what_a_step_made() -> None:

@@ -15,15 +15,15 @@ class Diary(Callback):
     """Writes down all that it hears, with what can only be read then."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.recorded: list[tuple[Any, ...]] = []
 
     def on_event(self, ctx: Context) -> None:
         if ctx.event == "on_exception":
-            self.told.append(("on_exception", ctx.exception, ctx.span, ctx.step))
+            self.recorded.append(("on_exception", ctx.exception, ctx.span, ctx.step))
         elif ctx.event == "on_run_end":
-            self.told.append(("on_run_end", ctx.run.outcome))
+            self.recorded.append(("on_run_end", ctx.run.outcome))
         else:
-            self.told.append((str(ctx.event),))
+            self.recorded.append((str(ctx.event),))
 
 
 def begun(*callbacks: Callback) -> tuple[CallbackManager, Context, Lifetime]:
@@ -38,11 +38,11 @@ def begun(*callbacks: Callback) -> tuple[CallbackManager, Context, Lifetime]:
 def test_a_run_starts_and_ends() -> None:
     diary = Diary()
     _, ctx, lifetime = begun(diary)
-    assert diary.told == [("on_run_start",)]
+    assert diary.recorded == [("on_run_start",)]
     assert [lifetime.has_ended, ctx.run.outcome] == [False, None]
     lifetime.end()
     assert [lifetime.has_ended, ctx.run.outcome] == [True, Outcome.FINISHED]
-    assert diary.told == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]
+    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]
 
 
 def test_the_end_is_told_once() -> None:
@@ -50,7 +50,7 @@ def test_the_end_is_told_once() -> None:
     _, ctx, lifetime = begun(diary)
     lifetime.end(Outcome.STOPPED)
     lifetime.end(Outcome.FAILED)
-    assert diary.told[1:] == [("on_run_end", Outcome.STOPPED)]
+    assert diary.recorded[1:] == [("on_run_end", Outcome.STOPPED)]
     assert ctx.run.outcome is Outcome.STOPPED
 
 
@@ -59,7 +59,7 @@ def test_a_handler_at_the_end_may_end_it_again() -> None:
     manager, _, lifetime = begun(diary)
     manager.register("on_run_end", lambda ctx: lifetime.end())
     lifetime.end()
-    assert len(diary.told) == 2
+    assert len(diary.recorded) == 2
 
 
 def test_a_loop_says_how_it_ended() -> None:
@@ -67,7 +67,7 @@ def test_a_loop_says_how_it_ended() -> None:
     _, _, lifetime = begun(diary)
     lifetime.outcome = Outcome.PREEMPTED
     lifetime.end()
-    assert diary.told[-1] == ("on_run_end", Outcome.PREEMPTED)
+    assert diary.recorded[-1] == ("on_run_end", Outcome.PREEMPTED)
 
 
 def test_leaving_without_an_error_ends_nothing() -> None:
@@ -76,7 +76,7 @@ def test_leaving_without_an_error_ends_nothing() -> None:
     for _ in range(2):
         with lifetime, lifetime:
             pass
-    assert diary.told == [("on_run_start",)]
+    assert diary.recorded == [("on_run_start",)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_exception_is_told_ends_the_run_and_comes_out(kind: type[BaseExceptio
     with pytest.raises(kind) as caught, lifetime, spans.train, spans.forward:
         raise error
     assert caught.value is error
-    assert diary.told[-2:] == [("on_exception", error, "forward", 4), ("on_run_end", outcome)]
+    assert diary.recorded[-2:] == [("on_exception", error, "forward", 4), ("on_run_end", outcome)]
     assert ctx.run.outcome is outcome
     assert lifetime.has_ended
 
@@ -111,7 +111,7 @@ def test_an_exception_outside_every_span_happened_in_the_run() -> None:
     error = ValueError("x")
     with pytest.raises(ValueError, match="x"), lifetime:
         raise error
-    assert diary.told[-2] == ("on_exception", error, "run", 0)
+    assert diary.recorded[-2] == ("on_exception", error, "run", 0)
 
 
 def test_inside_itself_only_the_outermost_ends_the_run() -> None:
@@ -120,7 +120,7 @@ def test_inside_itself_only_the_outermost_ends_the_run() -> None:
     with lifetime:
         with pytest.raises(ValueError, match="x"), lifetime:
             raise ValueError("x")
-        assert diary.told == [("on_run_start",)]
+        assert diary.recorded == [("on_run_start",)]
     assert not lifetime.has_ended
 
 
@@ -130,7 +130,7 @@ def test_the_outcome_that_a_loop_had_said_does_not_hide_a_failure() -> None:
     lifetime.outcome = Outcome.STOPPED
     with pytest.raises(ValueError, match="x"), lifetime:
         raise ValueError("x")
-    assert diary.told[-1] == ("on_run_end", Outcome.FAILED)
+    assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
 def test_the_exception_is_told_in_the_loop_that_was_open_with_what_was_readable_there() -> None:
@@ -176,8 +176,8 @@ def test_an_exception_that_ends_a_run_inside_another_is_told_to_each_in_its_own_
     with pytest.raises(ValueError, match="x"), outer, outer_manager.spans(outer_ctx).round:
         with inner, inner_manager.spans(inner_ctx).backward:
             raise error
-    assert inner_diary.told[-2] == ("on_exception", error, "backward", 3)
-    assert outer_diary.told[-2] == ("on_exception", error, "round", 8)
+    assert inner_diary.recorded[-2] == ("on_exception", error, "backward", 3)
+    assert outer_diary.recorded[-2] == ("on_exception", error, "round", 8)
 
 
 def test_a_run_that_has_ended_cannot_go_on() -> None:
@@ -200,7 +200,7 @@ def test_an_error_at_the_start_ends_the_run() -> None:
     lifetime = Lifetime(manager, ctx)
     with pytest.raises(ZeroDivisionError) as caught, lifetime:
         lifetime.start()
-    assert diary.told == [("on_run_start",), ("on_exception", caught.value, "run", 0), ("on_run_end", Outcome.FAILED)]
+    assert diary.recorded == [("on_run_start",), ("on_exception", caught.value, "run", 0), ("on_run_end", Outcome.FAILED)]
 
 
 def test_a_call_sheet_that_cannot_be_compiled_is_the_error_that_comes_out() -> None:
@@ -211,7 +211,7 @@ def test_a_call_sheet_that_cannot_be_compiled_is_the_error_that_comes_out() -> N
     with pytest.raises(ConfigError, match=r"tenth .* has no max_duration"), lifetime:
         lifetime.start()
     assert lifetime.has_ended
-    assert diary.told == []
+    assert diary.recorded == []
 
 
 def test_an_error_while_the_run_ends_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ def test_an_error_while_the_run_ends_does_not_hide_the_first(caplog: pytest.LogC
     with caplog.at_level(logging.ERROR, "callsheet"), pytest.raises(ValueError, match="the first") as caught, lifetime:
         raise error
     assert caught.value is error
-    assert diary.told[1:] == [("on_exception", error, "run", 0), ("on_run_end", Outcome.FAILED)]
+    assert diary.recorded[1:] == [("on_exception", error, "run", 0), ("on_run_end", Outcome.FAILED)]
     notes = error.__notes__
     assert [note.split(": ")[1] for note in notes] == ["ZeroDivisionError", "KeyError"]
     assert len(caplog.records) == 2
@@ -240,7 +240,7 @@ def test_an_interruption_while_the_run_ends_does_not_hide_the_first(kind: type[B
     manager.register("on_exception", leave)
     with pytest.raises(ValueError, match="the first"), lifetime:
         raise ValueError("the first")
-    assert diary.told[-1] == ("on_run_end", Outcome.FAILED)
+    assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
 def test_at_the_end_everybody_hears_and_the_first_error_comes_out() -> None:
@@ -252,9 +252,9 @@ def test_at_the_end_everybody_hears_and_the_first_error_comes_out() -> None:
     lifetime.start()
     with pytest.raises(ZeroDivisionError), lifetime:
         lifetime.end()
-    assert diary.told == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # and no exception is told after the end
+    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # and no exception is told after the end
     lifetime.end()
-    assert len(diary.told) == 2
+    assert len(diary.recorded) == 2
 
 
 def test_a_callback_that_fails_in_a_span_ends_the_run() -> None:
@@ -265,7 +265,7 @@ def test_a_callback_that_fails_in_a_span_ends_the_run() -> None:
     spans = manager.spans(ctx)
     with pytest.raises(ZeroDivisionError) as caught, lifetime, spans.train, spans.train_step:
         pass
-    assert diary.told == [
+    assert diary.recorded == [
         ("on_train_start",),
         ("on_train_step_start",),
         ("on_exception", caught.value, "train_step", 0),
@@ -280,17 +280,17 @@ def test_the_manager_serves_another_run_afterwards() -> None:
         lifetime = Lifetime(manager, Context(RunInfo("mine")))
         lifetime.start()
         lifetime.end()
-    assert diary.told == [("on_run_start",), ("on_run_end", Outcome.FINISHED)] * 2
+    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)] * 2
 
 
 def test_who_was_switched_off_is_told_again_in_the_next_run() -> None:
     fails = iter([True] * 3)
-    told: list[int] = []
+    recorded: list[int] = []
 
     def shaky(ctx: Context) -> None:
         if next(fails, False):
             raise ConnectionError
-        told.append(1)
+        recorded.append(1)
 
     manager = CallbackManager()
     manager.register("on_log", shaky, on_error="isolate")
@@ -301,7 +301,7 @@ def test_who_was_switched_off_is_told_again_in_the_next_run() -> None:
         for _ in range(3):
             manager.fire("on_log", ctx)
         lifetime.end()
-    assert told == [1, 1, 1]
+    assert recorded == [1, 1, 1]
 
 
 def test_a_run_that_never_started_has_no_end() -> None:
@@ -310,7 +310,7 @@ def test_a_run_that_never_started_has_no_end() -> None:
     with pytest.raises(ValueError, match="x"), lifetime:
         raise ValueError("x")
     lifetime.end()
-    assert diary.told == []
+    assert diary.recorded == []
     assert lifetime.has_ended
 
 
@@ -322,8 +322,8 @@ def test_a_forked_child_does_not_end_its_parents_run() -> None:
     child = os.fork()
     if not child:
         lifetime.end()
-        os._exit(len(diary.told) - 1)  # the start is there
+        os._exit(len(diary.recorded) - 1)  # the start is there
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     lifetime.end()
-    assert diary.told[-1] == ("on_run_end", Outcome.FINISHED)
+    assert diary.recorded[-1] == ("on_run_end", Outcome.FINISHED)

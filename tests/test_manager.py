@@ -23,15 +23,15 @@ def context(ranks: Ranks | None = None) -> Context:
 class Notes(Callback):
     """Writes down what it hears."""
 
-    def __init__(self, told: list[str], mark: str = "") -> None:
-        self.told = told
+    def __init__(self, recorded: list[str], mark: str = "") -> None:
+        self.recorded = recorded
         self.mark = mark
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.told.append(f"{self.mark}end")
+        self.recorded.append(f"{self.mark}end")
 
     def on_log(self, ctx: Context) -> None:
-        self.told.append(f"{self.mark}log")
+        self.recorded.append(f"{self.mark}log")
 
 
 class OtherNotes(Notes):
@@ -57,14 +57,14 @@ class Quiet(Callback):
 
 
 def test_fire_tells_in_the_order_of_addition_with_the_context() -> None:
-    told: list[str] = []
-    manager = CallbackManager([Notes(told, "a "), Notes(told, "b ")])
+    recorded: list[str] = []
+    manager = CallbackManager([Notes(recorded, "a "), Notes(recorded, "b ")])
     ctx = context()
     seen: list[Context] = []
     manager.register("on_log", seen.append)
     manager.fire("on_log", ctx)
     manager.fire(Event.TRAIN_STEP_END, ctx)
-    assert told == ["a log", "b log", "a end", "b end"]
+    assert recorded == ["a log", "b log", "a end", "b end"]
     assert seen == [ctx]
 
 
@@ -122,10 +122,10 @@ def test_the_outer_event_comes_back_also_when_the_nested_one_fails() -> None:
 
 
 def test_changes_during_a_telling_count_from_the_next_event() -> None:
-    told: list[str] = []
+    recorded: list[str] = []
     manager = CallbackManager()
     ctx = context()
-    leaving, coming = Notes(told, "leaving "), Notes(told, "coming ")
+    leaving, coming = Notes(recorded, "leaving "), Notes(recorded, "coming ")
 
     @manager.register("on_log")
     def change(ctx: Context) -> None:
@@ -135,37 +135,37 @@ def test_changes_during_a_telling_count_from_the_next_event() -> None:
 
     manager.add(leaving)
     manager.fire("on_log", ctx)
-    assert told == ["leaving log"]
+    assert recorded == ["leaving log"]
     manager.fire("on_log", ctx)
-    assert told == ["leaving log", "coming log"]
+    assert recorded == ["leaving log", "coming log"]
 
 
 def test_a_handler_may_remove_itself() -> None:
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
 
     @manager.register("on_log")
     def once(ctx: Context) -> None:
-        told.append("once")
+        recorded.append("once")
         manager.remove(once)
 
-    manager.register("on_log", lambda ctx: told.append("always"))
+    manager.register("on_log", lambda ctx: recorded.append("always"))
     manager.fire("on_log", context())
     manager.fire("on_log", context())
-    assert told == ["once", "always", "always"]
+    assert recorded == ["once", "always", "always"]
 
 
 def test_a_change_in_an_outer_handler_counts_for_the_nested_event() -> None:
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
 
     @manager.register("on_log")
     def outer(ctx: Context) -> None:
-        manager.register("on_preempt", lambda ctx: told.append("nested"))
+        manager.register("on_preempt", lambda ctx: recorded.append("nested"))
         manager.fire("on_preempt", ctx)
 
     manager.fire("on_log", context())
-    assert told == ["nested"]
+    assert recorded == ["nested"]
 
 
 def test_star_hears_every_event() -> None:
@@ -251,8 +251,8 @@ def test_registration_and_addition_share_one_order() -> None:
 
 
 def test_remove_an_instance_a_class_or_a_function() -> None:
-    told: list[str] = []
-    first, second, other, quiet = Notes(told), Notes(told), OtherNotes(told), Quiet()
+    recorded: list[str] = []
+    first, second, other, quiet = Notes(recorded), Notes(recorded), OtherNotes(recorded), Quiet()
     manager = CallbackManager([first, second, other, quiet])
 
     @manager.register("*")
@@ -268,14 +268,14 @@ def test_remove_an_instance_a_class_or_a_function() -> None:
     assert manager.call_sheet().rows() == []
     assert not manager.has_callbacks("on_log")
     manager.fire("on_log", context())
-    assert told == []
+    assert recorded == []
 
 
 def test_a_bound_method_can_be_removed() -> None:
-    told: list[Any] = []
+    recorded: list[Any] = []
     manager = CallbackManager()
-    manager.register("on_log", told.append)
-    assert manager.remove(told.append) == 1
+    manager.register("on_log", recorded.append)
+    assert manager.remove(recorded.append) == 1
 
 
 def test_a_gated_function_can_be_removed() -> None:
@@ -333,10 +333,10 @@ class Behind(Callback):
     lane = "background"
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.received: list[int] = []
 
     def on_log(self, ctx: Context) -> None:
-        self.heard.append(ctx.step)
+        self.received.append(ctx.step)
 
 
 def test_a_lane_is_served() -> None:
@@ -346,7 +346,7 @@ def test_a_lane_is_served() -> None:
     for ctx.step in (1, 2, 3):
         manager.fire("on_log", ctx)
     manager.close()
-    assert behind.heard == [1, 2, 3]
+    assert behind.received == [1, 2, 3]
 
 
 def test_a_lane_of_another_rank_hears_nothing_here() -> None:
@@ -357,7 +357,7 @@ def test_a_lane_of_another_rank_hears_nothing_here() -> None:
     assert not manager.has_callbacks("on_log")
     manager.fire("on_log", ctx)
     manager.close()
-    assert behind.heard == []
+    assert behind.received == []
 
 
 def test_what_is_rejected_in_the_midst_of_a_run_does_not_stay() -> None:
@@ -387,15 +387,15 @@ def test_a_run_that_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch)
 # --- ranks ---
 
 
-def gated_manager(told: list[str]) -> CallbackManager:
+def gated_manager(recorded: list[str]) -> CallbackManager:
     manager = CallbackManager()
     for gate in ("zero", "local_zero", "all", {1, 3}):
-        manager.register("on_log", lambda ctx, gate=gate: told.append(str(gate)), ranks=gate)
+        manager.register("on_log", lambda ctx, gate=gate: recorded.append(str(gate)), ranks=gate)
 
     @manager.register("on_log")
     @rank_zero_only
     def decorated(ctx: Context) -> None:
-        told.append("decorated")
+        recorded.append("decorated")
 
     return manager
 
@@ -412,22 +412,22 @@ def gated_manager(told: list[str]) -> CallbackManager:
 def test_gates_are_read_from_the_run(ranks: Ranks, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # the run's own word stands above the environment, also inside a decorator
     monkeypatch.setenv("LOCAL_RANK", "7")
-    told: list[str] = []
-    manager = gated_manager(told)
+    recorded: list[str] = []
+    manager = gated_manager(recorded)
     ctx = context(ranks)
     manager.open(ctx)
     manager.fire("on_log", ctx)
-    assert told == expected
+    assert recorded == expected
 
 
 def test_without_a_run_gates_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    manager = gated_manager(told)
+    recorded: list[str] = []
+    manager = gated_manager(recorded)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     manager.fire("on_log", context())
-    assert told == ["local_zero", "all", "{1, 3}"]
+    assert recorded == ["local_zero", "all", "{1, 3}"]
 
 
 def test_whether_anybody_hears_is_asked_for_this_rank_and_the_table_for_all() -> None:
@@ -596,46 +596,46 @@ def test_a_state_that_was_read_does_not_change() -> None:
 
 
 class Tables(Callback):
-    def __init__(self, told: list[str], *fails: bool) -> None:
-        self.told = told
+    def __init__(self, recorded: list[str], *fails: bool) -> None:
+        self.recorded = recorded
         self.fails = iter(fails)
 
     def log_table(self, ctx: Context, name: str) -> None:
         if next(self.fails, False):
             raise ConnectionError("the tracker is down")
-        self.told.append(name)
+        self.recorded.append(name)
 
 
 def test_loggers_are_told_where_they_have_the_method(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    away = Tables(told)
+    recorded: list[str] = []
+    away = Tables(recorded)
     away.ranks = {1}
-    manager = CallbackManager([Tables(told, True), Quiet(), Tables(told), away])
+    manager = CallbackManager([Tables(recorded, True), Quiet(), Tables(recorded), away])
     ctx = context()
     manager.open(ctx)
     manager.notify_loggers("log_table", ctx, name="t")
-    assert told == ["t"]
+    assert recorded == ["t"]
     assert caplog.records[0].getMessage().startswith("Callback Tables (test_manager.py:")
     assert "failed at log_table, step 0, rank 0; training continues: ConnectionError: the tracker is down" in caplog.text
     manager.notify_loggers("log_table", ctx, name="u")
-    assert told == ["t", "u", "u"]
+    assert recorded == ["t", "u", "u"]
 
 
 def test_a_logger_that_fails_three_times_in_a_row_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    manager = CallbackManager([Tables(told, *[True] * 3)])
+    recorded: list[str] = []
+    manager = CallbackManager([Tables(recorded, *[True] * 3)])
     for i in range(5):
         manager.notify_loggers("log_table", context(), name=str(i))
-    assert told == []
+    assert recorded == []
     assert "Callback Tables is switched off after 3 failures in a row" in caplog.text
 
 
 def test_a_logger_that_fails_now_and_then_stays() -> None:
-    told: list[str] = []
-    manager = CallbackManager([Tables(told, *[True, False] * 4)])
+    recorded: list[str] = []
+    manager = CallbackManager([Tables(recorded, *[True, False] * 4)])
     for i in range(10):
         manager.notify_loggers("log_table", context(), name=str(i))
-    assert told == ["1", "3", "5", "7", "8", "9"]
+    assert recorded == ["1", "3", "5", "7", "8", "9"]
 
 
 def test_a_gated_logger_may_not_gather(caplog: pytest.LogCaptureFixture) -> None:
@@ -656,18 +656,18 @@ def test_a_gated_logger_may_not_gather(caplog: pytest.LogCaptureFixture) -> None
 # --- flags, helpers ---
 
 
-def heard(manager: CallbackManager) -> list[str]:
+def received(manager: CallbackManager) -> list[str]:
     return [event for event in EVENTS if getattr(manager.has_listeners, event)]
 
 
 def test_flags_follow_the_call_sheet_while_a_loop_runs() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
-    assert heard(manager) == []
+    assert received(manager) == []
     function = manager.register("on_log", lambda ctx: None)
-    assert heard(manager) == ["on_log"]
+    assert received(manager) == ["on_log"]
     manager.remove(function)
-    assert heard(manager) == []
+    assert received(manager) == []
     assert spans is not None
 
 
@@ -722,15 +722,15 @@ def test_should_fire() -> None:
 
 
 def test_a_manager_serves_one_run_after_another() -> None:
-    told: list[str] = []
-    manager = CallbackManager([Notes(told)])
+    recorded: list[str] = []
+    manager = CallbackManager([Notes(recorded)])
     for _ in range(2):
         ctx = context()
         manager.open(ctx)
         with manager.spans(ctx).train_step:
             pass
         manager.close()
-    assert told == ["end", "end"]
+    assert recorded == ["end", "end"]
 
 
 def test_the_package_tells_events_without_torch() -> None:
@@ -759,25 +759,25 @@ def test_a_manager_serves_one_run_at_a_time() -> None:
 # --- muting ---
 
 
-class Hears(Callback):
+class Listens(Callback):
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.recorded: list[str] = []
 
     def on_train_step_start(self, ctx: Context) -> None:
-        self.told.append("start")
-        if len(self.told) == 2:
+        self.recorded.append("start")
+        if len(self.recorded) == 2:
             ctx.mute(self, "on_train_step_start", "on_train_step_end")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.told.append("end")
+        self.recorded.append("end")
 
     def on_log(self, ctx: Context) -> None:
-        self.told.append("log")
+        self.recorded.append("log")
         ctx.unmute(self, "on_train_step_end")
 
 
 def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_ends() -> None:
-    listens_to = Hears()
+    listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
     spans = manager.spans(ctx)
@@ -787,16 +787,16 @@ def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_en
             pass
 
     step()
-    listens_to.told.clear()
-    listens_to.told.append("one")
+    listens_to.recorded.clear()
+    listens_to.recorded.append("one")
     step()  # mutes within its start: its end is told no more
-    assert listens_to.told == ["one", "start"]
+    assert listens_to.recorded == ["one", "start"]
     assert not manager.has_listeners.on_train_step_start
     step()
-    assert listens_to.told == ["one", "start"]
+    assert listens_to.recorded == ["one", "start"]
     manager.fire("on_log", ctx)
     step()
-    assert listens_to.told == ["one", "start", "log", "end"]
+    assert listens_to.recorded == ["one", "start", "log", "end"]
     manager.close()
     manager.open(Context(RunInfo("another")))
     assert manager.has_listeners.on_train_step_start
@@ -806,10 +806,10 @@ class Pauses(Callback):
     """Wants every hundredth step."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.recorded: list[int] = []
 
     def on_train_step_start(self, ctx: Context) -> None:
-        self.told.append(ctx.step)
+        self.recorded.append(ctx.step)
         if ahead := -ctx.step % 100:
             ctx.mute(self, "on_train_step_start", until=ctx.step + ahead)
 
@@ -832,7 +832,7 @@ def test_what_is_muted_until_a_step_is_told_from_its_beginning_where_the_loop_sa
             ctx.control.look_again()
             manager.between_steps(ctx.step)
             next_step = manager.next_step
-    assert pauses.told == [1, 100, 101, 200, 201, 300, 301]
+    assert pauses.recorded == [1, 100, 101, 200, 201, 300, 301]
     assert asked < 30  # and the loop was let be for the most part
     manager.close()
 
@@ -843,11 +843,11 @@ def test_a_loop_that_does_not_say_when_steps_end_goes_on_telling_and_so_do_short
     manager.open(ctx)
     for ctx.step in range(1, 6):
         manager.fire("on_train_step_start", ctx)
-    assert pauses.told == [1, 2, 3, 4, 5]
+    assert pauses.recorded == [1, 2, 3, 4, 5]
     manager.between_steps(5)
     for ctx.step in range(95, 100):
         manager.fire("on_train_step_start", ctx)
-    assert pauses.told[5:] == [95, 96, 97, 98, 99]
+    assert pauses.recorded[5:] == [95, 96, 97, 98, 99]
 
 
 def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
@@ -857,11 +857,11 @@ def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
     manager.between_steps(0)
     ctx.step = 1
     manager.fire("on_train_step_start", ctx)
-    told = [manager.has_callbacks("on_train_step_start")]
+    recorded = [manager.has_callbacks("on_train_step_start")]
     ctx.unmute(pauses, "on_train_step_start")
-    told.append(manager.has_callbacks("on_train_step_start"))
+    recorded.append(manager.has_callbacks("on_train_step_start"))
     manager.between_steps(99)
-    assert [*told, manager.has_callbacks("on_train_step_start")] == [False, True, True]
+    assert [*recorded, manager.has_callbacks("on_train_step_start")] == [False, True, True]
 
 
 def test_what_was_said_last_of_an_event_holds() -> None:
@@ -872,36 +872,36 @@ def test_what_was_said_last_of_an_event_holds() -> None:
     ctx.mute(pauses, "on_train_step_start", until=40)
     ctx.mute(pauses, "on_train_step_start")  # for good
     manager.between_steps(39)
-    told = [manager.has_callbacks("on_train_step_start")]
+    recorded = [manager.has_callbacks("on_train_step_start")]
     ctx.mute(pauses, "on_train_step_start", until=100)  # it is already
     manager.between_steps(99)
-    told.append(manager.has_callbacks("on_train_step_start"))
+    recorded.append(manager.has_callbacks("on_train_step_start"))
     ctx.unmute(pauses, "on_train_step_start")
     ctx.mute(pauses, "on_train_step_start", until=100)
     ctx.mute(pauses, "on_train_step_start", until=300)
     manager.between_steps(99)
-    told.append(manager.has_callbacks("on_train_step_start"))
+    recorded.append(manager.has_callbacks("on_train_step_start"))
     manager.between_steps(299)
-    told.append(manager.has_callbacks("on_train_step_start"))
-    assert told == [False, False, False, True]
+    recorded.append(manager.has_callbacks("on_train_step_start"))
+    assert recorded == [False, False, False, True]
     manager.close()
     ctx.mute(pauses, "on_train_step_start")
     assert not manager.has_callbacks("on_train_step_start")
 
 
 def test_muting_rejects_strangers_and_unknown_events() -> None:
-    listens_to = Hears()
+    listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
-    with pytest.raises(RegistrationError, match="Hears is not on the call sheet"):
-        ctx.mute(Hears(), "on_log")
+    with pytest.raises(RegistrationError, match="Listens is not on the call sheet"):
+        ctx.mute(Listens(), "on_log")
     with pytest.raises(UnknownEventError, match="on_train_step_end"):
         ctx.mute(listens_to, "on_train_step_ends")
     assert manager.has_listeners.on_log
 
 
 def test_a_sibling_context_mutes_too_and_one_without_a_manager_does_nothing() -> None:
-    listens_to = Hears()
+    listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     ctx.mute(listens_to, "on_log")
     manager.open(ctx)

@@ -65,7 +65,7 @@ for command in json.loads(sys.argv[2]):
         except BaseException as error:
             status = f"{type(error).__name__}: {error}"
     told[" ".join(command)] = [status, out.getvalue(), err.getvalue()]
-print(json.dumps({"told": told, "dir": dir(callsheet)}))
+print(json.dumps({"recorded": told, "dir": dir(callsheet)}))
 """
 
 NEED_NOTHING = [
@@ -121,9 +121,9 @@ def probed(
 
 def failures(found: dict[str, Any]) -> Iterator[str]:
     """Names that raised anything but MissingPackage with one line."""
-    for name, told in found["told"].items():
-        if len(told) == 2 and told[0] and not (told[0] == "MissingPackage" and ONE_LINE.fullmatch(told[1])):
-            yield f"{name}: {told[0]}: {told[1]}"
+    for name, recorded in found["recorded"].items():
+        if len(recorded) == 2 and recorded[0] and not (recorded[0] == "MissingPackage" and ONE_LINE.fullmatch(recorded[1])):
+            yield f"{name}: {recorded[0]}: {recorded[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +138,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_public_name_is_there_or_says_what_to_install(bare: dict[str, Any]) -> None:
     assert not list(failures(bare))
-    told = bare["told"]
+    recorded = bare["recorded"]
     for name in ("callsheet.Trainer", "callsheet.attach", "callsheet.launch", "callsheet.callbacks.EMA"):
-        assert told[name][1] == f"{name} needs torch, which is not installed: pip install 'callsheet[train]'"
+        assert recorded[name][1] == f"{name} needs torch, which is not installed: pip install 'callsheet[train]'"
     for name in ("callsheet.Process", "callsheet.callbacks.EarlyStopper", "callsheet.loggers.JSONLLogger"):
-        assert told[name] == ["", ""]
+        assert recorded[name] == ["", ""]
 
 
 @pytest.mark.parametrize("command", NEED_NOTHING, ids=" ".join)
 def test_these_commands_need_nothing(bare: dict[str, Any], command: list[str]) -> None:
-    status, out, err = bare["told"][" ".join(command)]
+    status, out, err = bare["recorded"][" ".join(command)]
     assert (status, err) == (0, "")
     assert out
 
@@ -158,7 +158,7 @@ def test_these_commands_need_nothing(bare: dict[str, Any], command: list[str]) -
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_the_others_say_what_to_install_in_one_line(bare: dict[str, Any], extra: str, command: list[str]) -> None:
-    status, out, err = bare["told"][" ".join(command)]
+    status, out, err = bare["recorded"][" ".join(command)]
     assert (status, out) == (1, "")
     assert re.fullmatch(rf"callsheet: .* needs \w+, which is not installed: pip install 'callsheet\[{extra}\]'\n", err), err
 
@@ -169,8 +169,8 @@ def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -
     assert not [
         failed for failed in failures(found) if not failed.startswith("callsheet.bridges.accelerate")
     ]  # it needs yaml itself
-    assert found["told"]["recipes"][0] == found["told"]["--help"][0] == 0
-    status, out, err = found["told"]["show pretrain"]
+    assert found["recorded"]["recipes"][0] == found["recorded"]["--help"][0] == 0
+    status, out, err = found["recorded"]["show pretrain"]
     assert (status, out) == (1, "")
     assert re.fullmatch(rf"callsheet: callsheet show needs {hidden}, .*: pip install 'callsheet\[(hf|train)\]'\n", err), err
 
@@ -181,12 +181,12 @@ def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "with").mkdir()
     keras = "callsheet.bridges.keras"
     missing = probed(sys.executable, tmp_path / "without", hidden="torch,tensorflow", commands=[], keras_backend="tensorflow")
-    assert missing["told"][keras] == [
+    assert missing["recorded"][keras] == [
         "MissingPackage",
         f"{keras} needs torch, which is not installed: pip install 'callsheet[train]'",
     ]
     other = probed(sys.executable, tmp_path / "with", hidden="tensorflow", commands=[], keras_backend="tensorflow")
-    kind, message = other["told"][keras]
+    kind, message = other["recorded"][keras]
     assert kind == "ConfigError"
     assert "KERAS_BACKEND=torch" in message
     assert "\n" not in message

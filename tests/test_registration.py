@@ -314,22 +314,22 @@ def test_async_behind_a_gate_is_seen() -> None:
 
 
 def test_an_async_function_is_rejected_inline() -> None:
-    async def told(ctx: Context) -> None: ...
+    async def recorded(ctx: Context) -> None: ...
 
     manager = CallbackManager()
-    for given in (told, functools.partial(told)):
+    for given in (recorded, functools.partial(recorded)):
         with pytest.raises(RegistrationError, match="the handler is async"):
             manager.register("on_log", given)
-    manager.register("on_log", told, lane="background")
+    manager.register("on_log", recorded, lane="background")
     assert manager.has_callbacks("on_log")
 
 
 def test_an_object_with_an_async_call_is_rejected_inline() -> None:
-    class Told:
+    class Recorded:
         async def __call__(self, ctx: Context) -> None: ...
 
     with pytest.raises(RegistrationError, match="the handler is async"):
-        CallbackManager().register("on_log", Told())
+        CallbackManager().register("on_log", Recorded())
 
 
 # --- register ---
@@ -394,14 +394,14 @@ def test_a_gated_function_too_is_registered_once_an_event() -> None:
 
 def test_a_bound_method_too_is_registered_once_an_event() -> None:
     class Thing:
-        def told(self, ctx: Context) -> None: ...
+        def recorded(self, ctx: Context) -> None: ...
 
     thing = Thing()
     manager = CallbackManager()
-    manager.register("on_log", thing.told)
+    manager.register("on_log", thing.recorded)
     with pytest.raises(RegistrationError, match="registered for on_log already"):
-        manager.register("on_log", thing.told)
-    manager.register("on_log", Thing().told)  # of another object
+        manager.register("on_log", thing.recorded)
+    manager.register("on_log", Thing().recorded)  # of another object
     assert len(manager.call_sheet().rows()) == 2
 
 

@@ -89,23 +89,23 @@ def test_an_empty_table_says_so() -> None:
 
 def test_phases_stand_in_order_and_within_one_the_order_of_addition() -> None:
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
     for turn in ("first", "second"):
         for phase in reversed(PHASES):
-            manager.register("on_log", lambda ctx, mark=f"{phase} {turn}": told.append(mark), phase=phase)
+            manager.register("on_log", lambda ctx, mark=f"{phase} {turn}": recorded.append(mark), phase=phase)
     manager.fire("on_log", context())
-    assert told == [f"{phase} {turn}" for phase in PHASES for turn in ("first", "second")]
+    assert recorded == [f"{phase} {turn}" for phase in PHASES for turn in ("first", "second")]
 
 
 @given(st.lists(st.sampled_from(PHASES), max_size=12))
 def test_the_order_is_a_stable_sort_by_phase(phases: list[str]) -> None:
     manager = CallbackManager()
-    told: list[tuple[str, int]] = []
+    recorded: list[tuple[str, int]] = []
     for number, phase in enumerate(phases):
-        manager.register("on_log", lambda ctx, mark=(phase, number): told.append(mark), phase=phase)
+        manager.register("on_log", lambda ctx, mark=(phase, number): recorded.append(mark), phase=phase)
     manager.fire("on_log", context())
-    assert told == sorted(((phase, number) for number, phase in enumerate(phases)), key=lambda mark: PHASES.index(mark[0]))
-    assert [row[1] for row in manager.call_sheet().rows()] == [phase for phase, _ in told]
+    assert recorded == sorted(((phase, number) for number, phase in enumerate(phases)), key=lambda mark: PHASES.index(mark[0]))
+    assert [row[1] for row in manager.call_sheet().rows()] == [phase for phase, _ in recorded]
 
 
 def test_a_methods_own_phase_stands_above_the_classs_and_a_given_one_above_both() -> None:
@@ -127,12 +127,12 @@ def due(
 ) -> list[int]:
     """The batches at which a function of that interval is told."""
     manager = CallbackManager()
-    told: list[int] = []
-    manager.register(event, lambda ctx: told.append(ctx.state.timestamp.batch), every=interval)
+    recorded: list[int] = []
+    manager.register(event, lambda ctx: recorded.append(ctx.state.timestamp.batch), every=interval)
     ctx = context(state)
     manager.open(ctx)
     train(manager, ctx, steps, event)
-    return told
+    return recorded
 
 
 def test_every_hundredth_step() -> None:
@@ -179,11 +179,11 @@ class Halves(Callback):
 
     def __init__(self, on_error: str) -> None:
         self.on_error = on_error
-        self.told: list[int] = []
+        self.recorded: list[int] = []
 
     @every("0.5dur")
     def on_train_step_end(self, ctx: Context) -> None:
-        self.told.append(ctx.step)
+        self.recorded.append(ctx.step)
 
 
 NO_DURATION = (
@@ -200,7 +200,7 @@ def test_a_fraction_of_an_unknown_duration_is_rejected_before_the_run_begins(on_
     ctx = context(TrainState(max_duration=Time("4ba")))
     manager.open(ctx)
     train(manager, ctx, 4)
-    assert halves.told == [2, 4]
+    assert halves.recorded == [2, 4]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
@@ -223,54 +223,54 @@ def test_a_fraction_of_an_unknown_duration_in_a_loop_that_never_opened_is_an_err
 def test_on_other_events_an_interval_compares_with_the_events_previous_telling() -> None:
     manager = CallbackManager()
     ctx = context()
-    told: list[int] = []
-    manager.register("on_eval_all_end", lambda ctx: told.append(ctx.state.timestamp.batch), every="10ba")
+    recorded: list[int] = []
+    manager.register("on_eval_all_end", lambda ctx: recorded.append(ctx.state.timestamp.batch), every="10ba")
     manager.open(ctx)
     for batch in (4, 9, 13, 17, 19, 22, 45, 46):
         ctx.state.timestamp = Timestamp(batch=batch)
         manager.fire("on_eval_all_end", ctx)
-    assert told == [13, 22, 45]
+    assert recorded == [13, 22, 45]
 
 
 def test_every_event_of_one_callback_has_its_own_count() -> None:
     class Both(Callback):
         @every("2ba")
         def on_event(self, ctx: Context) -> None:
-            told.append((str(ctx.event), ctx.step))
+            recorded.append((str(ctx.event), ctx.step))
 
-    told: list[tuple[str, int]] = []
+    recorded: list[tuple[str, int]] = []
     manager = CallbackManager([Both()])
     ctx = context()
     manager.open(ctx)
     for _ in range(4):
         train(manager, ctx, 1)
         manager.fire("on_log", ctx)
-    assert told == [("on_train_step_end", 2), ("on_log", 2), ("on_train_step_end", 4), ("on_log", 4)]
+    assert recorded == [("on_train_step_end", 2), ("on_log", 2), ("on_train_step_end", 4), ("on_log", 4)]
 
 
 def test_the_same_moment_twice_is_told_once() -> None:
     manager = CallbackManager()
     ctx = context()
-    told: list[int] = []
-    manager.register("on_checkpoint_due", lambda ctx: told.append(ctx.state.timestamp.batch), every="5ba")
+    recorded: list[int] = []
+    manager.register("on_checkpoint_due", lambda ctx: recorded.append(ctx.state.timestamp.batch), every="5ba")
     manager.open(ctx)
     ctx.state.timestamp = Timestamp(batch=5)
     manager.fire("on_checkpoint_due", ctx)
     manager.fire("on_checkpoint_due", ctx)
-    assert told == [5]
+    assert recorded == [5]
 
 
 def test_intervals_of_epochs_and_seconds() -> None:
     manager = CallbackManager()
     ctx = context()
-    told: list[str] = []
-    manager.register("on_log", lambda ctx: told.append(f"epoch {ctx.state.timestamp.epoch}"), every="2ep")
-    manager.register("on_log", lambda ctx: told.append(f"{ctx.state.timestamp.seconds:.0f} s"), every="1m")
+    recorded: list[str] = []
+    manager.register("on_log", lambda ctx: recorded.append(f"epoch {ctx.state.timestamp.epoch}"), every="2ep")
+    manager.register("on_log", lambda ctx: recorded.append(f"{ctx.state.timestamp.seconds:.0f} s"), every="1m")
     manager.open(ctx)
     for epoch, seconds in ((0, 50.0), (1, 70.0), (2, 100.0), (3, 130.0), (4, 170.0)):
         ctx.state.timestamp = Timestamp(epoch=epoch, seconds=seconds)
         manager.fire("on_log", ctx)
-    assert told == ["70 s", "epoch 2", "130 s", "epoch 4"]
+    assert recorded == ["70 s", "epoch 2", "130 s", "epoch 4"]
 
 
 def test_an_interval_added_in_the_midst_of_a_run_counts_from_there() -> None:
@@ -279,10 +279,10 @@ def test_an_interval_added_in_the_midst_of_a_run_counts_from_there() -> None:
     manager.open(ctx)
     spans = manager.spans(ctx)
     train(manager, ctx, 95)
-    told: list[int] = []
-    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every="10ba")
+    recorded: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: recorded.append(ctx.step), every="10ba")
     train(manager, ctx, 20)
-    assert told == [100, 110]
+    assert recorded == [100, 110]
     assert spans.ctx is ctx
 
 
@@ -291,23 +291,23 @@ def test_an_interval_added_in_the_midst_of_a_run_without_spans_counts_from_there
     ctx = context()
     manager.open(ctx)
     train(manager, ctx, 95)
-    told: list[int] = []
-    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every="10ba")
+    recorded: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: recorded.append(ctx.step), every="10ba")
     train(manager, ctx, 20)
-    assert told == [100, 110]
+    assert recorded == [100, 110]
 
 
 @pytest.mark.parametrize(("interval", "expected"), [("1ba", [1, 2, 3, 4, 5]), ("4ba", [4])])
 def test_a_second_run_counts_anew(interval: str, expected: list[int]) -> None:
     manager = CallbackManager()
-    told: list[int] = []
-    manager.register("on_train_step_end", lambda ctx: told.append(ctx.step), every=interval)
+    recorded: list[int] = []
+    manager.register("on_train_step_end", lambda ctx: recorded.append(ctx.step), every=interval)
     for _ in range(2):
         ctx = context()
         manager.open(ctx)
         train(manager, ctx, 5)
         manager.close()
-    assert told == expected * 2
+    assert recorded == expected * 2
 
 
 def test_what_is_not_due_draws_and_fails_nothing() -> None:
@@ -328,26 +328,26 @@ class Fails(Callback):
 
     on_error = "isolate"
 
-    def __init__(self, told: list[int], *fails: bool) -> None:
-        self.told = told
+    def __init__(self, recorded: list[int], *fails: bool) -> None:
+        self.recorded = recorded
         self.fails = iter(fails)
 
     def on_train_step_end(self, ctx: Context) -> None:
         if next(self.fails, False):
             raise ConnectionError("no network")
-        self.told.append(ctx.step)
+        self.recorded.append(ctx.step)
 
 
 def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[int] = []
+    recorded: list[int] = []
     after: list[int] = []
-    manager = CallbackManager([Fails(told, False, True)])
+    manager = CallbackManager([Fails(recorded, False, True)])
     manager.register("on_train_step_end", lambda ctx: after.append(ctx.step))
     ctx = Context(RunInfo("test", ranks=Ranks(rank=2, world_size=4)))
     manager.open(ctx)
     with caplog.at_level(logging.ERROR, "callsheet"):
         train(manager, ctx, 3)
-    assert told == [1, 3]
+    assert recorded == [1, 3]
     assert after == [1, 2, 3]
     (record,) = caplog.records
     assert "Callback Fails (test_sheet.py:" in record.getMessage()
@@ -359,15 +359,15 @@ def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCa
 
 
 def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[int] = []
-    manager = CallbackManager([Fails(told, True, True, False, *[True] * 3)])
+    recorded: list[int] = []
+    manager = CallbackManager([Fails(recorded, True, True, False, *[True] * 3)])
     ctx = context()
     manager.open(ctx)
     train(manager, ctx, 5)
-    assert told == [3]
+    assert recorded == [3]
     assert "switched off" not in caplog.text
     train(manager, ctx, 3)
-    assert told == [3]  # switched off at the sixth step; it would succeed at the seventh
+    assert recorded == [3]  # switched off at the sixth step; it would succeed at the seventh
     assert f"Callback Fails is switched off after {FAILURES_ALLOWED} failures in a row" in caplog.text
     assert len(caplog.records) == 6
 
@@ -375,29 +375,29 @@ def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureF
 def test_all_methods_of_what_is_switched_off_are_silent() -> None:
     class Two(Fails):
         def on_log(self, ctx: Context) -> None:
-            told.append(-1)
+            recorded.append(-1)
 
-    told: list[int] = []
-    manager = CallbackManager([Two(told, *[True] * 3)])
+    recorded: list[int] = []
+    manager = CallbackManager([Two(recorded, *[True] * 3)])
     ctx = context()
     train(manager, ctx, 3)
     manager.fire("on_log", ctx)
     manager.register("on_log", lambda ctx: None)  # compiled again
     manager.fire("on_log", ctx)
-    assert told == []
+    assert recorded == []
 
 
 def test_a_success_of_another_method_breaks_the_row() -> None:
     class Two(Fails):
         def on_log(self, ctx: Context) -> None: ...
 
-    told: list[int] = []
-    manager = CallbackManager([Two(told, *[True] * 4)])
+    recorded: list[int] = []
+    manager = CallbackManager([Two(recorded, *[True] * 4)])
     ctx = context()
     for _ in range(5):
         train(manager, ctx, 1)
         manager.fire("on_log", ctx)
-    assert told == [5]
+    assert recorded == [5]
 
 
 def test_one_that_is_switched_off_leaves_others_of_its_class_alone() -> None:
@@ -434,27 +434,27 @@ def test_inline_callbacks_raise_unless_they_say_otherwise() -> None:
 def failing(phase: str, event: str, *, also: str = "") -> tuple[list[str], BaseException]:
     """Who is told of `event` when the function in `phase` fails, and what comes out."""
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
 
     def fail(ctx: Context) -> None:
-        told.append(f"{phase} fails")
+        recorded.append(f"{phase} fails")
         raise ValueError("the first")
 
     def fail_too(ctx: Context) -> None:
-        told.append(f"{also} fails")
+        recorded.append(f"{also} fails")
         raise OSError("the second")
 
     manager.register(event, fail, phase=phase)
     if also:
         manager.register(event, fail_too, phase=also)
     for name in PHASES:
-        manager.register(event, lambda ctx, name=name: told.append(name), phase=name)
+        manager.register(event, lambda ctx, name=name: recorded.append(name), phase=name)
     ctx = context()
     ctx.step = 7
     with pytest.raises(ValueError, match="the first") as caught:
         manager.fire(event, ctx)
     assert ctx.event is None
-    return told, caught.value
+    return recorded, caught.value
 
 
 @pytest.mark.parametrize(
@@ -476,8 +476,8 @@ def test_at_the_end_everybody_is_told_after_an_error(event: str) -> None:
 
 
 def test_a_second_error_is_logged_and_the_first_comes_out(caplog: pytest.LogCaptureFixture) -> None:
-    told, error = failing("decide", "on_log", also="report")
-    assert told == ["change", "measure", "decide fails", "report fails", "report", "restore"]
+    recorded, error = failing("decide", "on_log", also="report")
+    assert recorded == ["change", "measure", "decide fails", "report fails", "report", "restore"]
     assert "failed as well at on_log: the second" in caplog.text
     assert isinstance(error, ValueError)
 
@@ -508,25 +508,25 @@ def test_an_interruption_too_lets_reports_and_restorations_be_told() -> None:
         raise KeyboardInterrupt
 
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
     manager.register("on_log", interrupt)
-    manager.register("on_log", lambda ctx: told.append("decide"), phase="decide")
-    manager.register("on_log", lambda ctx: told.append("restore"), phase="restore")
+    manager.register("on_log", lambda ctx: recorded.append("decide"), phase="decide")
+    manager.register("on_log", lambda ctx: recorded.append("restore"), phase="restore")
     with pytest.raises(KeyboardInterrupt):
         manager.fire("on_log", context())
-    assert told == ["restore"]
+    assert recorded == ["restore"]
 
 
 def test_a_report_that_is_not_due_is_not_told_after_an_error_either() -> None:
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0)
-    manager.register("on_train_step_end", lambda ctx: told.append("x"), phase="report", every="2ba")
+    manager.register("on_train_step_end", lambda ctx: recorded.append("x"), phase="report", every="2ba")
     ctx = context()
     manager.open(ctx)
     with pytest.raises(ZeroDivisionError):
         train(manager, ctx, 1)
-    assert told == []
+    assert recorded == []
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
@@ -537,13 +537,13 @@ def test_everybody_is_told_the_end_also_when_one_leaves_on_the_way(
         raise kind("leaving")
 
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
     manager.register("on_run_end", lambda ctx: 1 // 0)
     manager.register("on_run_end", leave)
-    manager.register("on_run_end", lambda ctx: told.append("last"))
+    manager.register("on_run_end", lambda ctx: recorded.append("last"))
     with pytest.raises(ZeroDivisionError):
         manager.fire("on_run_end", context())
-    assert told == ["last"]
+    assert recorded == ["last"]
     assert "failed as well at on_run_end: leaving" in caplog.text
 
 

@@ -96,20 +96,20 @@ def test_an_interruption_that_is_watched_raises_nothing() -> None:
 
 
 def test_an_earlier_handler_is_called_too_and_put_back() -> None:
-    heard: list[int] = []
+    was_received: list[int] = []
 
     def earlier(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        was_received.append(number)
 
     signal.signal(signal.SIGUSR1, earlier)
     with SignalWatch(["SIGUSR1"]) as watch:
         assert signal.getsignal(signal.SIGUSR1) is not earlier
         send(signal.SIGUSR1)
         assert watch.received is signal.SIGUSR1
-    assert heard == [signal.SIGUSR1]
+    assert was_received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is earlier
     send(signal.SIGUSR1)
-    assert len(heard) == 2
+    assert len(was_received) == 2
 
 
 @pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN])
@@ -220,10 +220,10 @@ def test_a_wakeup_descriptor_that_came_later_is_left_to_them() -> None:
 
 def test_an_event_loop_inside_works() -> None:
     async def main() -> bool:
-        told = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, told.set)
+        recorded = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, recorded.set)
         os.kill(os.getpid(), signal.SIGUSR2)
-        await asyncio.wait_for(told.wait(), PATIENCE)
+        await asyncio.wait_for(recorded.wait(), PATIENCE)
         return True
 
     with SignalWatch(["SIGUSR1"]) as watch:

@@ -18,22 +18,22 @@ def context() -> Context:
 
 def noted(manager: CallbackManager, *events: str) -> list[str]:
     """A list to which every one of the events is written when it is told."""
-    told: list[str] = []
+    recorded: list[str] = []
     for event in events:
-        manager.register(event, lambda ctx: told.append(str(ctx.event)))
-    return told
+        manager.register(event, lambda ctx: recorded.append(str(ctx.event)))
+    return recorded
 
 
 @pytest.mark.parametrize("name", SPANS)
 def test_every_span_tells_its_two_edges(name: str) -> None:
     manager = CallbackManager()
     ctx = context()
-    told: list[str] = []
-    manager.register("*", lambda ctx: told.append(str(ctx.event)))
+    recorded: list[str] = []
+    manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
     span: Span = getattr(manager.spans(ctx), name)
     with span:
-        told.append("inside")
-    assert told == [SPANS[name].start_event, "inside", SPANS[name].end_event]
+        recorded.append("inside")
+    assert recorded == [SPANS[name].start_event, "inside", SPANS[name].end_event]
     assert ctx.event is None
 
 
@@ -64,31 +64,31 @@ def test_a_span_tells_its_own_context() -> None:
 
 def test_a_span_can_be_entered_again_and_inside_itself() -> None:
     manager = CallbackManager()
-    told = noted(manager, "on_round_start", "on_round_end")
+    recorded = noted(manager, "on_round_start", "on_round_end")
     spans = manager.spans(context())
     with spans.round:
         with spans.round:
             pass
-    assert told == ["on_round_start", "on_round_start", "on_round_end", "on_round_end"]
+    assert recorded == ["on_round_start", "on_round_start", "on_round_end", "on_round_end"]
 
 
 def test_who_is_added_inside_a_span_hears_its_end() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
-    told: list[str] = []
+    recorded: list[str] = []
     with spans.epoch:
-        told = noted(manager, "on_epoch_start", "on_epoch_end")
-    assert told == ["on_epoch_end"]
+        recorded = noted(manager, "on_epoch_start", "on_epoch_end")
+    assert recorded == ["on_epoch_end"]
 
 
 def test_who_is_removed_inside_a_span_does_not_hear_its_end() -> None:
     manager = CallbackManager()
-    told: list[str] = []
-    function = manager.register("on_epoch_end", lambda ctx: told.append("end"))
+    recorded: list[str] = []
+    function = manager.register("on_epoch_end", lambda ctx: recorded.append("end"))
     spans = manager.spans(context())
     with spans.epoch:
         manager.remove(function)
-    assert told == []
+    assert recorded == []
 
 
 def test_who_is_added_at_a_spans_start_hears_the_end_and_not_the_start() -> None:
@@ -96,27 +96,27 @@ def test_who_is_added_at_a_spans_start_hears_the_end_and_not_the_start() -> None
 
     class Late(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
-            told.append("start")
+            recorded.append("start")
 
         def on_epoch_end(self, ctx: Context) -> None:
-            told.append("end")
+            recorded.append("end")
 
-    told: list[str] = []
+    recorded: list[str] = []
     manager.register("on_epoch_start", lambda ctx: manager.add(Late()))
     spans = manager.spans(context())
     with spans.epoch:
         pass
-    assert told == ["end"]
+    assert recorded == ["end"]
 
 
 def test_the_spans_of_every_context_learn_of_a_change() -> None:
     manager = CallbackManager()
     train, evaluation = manager.spans(context()), manager.spans(context())
-    told = noted(manager, "on_eval_start")
+    recorded = noted(manager, "on_eval_start")
     for spans in (train, evaluation):
         with spans.eval:
             pass
-    assert told == ["on_eval_start"] * 2
+    assert recorded == ["on_eval_start"] * 2
 
 
 def test_a_span_inside_a_handler_gives_the_event_back() -> None:
@@ -140,13 +140,13 @@ def test_a_span_inside_a_handler_gives_the_event_back() -> None:
 def test_an_exception_unwinds_without_ends() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
-    told: list[str] = []
-    manager.register("*", lambda ctx: told.append(str(ctx.event)))
+    recorded: list[str] = []
+    manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
     error = ValueError("x")
     with pytest.raises(ValueError, match="x") as caught, spans.train, spans.epoch:
         raise error
     assert caught.value is error
-    assert told == ["on_train_start", "on_epoch_start"]
+    assert recorded == ["on_train_start", "on_epoch_start"]
 
 
 def test_the_innermost_span_and_its_context_are_remembered_also_when_nobody_hears() -> None:
@@ -195,7 +195,7 @@ def test_a_handlers_error_names_the_span_whose_edge_it_heard() -> None:
     for event in ("on_forward_start", "on_forward_end"):
         manager = CallbackManager()
         ctx = context()
-        told = noted(manager, "on_train_step_end")
+        recorded = noted(manager, "on_train_step_end")
         manager.register(event, lambda ctx: 1 // 0)
         spans = manager.spans(ctx)
         with pytest.raises(ZeroDivisionError) as caught, spans.train_step, spans.forward:
@@ -203,19 +203,19 @@ def test_a_handlers_error_names_the_span_whose_edge_it_heard() -> None:
         assert take_noted_span(caught.value) == ("forward", ctx)
         assert f" at {event}, step 0, rank 0" in caught.value.__notes__[0]
         assert len(caught.value.__notes__) == 1
-        assert told == []
+        assert recorded == []
         assert ctx.event is None
 
 
 def test_after_a_handlers_error_at_an_edge_reports_are_told() -> None:
     manager = CallbackManager()
-    told: list[str] = []
+    recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0, phase="decide")
-    manager.register("on_train_step_end", lambda ctx: told.append("save"), phase="save")
-    manager.register("on_train_step_end", lambda ctx: told.append("report"), phase="report")
+    manager.register("on_train_step_end", lambda ctx: recorded.append("save"), phase="save")
+    manager.register("on_train_step_end", lambda ctx: recorded.append("report"), phase="report")
     with pytest.raises(ZeroDivisionError), manager.spans(context()).train_step:
         pass
-    assert told == ["report"]
+    assert recorded == ["report"]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -267,20 +267,20 @@ def test_a_single_span_that_is_held_learns_of_changes() -> None:
     manager = CallbackManager()
     step = manager.spans(context()).train_step
     gc.collect()
-    told = noted(manager, "on_train_step_end")
+    recorded = noted(manager, "on_train_step_end")
     with step:
         pass
-    assert told == ["on_train_step_end"]
+    assert recorded == ["on_train_step_end"]
 
 
 def test_spans_and_flags_of_a_closed_run_do_not_follow_the_next() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
     manager.close()
-    told = noted(manager, "on_train_step_end")
+    recorded = noted(manager, "on_train_step_end")
     with spans.train_step:
         pass
-    assert told == []
+    assert recorded == []
 
 
 def test_spans_have_no_other_names() -> None:
@@ -291,8 +291,8 @@ def test_spans_have_no_other_names() -> None:
 
 
 def test_flags_are_false_until_somebody_hears() -> None:
-    heard = HasListeners()
-    assert not any(getattr(heard, event) for event in EVENTS)
+    received = HasListeners()
+    assert not any(getattr(received, event) for event in EVENTS)
     manager = CallbackManager()
     spans = manager.spans(context())
     noted(manager, "on_log", "on_train_end")

@@ -297,12 +297,12 @@ def test_the_next_round_starts_its_epochs_from_zero(now: Timestamp) -> None:
 
 @given(timestamps(), counts, counts, st.floats(0, 1e6))
 def test_what_is_settled_counts_in_all_and_in_the_epoch(now: Timestamp, samples: int, tokens: int, seconds: float) -> None:
-    after = now.settled(samples=samples, tokens=tokens, seconds=seconds)
+    after = now.with_counts(samples=samples, tokens=tokens, seconds=seconds)
     assert (after.sample, after.sample_in_epoch) == (now.sample + samples, now.sample_in_epoch + samples)
     assert (after.token, after.token_in_epoch) == (now.token + tokens, now.token_in_epoch + tokens)
     assert (after.seconds, after.seconds_in_epoch) == (now.seconds + seconds, now.seconds_in_epoch + seconds)
     assert (after[:3], after[6:8]) == (now[:3], now[6:8])
-    assert now.settled() == now
+    assert now.with_counts() == now
 
 
 @pytest.mark.parametrize("unit", COUNTED)

@@ -524,8 +524,10 @@ def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_class_that_the_script_s_import_would_not_make_is_rejected_with_the_mend(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(script(what="Late()"))
-    told = said("late.py", cwd=tmp_path)
-    assert "late.py has no 'Late' when it is imported: define it at the top level, outside `if __name__ == '__main__'`" in told
+    recorded = said("late.py", cwd=tmp_path)
+    assert (
+        "late.py has no 'Late' when it is imported: define it at the top level, outside `if __name__ == '__main__'`" in recorded
+    )
     (tmp_path / "broken.py").write_text(script(more="if __name__ != '__main__': raise OSError('no such thing here')"))
     assert "OSError: no such thing here\n  at " in said("broken.py", cwd=tmp_path)
     (tmp_path / "unguarded.py").write_text(script(guard="True").replace("    except TransportError", "    except KeyError"))
@@ -536,9 +538,9 @@ def test_a_class_that_the_script_s_import_would_not_make_is_rejected_with_the_me
 
 @pytest.mark.slow
 def test_a_class_without_a_script_is_rejected_unless_pickles_are_allowed(tmp_path: Path) -> None:
-    told = said("-c", script(), cwd=tmp_path)
-    assert told.startswith("rejected: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
-    assert "allow_pickle=True" in told
+    recorded = said("-c", script(), cwd=tmp_path)
+    assert recorded.startswith("rejected: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
+    assert "allow_pickle=True" in recorded
     allowed = script().replace("Mine(helper)]", "Mine(helper)], allow_pickle=True")
     assert said("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again
 
@@ -570,10 +572,10 @@ def rejection(variables: Mapping[str, str]) -> str:
     """How `unpack` refuses; never with the key or the content."""
     with pytest.raises(TransportError) as caught:
         open_payload(dict(variables))
-    told = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
-    assert SECRETIVE not in told
+    recorded = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
+    assert SECRETIVE not in recorded
     if variables.get(KEY):
-        assert variables[KEY][32:] not in told
+        assert variables[KEY][32:] not in recorded
     return str(caught.value)
 
 
@@ -669,16 +671,16 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also where somebody uses a secret twice
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
-            told = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
-            assert "does not belong to this launch, but to an earlier one" in told
+            recorded = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
+            assert "does not belong to this launch, but to an earlier one" in recorded
     path.write_bytes(seal(key, "result", b"x"))
     assert "is not a payload" in rejection(variables)
     path.unlink()
     assert "it does not exist: the launch that it belongs to has ended" in rejection(variables)
     assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
-    told = rejection({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
-    assert "is not one that callsheet made" in told
-    assert "no key at all" not in told
+    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
+    assert "is not one that callsheet made" in recorded
+    assert "no key at all" not in recorded
     assert "secret=" not in repr(key)
 
 

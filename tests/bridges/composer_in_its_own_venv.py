@@ -158,8 +158,8 @@ def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
     assert int(trained.state.timestamp.batch) == 7
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
-    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert [(step, kind) for event, step, kind in told if event == "on_checkpoint_published"] == [
+    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert [(step, kind) for event, step, kind in noted if event == "on_checkpoint_published"] == [
         (2, "requested"),
         (6, "periodic"),
         (7, "periodic"),
@@ -199,7 +199,7 @@ def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 5
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
 
 
 def test_an_early_stop_stops_it(tmp_path: Path) -> None:
@@ -260,12 +260,12 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_it_never_tells_is_rejected(tmp_path: Path) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which Composer's Trainer does not fire"):
-        made(POINTS, tmp_path, [Hears()])
-    fit(POINTS, tmp_path, [Hears()], strict=False)
+    with pytest.raises(NotSupported, match="Listens listens to on_test_end, which Composer's Trainer does not fire"):
+        made(POINTS, tmp_path, [Listens()])
+    fit(POINTS, tmp_path, [Listens()], strict=False)
 
 
 def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
@@ -564,18 +564,18 @@ def test_what_a_guest_may_not_use_is_named(tmp_path: Path) -> None:
 def test_their_events_are_told_in_their_order(tmp_path: Path) -> None:
     class Records(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.told: list[tuple[Any, ...]] = []
+            self.noted: list[tuple[Any, ...]] = []
 
         def run_event(self, event: Any, state: Any, logger: Any) -> None:
             assert isinstance(event, composer.Event)
             stamp = state.timestamp
-            self.told.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
+            self.noted.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
 
         def close(self, state: Any, logger: Any) -> None:
-            self.told.append(("close",))
+            self.noted.append(("close",))
 
         def post_close(self) -> None:
-            self.told.append(("post_close",))
+            self.noted.append(("post_close",))
 
     home, here = Records(), Records()
     fit(POINTS, tmp_path, None, after=[home], device_train_microbatch_size=2)
@@ -585,7 +585,7 @@ def test_their_events_are_told_in_their_order(tmp_path: Path) -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[guest(here)], runs_folder=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.fit()
-    assert here.told == home.told
+    assert here.noted == home.noted
 
 
 def test_of_the_evaluations_of_a_closure_the_last_loss_counts(tmp_path: Path) -> None:

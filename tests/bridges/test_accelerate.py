@@ -167,8 +167,8 @@ def test_it_trains_what_it_trained_and_tells_every_event(
     assert counts["on_fetch_end"] == 2 * steps + 2  # that the data is over is found out
     assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * sum(parts)
     losses = iter(plain.losses)
-    told = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
-    assert history["train/loss"] == pytest.approx(told, rel=1e-6)
+    noted = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
+    assert history["train/loss"] == pytest.approx(noted, rel=1e-6)
     norms = [float(norm) for event, norm in recorder.values["grad_norm"] if event == "on_train_step_end"]
     assert norms == history["train/grad_norm"] == plain.norms
     rates = [rate for event, rate in recorder.values["learning_rate"] if event == "on_train_step_end"]
@@ -197,12 +197,12 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
         assert run.is_over
     assert len(setup.losses) == 8
     assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of them by the loop, after it was stopped
-    told = [
+    noted = [
         (info.step, info.kind, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert told == [(2, "requested", "step-2")]
+    assert noted == [(2, "requested", "step-2")]
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
 
@@ -220,12 +220,12 @@ def test_its_own_saves_are_told(tmp_path: Path) -> None:
                     setup.accelerator.save_state()  # another of the same is not told
             setup.accelerator.save_state()
     check_events(recorder.events)
-    told = [
+    noted = [
         (info.step, info.epoch, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert told == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
+    assert noted == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
     kept = torch.load(tmp_path / "checkpoints" / "checkpoint_0" / "custom_checkpoint_0.pkl", weights_only=True)
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
@@ -251,8 +251,8 @@ def test_the_callbacks_states_are_in_its_checkpoints(how: str, at: int, tmp_path
             again.accelerator.load_state(path)
         assert (run.ctx.step, run.ctx.state.timestamp.batch) == (at, at)
         again.run(run, epochs=3)
-    assert recorder.told[-1].batch == 3 * STEPS
-    assert recorder.told[-1].epoch == 3
+    assert recorder.recorded[-1].batch == 3 * STEPS
+    assert recorder.recorded[-1].epoch == 3
     if how != "inside":
         loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
         assert loaded.step == at
@@ -334,15 +334,17 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
 
 
 def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
     setup = Setup(tmp_path)
-    with pytest.raises(NotSupported, match="Hears listens to on_eval_forward_end, which this loop with Accelerate does not fire"):
-        setup.host([Hears()]).__enter__()
-    with setup.host([Hears()], strict=False) as run:
+    with pytest.raises(
+        NotSupported, match="Listens listens to on_eval_forward_end, which this loop with Accelerate does not fire"
+    ):
+        setup.host([Listens()]).__enter__()
+    with setup.host([Listens()], strict=False) as run:
         setup.run(run, epochs=1)
-    assert "Hears listens to on_eval_forward_end" in caplog.text
+    assert "Listens listens to on_eval_forward_end" in caplog.text
     another = Setup(tmp_path)
     another.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(NotSupported, match="has not stepped the optimizer in its first step"), another.host([Recorder()]) as run:  # noqa: PT012
@@ -446,10 +448,10 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert zero["triggered"] == one["triggered"] == 2
     (a, b), (c, d) = zero["weights"], one["weights"]
     assert a == b == c == d
-    hosted, plain, told, norms, logged = zero["losses"]
+    hosted, plain, noted, norms, logged = zero["losses"]
     assert hosted == plain
     means = [sum(losses) / 2 for losses in zip(plain, one["losses"][1], strict=True)]
-    assert told == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
+    assert noted == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
     assert norms == pytest.approx(zero["norms"])
     assert logged
     assert (tmp_path / "small" / "checkpoints" / "step-1" / "random_states_1.pkl").is_file()
@@ -467,26 +469,26 @@ class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.noted: list[Any] = []
 
     @property
     def tracker(self) -> list[Any]:
-        return self.told
+        return self.noted
 
     def start(self) -> None:
-        self.told.append("start")
+        self.noted.append("start")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.told.append(values)
+        self.noted.append(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.told.append((step, values))
+        self.noted.append((step, values))
 
     def log_table(self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None) -> None:
-        self.told.append((step, table_name, columns, data))
+        self.noted.append((step, table_name, columns, data))
 
     def finish(self) -> None:
-        self.told.append("finish")
+        self.noted.append("finish")
 
 
 class Shows(Callback):
@@ -520,14 +522,14 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
 def test_a_tracker_of_ones_own_is_told_the_records(tmp_path: Path) -> None:
     notes, history = Notes(), History()
     train(tmp_path, [guest(notes), history, Shows()])
-    assert notes.told[0] == "start"
-    assert notes.told[-1] == "finish"
-    settings = [told for told in notes.told if isinstance(told, dict)]
+    assert notes.noted[0] == "start"
+    assert notes.noted[-1] == "finish"
+    settings = [noted for noted in notes.noted if isinstance(noted, dict)]
     assert {"lr": 0.02, "layers": "[1, 2]", "nested.deep": True}.items() <= settings[0].items()
-    records = [told for told in notes.told if isinstance(told, tuple) and len(told) == 2]
+    records = [noted for noted in notes.noted if isinstance(noted, tuple) and len(noted) == 2]
     assert [step for step, _ in records] == [2, 4, 6]
     assert [values["train/loss"] for _, values in records] == history["train/loss"]
-    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.told
+    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.noted
     with pytest.raises(RegistrationError, match="not an instance of"):
         guest(object())
 

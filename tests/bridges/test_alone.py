@@ -38,12 +38,12 @@ Read = dict[str, list[dict[str, Any]]]
 def reading(read: Read, *names: str) -> Callback:
     """A callback that hears these events."""
 
-    def told(self: Callback, ctx: Context) -> None:
+    def recorded(self: Callback, ctx: Context) -> None:
         fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS and ctx.has(name)}
         shown = {name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")}
         read.setdefault(str(ctx.event), []).append(shown | {name: name for name in fields if name not in shown})
 
-    made: Callback = type("Reads", (Callback,), dict.fromkeys(names, told))()
+    made: Callback = type("Reads", (Callback,), dict.fromkeys(names, recorded))()
     return made
 
 

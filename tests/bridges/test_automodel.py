@@ -102,8 +102,8 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
     assert history["validation/loss"] == pytest.approx([each["default"] for each in plain.evaluated])
     assert history["train/label_tokens"] == [4.0] * steps
     assert history["automodel/tps"] == [1.0] * steps
-    told = dict(recorder.values["grad_norm"])
-    assert told["on_train_step_end"] > 0
+    noted = dict(recorder.values["grad_norm"])
+    assert noted["on_train_step_end"] > 0
     rates = {value for event, value in recorder.values["learning_rate"] if event == "on_optimizer_step_end"}
     assert rates == {0.02}
 
@@ -136,8 +136,8 @@ def test_requests_are_automodel_s_to_carry_out(tmp_path: Path) -> None:
     asking = [Asks("evaluate", 2), Asks("save", 3), Asks("stop", 8), recorder]
     recipe = ran(tmp_path, asking)
     assert len(recipe.losses) == 8
-    told = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
-    assert told == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel saves at its last step
+    noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel saves at its last step
     assert len(recipe.evaluated) == 4  # after 2, and wherever it saves
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
     assert recipe.step_scheduler.ckpt_every_steps == 6
@@ -181,7 +181,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     again.run_train_validation_loop()
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
     assert rest["train/loss"] == pytest.approx(whole["train/loss"])
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
     loaded = dict(recorder.values["checkpoint"])["on_checkpoint_load_end"]
     assert (loaded.path, loaded.step) == (path, 6)
     check_events(recorder.events)
@@ -196,7 +196,7 @@ def test_a_checkpoint_without_our_states_is_gone_on_from(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, "callsheet"):
         again.run_train_validation_loop()
     assert "resumes from step 6, but no state of callbacks was found" in caplog.text
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
 
 
 def test_a_checkpoint_in_the_background_is_published_when_it_is_there(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_data_of_unknown_length_has_its_epochs(tmp_path: Path) -> None:
     loader = iter_only(Stream())
     ran(tmp_path, [recorder], dataloader=loader, max_steps=12, ckpt_every_steps=100)
     assert recorder.events.count("on_epoch_end") == recorder.events.count("on_epoch_start") == 2
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
     check_events(recorder.events)
 
 
@@ -383,12 +383,12 @@ def test_several_forwards_are_one_microbatch(tmp_path: Path) -> None:
 
 
 def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which NeMo AutoModel does not fire"):
-        ran(tmp_path / "a", [Hears()])
-    ran(tmp_path / "b", [Hears()], strict=False)
+    with pytest.raises(NotSupported, match="Listens listens to on_predict_end, which NeMo AutoModel does not fire"):
+        ran(tmp_path / "a", [Listens()])
+    ran(tmp_path / "b", [Listens()], strict=False)
     assert "NeMo AutoModel does not fire" in caplog.text
 
     class Steps(Callback):
@@ -413,13 +413,13 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
         def __call__(self, inputs: Any) -> Any:
             return self.inner(inputs)  # no hooks of the whole are called
 
-    class Hears(Callback):
+    class Listens(Callback):
         def on_forward_start(self, ctx: Context) -> None: ...
 
     with pytest.raises(
-        NotSupported, match="Hears listens to on_forward_start, which NeMo AutoModel did not fire in its first step"
+        NotSupported, match="Listens listens to on_forward_start, which NeMo AutoModel did not fire in its first step"
     ):
-        ran(tmp_path, [Hears()], model_wrap=Parts)
+        ran(tmp_path, [Listens()], model_wrap=Parts)
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -681,8 +681,8 @@ def test_a_guest_hears_only_what_it_overrides() -> None:
     class AtTheEnd(AutoModelCallback):
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None: ...
 
-    told = guest(AtTheEnd())
-    assert {event for event in OURS if event in vars(told)} == {"on_data_init_end", "on_train_end"}
+    noted = guest(AtTheEnd())
+    assert {event for event in OURS if event in vars(noted)} == {"on_data_init_end", "on_train_end"}
 
     class Loose:  # AutoModel's runner asks for no base class
         def on_train_end(self, recipe: Any) -> None: ...
@@ -693,20 +693,20 @@ def test_a_guest_hears_only_what_it_overrides() -> None:
 
 
 def test_a_guest_hears_an_exception_and_not_the_end(tmp_path: Path) -> None:
-    told: list[Any] = []
+    noted: list[Any] = []
 
-    class Hears(AutoModelCallback):
+    class Listens(AutoModelCallback):
         def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-            told.append((recipe.step_scheduler.step, kwargs["exception"]))
+            noted.append((recipe.step_scheduler.step, kwargs["exception"]))
 
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-            told.append("end")
+            noted.append("end")
 
     error = ValueError("in the model")
-    loop = FakeLoop(guest(Hears()), [3.0, 2.0, 1.0], folder=tmp_path, raises={3: error})
+    loop = FakeLoop(guest(Listens()), [3.0, 2.0, 1.0], folder=tmp_path, raises={3: error})
     with pytest.raises(ValueError, match="in the model"):
         loop.run()
-    assert told == [(2, error)]
+    assert noted == [(2, error)]
 
 
 def test_a_guest_may_end_training_only_now(tmp_path: Path) -> None:

@@ -86,13 +86,13 @@ def test_the_loop_trains_what_it_trained_and_tells_every_event(accumulate: int) 
     assert recorder.events.count("on_backward_end") == 2 * BATCHES
     assert recorder.events.count("on_epoch_end") == 2
     assert run.ctx.run.outcome == "finished"
-    told = [
+    noted = [
         losses[at : at + accumulate]
         for epoch in (losses[:BATCHES], losses[BATCHES:])
         for at in range(0, BATCHES, accumulate)
         for losses in (epoch,)
     ]
-    assert history["train/loss"] == pytest.approx([sum(step) for step in told])
+    assert history["train/loss"] == pytest.approx([sum(step) for step in noted])
     assert history["time/sample"][-1] == 8 * BATCHES
 
 
@@ -123,7 +123,7 @@ class Stopper(Callback):
 def test_a_callback_stops_the_loop() -> None:
     recorder = Recorder()
     _, run = attached(4, [recorder, Stopper(7)])
-    assert recorder.told[-1].batch == 7
+    assert recorder.recorded[-1].batch == 7
     assert run.ctx.run.outcome == "stopped"
     check_events(recorder.events)
 
@@ -131,7 +131,7 @@ def test_a_callback_stops_the_loop() -> None:
 def test_the_duration_ends_the_loop() -> None:
     recorder = Recorder()
     attached(4, [recorder], max_duration="1ep")
-    assert recorder.told[-1].batch == BATCHES
+    assert recorder.recorded[-1].batch == BATCHES
     check_events(recorder.events)
 
 
@@ -269,7 +269,7 @@ def test_the_loop_s_evaluations_are_told(within: bool, tmp_path: Path) -> None:
     check_events(recorder.events)
     assert history["validation/loss"][:2] == [0.0, 1.0]
     assert run.ctx.run.outcome == "stopped"
-    assert recorder.told[-1].epoch < 5
+    assert recorder.recorded[-1].epoch < 5
 
 
 def test_a_callback_asks_for_an_evaluation() -> None:
@@ -586,15 +586,15 @@ def test_what_is_known_of_a_step_that_was_skipped_does_not_depend_on_who_else_li
     assert seen == [(True, None, 0.05)] + [(False, None, 0.05)] * (BATCHES - 1)
 
 
-@pytest.mark.parametrize("heard", [(), ("on_optimizer_step_start",), ("on_clip_gradients_end",), ("on_train_step_start",)])
-def test_the_recorded_learning_rate_is_the_step_s_though_a_scheduler_steps_behind_it(heard: tuple[str, ...]) -> None:
-    class Hears(Callback): ...
+@pytest.mark.parametrize("received", [(), ("on_optimizer_step_start",), ("on_clip_gradients_end",), ("on_train_step_start",)])
+def test_the_recorded_learning_rate_is_the_step_s_though_a_scheduler_steps_behind_it(received: tuple[str, ...]) -> None:
+    class ListensToIt(Callback): ...
 
-    for event in heard:
-        setattr(Hears, event, lambda self, ctx: None)
+    for event in received:
+        setattr(ListensToIt, event, lambda self, ctx: None)
     model, optimizer, data = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    callbacks = [history := History(), *([Hears()] if heard else [])]
+    callbacks = [history := History(), *([ListensToIt()] if received else [])]
     with attach(model=model, optimizer=optimizer, scheduler=scheduler, callbacks=callbacks, log_interval=1) as run:
         for inputs, targets in run.steps(data):
             optimizer.zero_grad()
@@ -644,17 +644,17 @@ def test_an_exception_in_a_step_is_told_with_its_batch_to_who_hears_nothing_else
 
 
 def test_who_is_added_within_a_step_that_nobody_heard_hears_its_end_with_its_fields() -> None:
-    manager, told = CallbackManager(), list[tuple[int, bool]]()
+    manager, noted = CallbackManager(), list[tuple[int, bool]]()
     fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
         for step, (inputs, targets) in enumerate(run.steps(data)):
             if step == 1:
-                manager.register("on_train_step_end", lambda ctx: told.append((ctx.step, all(map(ctx.has, fields)))))
+                manager.register("on_train_step_end", lambda ctx: noted.append((ctx.step, all(map(ctx.has, fields)))))
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert told == [(step, True) for step in range(2, BATCHES + 1)]
+    assert noted == [(step, True) for step in range(2, BATCHES + 1)]
 
 
 def test_loggers_come_after_the_callbacks_as_in_the_trainer(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_the_last_loss_counts_also_where_records_alone_are_read(where: str, tmp_
 
 
 def test_the_last_loss_stands_in_a_checkpoint_also_where_nobody_reads_the_steps(tmp_path: Path) -> None:
-    class Told(Callback):
+    class Recorded(Callback):
         def __init__(self) -> None:
             self.losses: list[Any] = []
 
@@ -196,6 +196,6 @@ def test_the_last_loss_stands_in_a_checkpoint_also_where_nobody_reads_the_steps(
             assert ctx.checkpoint is not None
             self.losses.append(ctx.checkpoint.train_loss)
 
-    it, told = Plain("LBFGS"), Told()
-    by_hand(it, [CheckpointSaver(save_interval="2ba"), told], tmp_path)
-    assert told.losses == pytest.approx([each[-1] for each in it.losses][1::2])
+    it, recorded = Plain("LBFGS"), Recorded()
+    by_hand(it, [CheckpointSaver(save_interval="2ba"), recorded], tmp_path)
+    assert recorded.losses == pytest.approx([each[-1] for each in it.losses][1::2])

@@ -62,13 +62,13 @@ def test_the_map_names_events_that_there_are() -> None:
 def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
     class Duck:
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.recorded: list[str] = []
 
         def epoch_end(self, state: object, logger: object) -> None:
-            self.told.append("epoch_end")
+            self.recorded.append("epoch_end")
 
         def close(self, state: object, logger: object) -> None:
-            self.told.append("close")
+            self.recorded.append("close")
 
     duck = Duck()
     model = nn.Linear(2, 1)
@@ -78,7 +78,7 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
         runs_folder=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.fit()
-    assert duck.told == ["epoch_end", "close"]
+    assert duck.recorded == ["epoch_end", "close"]
 
 
 def test_what_is_no_callback_is_rejected() -> None:
@@ -89,10 +89,10 @@ def test_what_is_no_callback_is_rejected() -> None:
 
 
 def test_a_guest_hears_what_it_overrides_and_no_more() -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def before_loss(self, state: object, logger: object) -> None: ...
 
-    listens_to = guest(Hears())
+    listens_to = guest(Listens())
     assert "on_loss_start" in vars(listens_to)
     assert "on_loss_end" not in vars(listens_to)
 

@@ -112,8 +112,8 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
 
 
 def test_the_maps_name_every_event_once() -> None:
-    told = [event for events in FIRED_AT.values() for event in events]
-    assert sorted([*told, *NOT_FIRED]) == sorted(EVENTS)
+    noted = [event for events in FIRED_AT.values() for event in events]
+    assert sorted([*noted, *NOT_FIRED]) == sorted(EVENTS)
     theirs = {name for name in vars(TrainerCallback) if name.startswith("on_")}
     assert {moment for moment in FIRED_AT if moment.startswith("on_")} < theirs
     assert set(GUEST_EVENTS) < set(EVENTS)
@@ -150,8 +150,8 @@ def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
     trained.train()
     assert trained.state.global_step == 7
     assert (tmp_path / "out" / "checkpoint-2" / "callsheet").is_dir()
-    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in told
+    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in noted
     assert recorder.events.count("on_eval_all_end") == 1
     check_events(recorder.events)
 
@@ -165,7 +165,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     history, recorder = History(), Recorder()
     again = trainer(tmp_path, [host([history, recorder])])
     again.train(resume_from_checkpoint=True)
-    assert recorder.told[-1].batch == again.state.global_step == 12
+    assert recorder.recorded[-1].batch == again.state.global_step == 12
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
     check_events(recorder.events)
@@ -241,12 +241,12 @@ def test_who_calls_a_copy_of_the_model_is_not_the_trainer(listens_to_outputs: bo
 
 
 def test_what_the_trainer_never_tells_is_rejected(tmp_path: Path) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which the Hugging Face Trainer does not fire"):
-        trainer(tmp_path, [host([Hears()])]).train()
-    trainer(tmp_path, [host([Hears()], strict=False)]).train()
+    with pytest.raises(NotSupported, match="Listens listens to on_predict_end, which the Hugging Face Trainer does not fire"):
+        trainer(tmp_path, [host([Listens()])]).train()
+    trainer(tmp_path, [host([Listens()], strict=False)]).train()
 
 
 class Ends(Callback):
@@ -390,10 +390,10 @@ def test_an_evaluation_before_training_and_what_is_asked_outside_it(tmp_path: Pa
     assert recorder.events.index("on_eval_all_end") < recorder.events.index("on_train_start")
     evaluated = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
     assert [found["validation"] for _, found in recorder.values["eval_results"]] == [{"loss": loss} for loss in evaluated]
-    told = len(recorder.events)
+    noted = len(recorder.events)
     trained.evaluate()
     trained.predict(Points(4))
-    assert len(recorder.events) == told
+    assert len(recorder.events) == noted
 
 
 def test_what_the_trainer_logs_besides_is_in_the_records(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_evaluations_that_a_callback_makes_leave_order_and_weights(
         assert recorder.events.count("on_eval_all_end") == 2
     else:
         assert recorder.events.count("on_eval_all_end") > 2
-        told = [record.message for record in caplog.records if "is not reported" in record.message]
-        assert len(told) == len(set(told)) > 0
+        recorded = [record.message for record in caplog.records if "is not reported" in record.message]
+        assert len(recorded) == len(set(recorded)) > 0
 
 
 class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]

@@ -82,11 +82,11 @@ class Noted(TrainerCallback):  # type: ignore[misc]  # transformers' types are n
     """Notes all that it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.recorded: list[tuple[Any, ...]] = []
 
     def note(self, event: str, state: Any, **values: Any) -> None:
         numbers = {name: number for name, number in values.items() if not name.endswith(SPEEDS)}
-        self.told.append((event, state.global_step, state.epoch, numbers))
+        self.recorded.append((event, state.global_step, state.epoch, numbers))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.note("train_begin", state, steps=state.max_steps, epochs=state.num_train_epochs)
@@ -236,8 +236,8 @@ def test_a_guest_is_told_what_it_is_told_at_home(accumulate: int, tmp_path: Path
         gradient_accumulation_steps=accumulate,
         eval_interval=None,
     )
-    same(ours.told, theirs.told)
-    assert {event for event, *_ in ours.told} == {
+    same(ours.recorded, theirs.recorded)
+    assert {event for event, *_ in ours.recorded} == {
         *("train_begin", "epoch_begin", "step_begin", "pre_optimizer_step", "optimizer_step", "step_end", "prediction_step"),
         *("evaluate", "log", "save", "epoch_end", "train_end"),
         *(["substep_end"] if accumulate > 1 else []),
@@ -322,7 +322,7 @@ def scalars(foreign: Any, folder: Path, out: str) -> Any:
     }
 
 
-class Told(ThreadingHTTPServer):
+class Recorded(ThreadingHTTPServer):
     """In the place of a Kubeflow controller: keeps what it is sent."""
 
     def __init__(self) -> None:
@@ -340,9 +340,9 @@ class Told(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     """Where this is set, the Trainer takes its KubeflowCallback by itself."""
-    server = Told()
+    server = Recorded()
     Thread(target=server.serve_forever, daemon=True).start()
     token = tmp_path / "token"
     token.write_text("a token", "utf-8")
@@ -418,7 +418,7 @@ def test_what_a_guest_does_is_what_it_does_at_home(name: str, tmp_path: Path, ca
 
 
 def test_what_is_reported_to_a_controller_is_what_is_reported_at_home(
-    tmp_path: Path, kubeflow: Told, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kubeflow: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sent() -> list[Any]:
         reports, kubeflow.sent = kubeflow.sent, []
@@ -490,12 +490,12 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_run_begins_anew(tmp_path: Path) -> None:
-    told = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
-    as_guests(tmp_path, told, name="one")
-    once, told.foreign.told = told.foreign.told, []
+    recorded = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
+    as_guests(tmp_path, recorded, name="one")
+    once, recorded.foreign.recorded = recorded.foreign.recorded, []
     assert once
-    as_guests(tmp_path, told, name="two")
-    same(told.foreign.told, once)
+    as_guests(tmp_path, recorded, name="two")
+    same(recorded.foreign.recorded, once)
 
 
 # --- requests ---
@@ -696,18 +696,18 @@ def test_several_datasets_have_their_own_names(tmp_path: Path) -> None:
 
 
 def test_a_test_is_a_prediction(tmp_path: Path) -> None:
-    told: list[tuple[str, Any]] = []
+    recorded: list[tuple[str, Any]] = []
 
     class Keeps(TrainerCallback):  # type: ignore[misc]
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            told.append(("step", None))
+            recorded.append(("step", None))
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
-            told.append(("predict", metrics))
+            recorded.append(("predict", metrics))
 
     trainer: Any = as_guests(tmp_path, guest(Keeps()), fits=False)
     with trainer:
         trainer.model.batches.fill_(2)
         trainer.test(EVALUATED)
         trainer.predict(EVALUATED)
-    assert told == [*[("step", None)] * 2, ("predict", {"test_loss": 5.0}), *[("step", None)] * 2, ("predict", {})]
+    assert recorded == [*[("step", None)] * 2, ("predict", {"test_loss": 5.0}), *[("step", None)] * 2, ("predict", {})]

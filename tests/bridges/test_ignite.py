@@ -175,9 +175,9 @@ def test_the_order_of_handlers_does_not_matter(is_first: bool, tmp_path: Path) -
         attach_the_others()
     setup.run()
     check_events(recorder.events)
-    told = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
+    noted = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
     epoch = ["on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end"]
-    assert told == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
+    assert noted == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
     published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert [Path(info.path).name for info in published] == [f"checkpoint_{step}.pt" for step in (2, 6, 12)]
     assert [(info.step, info.epoch) for info in published] == [(2, 0), (6, 1), (12, 2)]
@@ -214,8 +214,8 @@ def test_requests_are_the_engine_s_to_carry_out(tmp_path: Path) -> None:
     setup.run()
     assert setup.trainer.state.iteration == 8
     assert setup.files() == ["checkpoint_2.pt"]
-    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in told
+    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in noted
     assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
@@ -269,7 +269,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     again.host([history, recorder])
     Checkpoint.load_objects(again.parts, tmp_path / "saved" / "checkpoint_12.pt")
     again.run(max_epochs=3)
-    assert recorder.told[-1].batch == again.trainer.state.iteration == 18
+    assert recorder.recorded[-1].batch == again.trainer.state.iteration == 18
     loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
     assert (loaded.step, loaded.epoch) == (12, 2)
     assert history["train/loss"] == whole["train/loss"]
@@ -297,7 +297,7 @@ def test_a_resume_without_states_is_warned_of(tmp_path: Path, caplog: pytest.Log
     setup.trainer.load_state_dict({"iteration": 6, "epoch_length": 6, "max_epochs": 2})
     setup.run()
     assert "resumes from step 6, and no callbacks' states were loaded" in caplog.text
-    assert (recorder.told[-1].step, recorder.told[-1].epoch) == (12, 2)
+    assert (recorder.recorded[-1].step, recorder.recorded[-1].epoch) == (12, 2)
     check_events(recorder.events)
 
 
@@ -347,7 +347,7 @@ def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
 
 
 def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
     class Evaluates(Callback):
@@ -358,12 +358,12 @@ def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogC
         setup.host(list(callbacks), **options)
         setup.run()
 
-    with pytest.raises(NotSupported, match="Hears listens to on_predict_end, which this Ignite engine does not fire"):
-        run(Hears())
+    with pytest.raises(NotSupported, match="Listens listens to on_predict_end, which this Ignite engine does not fire"):
+        run(Listens())
     with pytest.raises(NotSupported, match="Evaluates listens to on_eval_end"):
         run(Evaluates(), evaluators=None, evaluate=None)
-    run(Hears(), strict=False)
-    assert "Hears listens to on_predict_end" in caplog.text
+    run(Listens(), strict=False)
+    assert "Listens listens to on_predict_end" in caplog.text
 
 
 def test_what_the_first_step_does_not_tell_is_rejected(tmp_path: Path) -> None:
@@ -501,8 +501,8 @@ def test_it_is_left_in_all_of_ignite_s_ways(how: str, steps: int, epochs: int, o
     setup.host([recorder, ends])
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), leaves, setup, how)
     setup.run()
-    assert setup.trainer.state.iteration == recorder.told[-1].batch == steps
-    assert recorder.told[-1].epoch == max(epochs, 1)
+    assert setup.trainer.state.iteration == recorder.recorded[-1].batch == steps
+    assert recorder.recorded[-1].epoch == max(epochs, 1)
     assert ends.outcomes == [outcome]
     check_events(recorder.events)
 
@@ -525,11 +525,11 @@ def test_an_interrupted_run_goes_on_or_has_ended_so(tmp_path: Path) -> None:
     setup.host([recorder, ends])
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), leaves, setup, "interrupt")
     setup.run()
-    assert recorder.told[-1].batch == 4
+    assert recorder.recorded[-1].batch == 4
     assert ends.outcomes == []
     setup.run()
     setup.run()
-    assert recorder.told[-1].batch == 2 * STEPS
+    assert recorder.recorded[-1].batch == 2 * STEPS
     setup.run()  # it was interrupted at its last step
     assert ends.outcomes == ["finished"]
     check_events(recorder.events)
@@ -636,20 +636,20 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 
 
 def test_a_step_in_whose_midst_the_epoch_is_left_ends_with_its_fields(tmp_path: Path) -> None:
-    told: list[tuple[str, bool, bool]] = []
+    noted: list[tuple[str, bool, bool]] = []
 
     class Reads(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
-            told.append(("step", ctx.has("batch"), ctx.has("loss")))
+            noted.append(("step", ctx.has("batch"), ctx.has("loss")))
 
         def on_epoch_end(self, ctx: Context) -> None:
-            told.append(("epoch", ctx.has("batch"), ctx.has("loss")))
+            noted.append(("epoch", ctx.has("batch"), ctx.has("loss")))
 
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
     setup.host([Reads()], saves=False)
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
     setup.trainer.run(POINTS.batches(), max_epochs=1)
-    assert told == [("step", True, True)] * 2 + [("epoch", False, False)]
+    assert noted == [("step", True, True)] * 2 + [("epoch", False, False)]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -202,10 +202,10 @@ def checkpoints(given: Given) -> Callable[[], Any]:
 
 def filters(given: Given) -> Callable[[], Any]:
     """Not a handler of Ignite's, but all of its ways to say when."""
-    told: list[Any] = []
+    recorded: list[Any] = []
 
     def note(engine: Engine, what: str) -> None:
-        told.append((what, engine.state.iteration, engine.state.epoch))
+        recorded.append((what, engine.state.iteration, engine.state.epoch))
 
     filtered = {
         "every": Events.ITERATION_COMPLETED(every=5),
@@ -231,7 +231,7 @@ def filters(given: Given) -> Callable[[], Any]:
     given.trainer.register_events(*Own)
     given.trainer.add_event_handler(Own.HALF, note, "own")
     given.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: given.trainer.fire_event(Own.HALF))
-    return lambda: told
+    return lambda: recorded
 
 
 NAMES = {
@@ -402,11 +402,11 @@ def test_a_batch_may_be_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_end_is_told_as_ignite_tells_it(skips: bool, tmp_path: Path) -> None:
     def attach(given: Given) -> Callable[[], Any]:
-        told: list[str] = []
+        recorded: list[str] = []
         for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED):
-            given.trainer.add_event_handler(event, lambda name: told.append(name), event.name)
+            given.trainer.add_event_handler(event, lambda name: recorded.append(name), event.name)
         given.trainer.add_event_handler(Events.ITERATION_STARTED(once=8), lambda: given.trainer.terminate(skip_completed=skips))
-        return lambda: told
+        return lambda: recorded
 
     _, said_home, _ = at_home(tmp_path, attach, 0.1)
     _, said_here, _ = here(tmp_path, attach, 0.1)
@@ -415,10 +415,10 @@ def test_the_end_is_told_as_ignite_tells_it(skips: bool, tmp_path: Path) -> None
 
 
 def test_an_exception_is_told_and_goes_on(tmp_path: Path) -> None:
-    told: list[BaseException] = []
+    recorded: list[BaseException] = []
 
     def keeps(error: BaseException) -> None:
-        told.append(error)
+        recorded.append(error)
 
     def raises_again(error: BaseException) -> None:
         raise error
@@ -433,5 +433,5 @@ def test_an_exception_is_told_and_goes_on(tmp_path: Path) -> None:
     model, optimizer = made(0.1)
     with pytest.raises(ZeroDivisionError) as raised:
         run_here(tmp_path, [guest(engine)], model, optimizer)
-    assert told == [raised.value]
+    assert recorded == [raised.value]
     assert not any("another error" in note for note in raised.value.__notes__)

@@ -98,7 +98,7 @@ def test_every_event_is_told_in_the_lifecycle_s_order(microbatches: int, tmp_pat
     ]
     assert saved[0].path == str(tmp_path / "hf_format" / "samples_8")
     assert saved[0].val_losses == {"validation": 0.25}
-    steps = [told.batch for told, event in zip(recorder.told, recorder.events, strict=True) if event == "on_train_step_end"]
+    steps = [noted.batch for noted, event in zip(recorder.recorded, recorder.events, strict=True) if event == "on_train_step_end"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
@@ -169,8 +169,8 @@ def test_states_are_in_its_checkpoints_and_taken_back(tmp_path: Path) -> None:
     loop.run()
     assert again.steps == 6
     check_events(recorder.events)
-    assert recorder.told[-1].batch == 6
-    assert recorder.told[-1].epoch == 2
+    assert recorder.recorded[-1].batch == 6
+    assert recorder.recorded[-1].epoch == 2
 
 
 def test_a_run_whose_states_are_not_found_goes_on_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,7 +179,7 @@ def test_a_run_whose_states_are_not_found_goes_on_where_it_is(tmp_path: Path, ca
     loop.done, loop.first_epoch = 3, 1
     loop.run()
     assert counts.steps == 3
-    assert recorder.told[-1].batch == 6
+    assert recorder.recorded[-1].batch == 6
     assert "no state of callbacks was found" in caplog.text
     check_events(recorder.events)
 
@@ -254,11 +254,11 @@ def test_an_error_ends_our_run_and_not_theirs(tmp_path: Path) -> None:
 def test_a_hook_that_does_not_come_is_named_after_the_first_step(
     strict: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_optimizer_step_end(self, ctx: Context) -> None: ...
 
     ends = Ends()
-    loop = hosted(tmp_path, [Hears(), ends], strict=strict)
+    loop = hosted(tmp_path, [Listens(), ends], strict=strict)
     fire = loop.manager.fire
 
     def fires_most(hook: str, **given: Any) -> None:
@@ -269,7 +269,7 @@ def test_a_hook_that_does_not_come_is_named_after_the_first_step(
     loop.run()
     assert loop.done == 6
     assert ends.outcome == ("failed" if strict else "finished")
-    assert "Hears listens to on_optimizer_step_end, which InstructLab Training did not fire in its first step" in caplog.text
+    assert "Listens listens to on_optimizer_step_end, which InstructLab Training did not fire in its first step" in caplog.text
 
 
 def test_a_run_twice(tmp_path: Path) -> None:
@@ -460,13 +460,13 @@ def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...]
 
         return hook
 
-    return type("Hears", (api.TrainerCallback,), {name: hook_of(name) for name in hooks})()
+    return type("Listens", (api.TrainerCallback,), {name: hook_of(name) for name in hooks})()
 
 
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
 def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    listens_to = told_by(api, lambda hook, context: told.append((hook, context.step, context.epoch)))
+    noted: list[tuple[str, int, int]] = []
+    listens_to = told_by(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
     fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
@@ -479,7 +479,7 @@ def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Pat
             hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated, *saved]
             expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end"]]
         expected.append(("on_epoch_end", 3 * epoch + 3, epoch))
-    assert told == [*expected, ("on_train_end", 6, 1)]
+    assert noted == [*expected, ("on_train_end", 6, 1)]
 
 
 def test_what_a_guest_is_told_is_what_the_run_logs(tmp_path: Path) -> None:
@@ -507,28 +507,28 @@ def test_what_a_guest_is_told_is_what_the_run_logs(tmp_path: Path) -> None:
 
 
 def test_nothing_gets_lost_also_of_async_hooks(api: Any, tmp_path: Path) -> None:
-    told: list[tuple[str, int]] = []
+    noted: list[tuple[str, int]] = []
     may_go = threading.Event()
 
     class Slow(api.TrainerCallback):  # type: ignore[misc]  # one of two
         async def on_step_begin(self, context: Any) -> None:
             await asyncio.to_thread(may_go.wait, 60)  # all of training is over by then
-            told.append(("begin", context.step))
+            noted.append(("begin", context.step))
 
         async def on_step_end(self, context: Any) -> None:
-            told.append(("end", context.step))
+            noted.append(("end", context.step))
 
         def on_train_end(self, context: Any) -> None:
-            told.append(("over", context.step))
+            noted.append(("over", context.step))
 
     class Trained(Callback):
         def on_train_end(self, ctx: Context) -> None:
-            told.append(("trained", ctx.step))
+            noted.append(("trained", ctx.step))
             may_go.set()
 
     fit([guest(Slow()), Trained()], tmp_path)
     steps = [(what, step) for step in range(1, 7) for what in ("begin", "end")]
-    assert told == [("trained", 6), *steps, ("over", 6)]
+    assert noted == [("trained", 6), *steps, ("over", 6)]
 
 
 def test_what_a_hook_raises_is_logged_and_nothing_more(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -559,20 +559,20 @@ def test_the_end_is_told_on_every_way_out(api: Any, tmp_path: Path) -> None:
                 raise ZeroDivisionError
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
-        told: list[tuple[str, int]] = []
-        listens_to = told_by(api, lambda hook, context: told.append((hook, context.step)))  # noqa: B023  # read before the next
+        noted: list[tuple[str, int]] = []
+        listens_to = told_by(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next
         with pytest.raises(ZeroDivisionError):
             fit([guest(listens_to), Breaks(event)], tmp_path / event)
-        assert told[-1] == ("on_train_end", 2)
-        assert [hook for hook, _ in told].count("on_train_end") == 1
+        assert noted[-1] == ("on_train_end", 2)
+        assert [hook for hook, _ in noted].count("on_train_end") == 1
 
 
 def test_a_run_without_training_has_no_end_of_it(tmp_path: Path) -> None:
-    told: list[str] = []
+    noted: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
-                 callbacks=[guest(told_by(instructlab_names, lambda hook, context: told.append(hook)))]) as trainer:  # fmt: skip
+                 callbacks=[guest(told_by(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
         trainer.evaluate()
-    assert told == []
+    assert noted == []
 
 
 def test_only_what_is_heard_is_listened_to() -> None:
@@ -622,9 +622,9 @@ HOME_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 def test_a_callback_hears_here_what_it_hears_at_home(api: Any, row: str, tmp_path: Path) -> None:
     """The same losses in InstructLab's loop and in ours: the same tellings, with the same numbers."""
 
-    def telling(told: list[Any]) -> Any:
+    def telling(noted: list[Any]) -> Any:
         def hear(hook: str, context: Any) -> None:
-            told.append(
+            noted.append(
                 (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
             )
 
@@ -638,10 +638,10 @@ def test_a_callback_hears_here_what_it_hears_at_home(api: Any, row: str, tmp_pat
 
     def waits(hook: str, **given: Any) -> None:
         """The loop goes on only once they have heard: by then InstructLab's context could say something else."""
-        heard = len(there) + (hook in HOME_ROWS[row])
+        received = len(there) + (hook in HOME_ROWS[row])
         fire(hook, **given)
         deadline = time.monotonic() + 30
-        while len(there) < heard and time.monotonic() < deadline:
+        while len(there) < received and time.monotonic() < deadline:
             time.sleep(0.001)
 
     manager.fire = waits

@@ -205,7 +205,7 @@ def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
     saver = CheckpointSaver(save_interval="50ba")
     again = trained([hosted(tmp_path, history, EMA(half_life=3), recorder, saver, resume="auto")])
     assert same(again, unbroken)
-    assert int(again.optimizer.iterations) == recorder.told[-1].batch == 12
+    assert int(again.optimizer.iterations) == recorder.recorded[-1].batch == 12
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"] == whole["validation/loss"]
     check_events(recorder.events)
@@ -277,13 +277,13 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which Keras does not fire"):
-        trained([hosted(tmp_path, Hears())])
-    trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
-    assert "Hears listens to on_test_end" in caplog.text
+    with pytest.raises(NotSupported, match="Listens listens to on_test_end, which Keras does not fire"):
+        trained([hosted(tmp_path, Listens())])
+    trained([hosted(tmp_path, Listens(), strict=False)], epochs=1)
+    assert "Listens listens to on_test_end" in caplog.text
     bridge = hosted(tmp_path)
     bridge.set_params({})
     bridge.set_model(home.compiled(LINE, jit_compile=True))
@@ -296,7 +296,7 @@ def test_what_cannot_be_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
     class Unheard(home.Model):
@@ -309,8 +309,8 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
 
     model = Unheard(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1))
-    with pytest.raises(NotSupported, match="Hears listens to on_backward_end, which Keras did not fire"):
-        trained([hosted(tmp_path, Hears())], model=model)
+    with pytest.raises(NotSupported, match="Listens listens to on_backward_end, which Keras did not fire"):
+        trained([hosted(tmp_path, Listens())], model=model)
 
 
 def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:

@@ -33,30 +33,30 @@ def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Li
 
 @given(st.lists(st.lists(words, max_size=12), min_size=1, max_size=3))
 def test_the_grammar_holds_for_whatever_a_loop_says(steps: list[list[tuple[str, str]]]) -> None:
-    manager, told = CallbackManager(), list[str]()
-    manager.register("*", lambda ctx: told.append(str(ctx.event)))
+    manager, recorded = CallbackManager(), list[str]()
+    manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
     narrated(manager, steps)
-    check_events(["on_run_start", "on_data_init_start", "on_data_init_end", *told, "on_run_end"])
+    check_events(["on_run_start", "on_data_init_start", "on_data_init_end", *recorded, "on_run_end"])
 
 
 @given(st.lists(words, max_size=12), st.sets(st.sampled_from(EVENTS), max_size=4))
-def test_who_hears_little_hears_it_as_often_as_who_hears_all(step: list[tuple[str, str]], heard: set[str]) -> None:
+def test_who_hears_little_hears_it_as_often_as_who_hears_all(step: list[tuple[str, str]], received: set[str]) -> None:
     little, everything = list[str](), list[str]()
-    for told, events in ((little, heard), (everything, set(EVENTS))):
+    for recorded, events in ((little, received), (everything, set(EVENTS))):
         manager = CallbackManager()
         for event in events:
-            manager.register(event, lambda ctx, told=told: told.append(str(ctx.event)))
+            manager.register(event, lambda ctx, recorded=recorded: recorded.append(str(ctx.event)))
         narrated(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
-    assert little == [event for event in everything if event in heard]
+    assert little == [event for event in everything if event in received]
 
 
 def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
-    manager, told = CallbackManager(), list[str]()
-    manager.register("on_microbatch_start", lambda ctx: told.append("microbatch"))
-    manager.register("on_optimizer_step_end", lambda ctx: told.append("optimizer step"))
+    manager, recorded = CallbackManager(), list[str]()
+    manager.register("on_microbatch_start", lambda ctx: recorded.append("microbatch"))
+    manager.register("on_optimizer_step_end", lambda ctx: recorded.append("optimizer step"))
     loop = [("start", "forward"), ("start", "optimizer_step"), ("end", "optimizer_step"), ("start", "forward")]
     driver = narrated(manager, [loop])
-    assert told == ["microbatch", "optimizer step"]
+    assert recorded == ["microbatch", "optimizer step"]
     assert "optimizer_step" not in driver.synthesized
 
 

@@ -50,7 +50,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class Told(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+class Recorded(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """What Lightning itself says of the losses."""
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
-    recorder, history, told = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Told()
+    recorder, history, noted = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
     observers = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1}
-    trainer, module = fitted(tmp_path, [host(observers), told], **options)
+    trainer, module = fitted(tmp_path, [host(observers), noted], **options)
     _, alone = fitted(tmp_path, [], **options)
     assert same(module, alone)
     check_events(recorder.events)
@@ -103,10 +103,10 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
     assert recorder.events.count("on_eval_all_end") == recorder.events.count("on_epoch_end") == 2
     assert recorder.events.count("on_eval_forward_end") == 6
     assert recorder.events[-1] == "on_run_end"
-    groups = [told.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
-    groups += [told.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups = [noted.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups += [noted.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
     assert history["train/loss"] == pytest.approx([sum(group) for group in groups])
-    assert history["validation/loss"] == pytest.approx(told.evaluated)
+    assert history["validation/loss"] == pytest.approx(noted.evaluated)
     assert history["lightning/train_loss"][: steps - 1] == pytest.approx([group[-1] * accumulate for group in groups[:-1]])
     assert {skipped for _, skipped in recorder.values["step_skipped"]} == {False}
     assert not module._forward_hooks
@@ -175,9 +175,11 @@ def test_requests_are_lightning_s_to_carry_out(tmp_path: Path) -> None:
     assert trainer.global_step == 8
     assert ends.outcome == "stopped"
     assert (tmp_path / "small" / "checkpoints" / "step=2.ckpt").is_file()
-    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in told
-    evaluated = [told.batch for event, told in zip(recorder.events, recorder.told, strict=True) if event == "on_eval_all_end"]
+    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in noted
+    evaluated = [
+        noted.batch for event, noted in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
+    ]
     assert evaluated == [3, 6, 8]  # asked for, at the epoch's end, and since Lightning evaluates before it stops
     assert trainer.check_val_every_n_epoch == 1
     check_events(recorder.events)
@@ -244,7 +246,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path)
     again, module = fitted(
         tmp_path, [host([history, *ours, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
     )
-    assert recorder.told[-1].batch == again.global_step == 18
+    assert recorder.recorded[-1].batch == again.global_step == 18
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert history["validation/loss"] == pytest.approx(whole["validation/loss"])
     assert same(module, unbroken)
@@ -257,8 +259,8 @@ def test_resumed_within_an_epoch_it_counts_on(step: int, tmp_path: Path) -> None
         fitted(tmp_path, [host([Asks("save", step), Fails(step + 1)])])
     recorder = Recorder()
     again, _ = fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "small" / "checkpoints" / f"step={step}.ckpt")
-    assert recorder.told[-1].batch == again.global_step
-    assert recorder.told[-1].epoch == 2
+    assert recorder.recorded[-1].batch == again.global_step
+    assert recorder.recorded[-1].epoch == 2
     assert again.current_epoch == 2
     check_events(recorder.events)
 
@@ -269,7 +271,7 @@ def test_a_checkpoint_without_our_states_is_said_to_be_so(tmp_path: Path, caplog
     recorder = Recorder()
     fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "bare.ckpt")
     assert "no callbacks' states were found" in caplog.text
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
 
 
 def test_saved_after_training_it_still_has_the_states(tmp_path: Path) -> None:
@@ -309,21 +311,21 @@ def test_validate_test_and_predict_are_runs_of_their_own(tmp_path: Path) -> None
     recorder, history = Recorder(fields=("standalone",)), History()
     trainer, module = fitted(tmp_path, [host([recorder, history])], max_epochs=1)
     batches = POINTS.validation_batches()
-    told = len(recorder.events)
+    noted = len(recorder.events)
     (validated,) = trainer.validate(module, batches, verbose=False)
-    check_events(recorder.events[told:])
+    check_events(recorder.events[noted:])
     assert recorder.values["standalone"][-1][1] is True
     assert history["validation/loss"] == pytest.approx([validated["val_loss"]])
-    told = len(recorder.events)
+    noted = len(recorder.events)
     (tested,) = trainer.test(module, batches, verbose=False)
-    check_events(recorder.events[told:])
-    assert recorder.events[told:].count("on_test_forward_end") == recorder.events[told:].count("on_test_step_end") == 3
+    check_events(recorder.events[noted:])
+    assert recorder.events[noted:].count("on_test_forward_end") == recorder.events[noted:].count("on_test_step_end") == 3
     assert history["test/val_loss"] == pytest.approx([tested["val_loss"]])
-    told = len(recorder.events)
+    noted = len(recorder.events)
     inputs: Any = POINTS.validation.tensors[0]
     trainer.predict(module, DataLoader(inputs, batch_size=4))
-    check_events(recorder.events[told:])
-    assert recorder.events[told:].count("on_predict_forward_end") == 3
+    check_events(recorder.events[noted:])
+    assert recorder.events[noted:].count("on_predict_forward_end") == 3
 
 
 def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
@@ -374,14 +376,14 @@ def test_a_forward_that_cannot_be_heard_is_rejected(tmp_path: Path) -> None:
             inputs, targets = batch
             return POINTS.loss(self.head(torch.relu(self.body(inputs))), targets)
 
-    class Hears(Callback):
+    class Listens(Callback):
         def on_forward_end(self, ctx: Context) -> None: ...
 
     with pytest.raises(
-        NotSupported, match="Hears listens to on_forward_end, which Lightning's Trainer did not fire in its first step"
+        NotSupported, match="Listens listens to on_forward_end, which Lightning's Trainer did not fire in its first step"
     ):
-        fitted(tmp_path, [host([Hears()])], module=ByParts(POINTS))
-    trainer, _ = fitted(tmp_path, [host([Hears()], strict=False)], module=ByParts(POINTS))
+        fitted(tmp_path, [host([Listens()])], module=ByParts(POINTS))
+    trainer, _ = fitted(tmp_path, [host([Listens()], strict=False)], module=ByParts(POINTS))
     assert trainer.global_step == 12
 
 
@@ -451,23 +453,23 @@ def test_fit_may_be_called_again(tmp_path: Path) -> None:
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, POINTS.batches(), POINTS.validation_batches())
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
-    assert recorder.told[-1].batch == 18
+    assert recorder.recorded[-1].batch == 18
 
 
 def test_a_step_that_loss_scaling_leaves_out_is_told_as_skipped(tmp_path: Path) -> None:
     def scaling() -> Any:
         return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18))
 
-    recorder, history, told = Recorder(fields=("step_skipped",)), History(), Told()
+    recorder, history, noted = Recorder(fields=("step_skipped",)), History(), Recorded()
     hosted = host([recorder, history])
-    _, module = fitted(tmp_path, [hosted, told], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
+    _, module = fitted(tmp_path, [hosted, noted], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
     _, alone = fitted(tmp_path, [], plugins=[scaling()], max_epochs=1)
     assert same(module, alone)
     check_events(recorder.events)
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped[0]
     assert not skipped[-1]
-    assert history["train/loss"] == pytest.approx(told.losses, rel=1e-3)
+    assert history["train/loss"] == pytest.approx(noted.losses, rel=1e-3)
 
 
 def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
@@ -508,14 +510,14 @@ class OneAsks(Callback):
 def on_two_ranks(folder: str) -> list[Any]:
     """What one of two ranks hears under DDP, in Lightning's Trainer and in a loop of Fabric's, with a stop that the other asks for."""
     torch.set_num_threads(1)
-    heard: list[Any] = []
+    received: list[Any] = []
     recorder, history = Recorder(), History()
     hosted = host([recorder, history, OneAsks(), CheckpointSaver(save_interval="1ep")])
     trainer, _ = fitted(Path(folder), [hosted], devices=2, strategy="ddp", log_every_n_steps=1, max_epochs=4)
-    heard += [recorder.events, history["train/loss"], trainer.world_size, len(hosted.state_dict()["ranks"])]
+    received += [recorder.events, history["train/loss"], trainer.world_size, len(hosted.state_dict()["ranks"])]
     recorder, history = Recorder(), History()
     trained_with_fabric([recorder, history, OneAsks()], Path(folder), epochs=4, devices=2, log_interval=1)
-    return [*heard, recorder.events, history["train/loss"]]
+    return [*received, recorder.events, history["train/loss"]]
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
@@ -523,7 +525,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one == other
     events, losses, size, states, fabric_events, fabric_losses = one
     assert size == states == 2
-    for told, numbers in ((events, losses), (fabric_events, fabric_losses)):
-        check_events(told)
-        assert told.count("on_forward_end") == told.count("on_train_step_end") == len(numbers)
+    for noted, numbers in ((events, losses), (fabric_events, fabric_losses)):
+        check_events(noted)
+        assert noted.count("on_forward_end") == noted.count("on_train_step_end") == len(numbers)
         assert len(numbers) < 12  # of 4 epochs of 3 steps: it was stopped

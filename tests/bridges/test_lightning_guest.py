@@ -194,20 +194,20 @@ class Hooks:
     )
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.received: list[tuple[Any, ...]] = []
 
     def make(self) -> Any:
         foreign = theirs.LambdaCallback(**{name: self._hears(name) for name in self.names})
-        foreign.heard = self.heard
+        foreign.received = self.received
         return foreign
 
     def _hears(self, name: str) -> Function[..., None]:
-        def heard(trainer: Any, module: Any, *args: Any, **_: Any) -> None:
+        def received(trainer: Any, module: Any, *args: Any, **_: Any) -> None:
             number = [arg for arg in args if isinstance(arg, int)]
             stage = str(getattr(trainer.state.stage, "value", ""))
-            self.heard.append((name, trainer.current_epoch, trainer.global_step, stage, *number))
+            self.received.append((name, trainer.current_epoch, trainer.global_step, stage, *number))
 
-        return heard
+        return received
 
 
 class Clock:
@@ -278,7 +278,7 @@ ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
         lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         keys("samples", "batches_per_sec"),
     ),
-    "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.heard),
+    "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.received),
 }
 """By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
 
@@ -391,15 +391,15 @@ def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does
         callbacks=[guest(hooks.make())],
     ) as trainer:
         trainer.fit()
-        told = len(hooks.heard)
+        recorded = len(hooks.received)
         trainer.evaluate()
-    batches = [(name, steps, number) for name, _, steps, _, *number in hooks.heard if name.startswith("on_train_batch")]
+    batches = [(name, steps, number) for name, _, steps, _, *number in hooks.received if name.startswith("on_train_batch")]
     starts, ends = batches[::2], batches[1::2]
     assert starts == [("on_train_batch_start", int(number > 3), [number]) for number in range(6)]
     assert ends == [("on_train_batch_end", [0, 0, 0, 1, 1, 2][number], [number]) for number in range(6)]
-    judged = [number for name, _, _, _, *number in hooks.heard[:told] if name == "on_validation_batch_end"]
+    judged = [number for name, _, _, _, *number in hooks.received[:recorded] if name == "on_validation_batch_end"]
     assert judged == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
-    apart = [name for name, *_ in hooks.heard[told:] if "batch" not in name]
+    apart = [name for name, *_ in hooks.received[recorded:] if "batch" not in name]
     assert apart == [
         *("setup", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "teardown")
     ]

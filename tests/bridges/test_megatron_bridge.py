@@ -73,13 +73,13 @@ class Ending(Callback):
     """How runs end."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.noted: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.told.append(f"{type(ctx.exception).__name__} in {ctx.span}")
+        self.noted.append(f"{type(ctx.exception).__name__} in {ctx.span}")
 
     def on_run_end(self, ctx: Context) -> None:
-        self.told.append(str(ctx.run.outcome))
+        self.noted.append(str(ctx.run.outcome))
         self.at = ctx.state.timestamp
 
 
@@ -109,9 +109,9 @@ def test_it_trains_what_it_trained_and_tells_every_event(micro: int, names: Modu
     assert history["test/loss"] == pytest.approx(without.evaluated[3:])
     assert history["train/load_balancing_loss"] == pytest.approx([2 * loss for loss in without.losses])
     assert history["lr/Optimizer/0"] == pytest.approx([0.02 * 0.9**step for step in range(12)])  # as the steps used it
-    told = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
-    assert len(told) == 12
-    assert all(isinstance(norm, Tensor) and norm > 0 for norm in told)
+    noted = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
+    assert len(noted) == 12
+    assert all(isinstance(norm, Tensor) and norm > 0 for norm in noted)
     assert set(recorder.values["loss_dict"][0][1]) == {"loss", "load_balancing_loss"}
 
 
@@ -148,18 +148,18 @@ def test_hooks_stand_in_the_model_only_while_somebody_hears_them() -> None:
 
 @pytest.mark.parametrize("event", ["on_backward_end", "on_backward_start", "on_loss_end", "on_microbatch_end", ""])
 def test_the_outputs_have_a_hook_only_where_somebody_hears_the_backward(event: str) -> None:
-    told: list[str] = []
+    noted: list[str] = []
     outputs: list[Tensor] = []
 
     def keep(ctx: Context) -> None:
         outputs.append(ctx.outputs)
 
-    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: told.append("on_optimizer_step_end"))
-    functions: dict[str, Any] = {event: lambda ctx: told.append(event)}
+    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: noted.append("on_optimizer_step_end"))
+    functions: dict[str, Any] = {event: lambda ctx: noted.append(event)}
     listens_to = [Lambda(**functions)] if event else []
     loop(None, host([given, *listens_to]), train__train_iters=2, train__micro_batch_size=2).run()
     assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 4
-    assert told == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
+    assert noted == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
 
 
 def test_outputs_can_be_replaced_and_batches_too() -> None:
@@ -205,7 +205,7 @@ def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) 
         ("iter_0000003", 3, "requested"),
         ("iter_0000007", 7, "periodic"),
     ]
-    assert ending.told == ["stopped"]
+    assert ending.noted == ["stopped"]
     check_events(recorder.events)
 
 
@@ -256,7 +256,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(is_async: bool, tmp_path: P
     event, info = recorder.values["checkpoint"][0]
     assert (event, info.step) == ("on_checkpoint_load_end", 5)
     assert recorder.events.count("on_train_step_end") == 7
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
     check_events(recorder.events)
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_without_states_is_gone_on_from(tmp_path: Path, caplog: pyt
     again = loop(tmp_path, host([recorder := Recorder()]))
     again.run()
     assert "resumes from step 4, but no state of callbacks was found" in caplog.text
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
     assert recorder.events.count("on_train_step_end") == 8
 
 
@@ -274,8 +274,8 @@ def test_a_step_that_was_skipped_is_told_as_such() -> None:
     trained = loop(None, host([recorder]), train__eval_iters=0)
     trained.optimizer = Overflows(trained.optimizer.optimizer, {0, 4})
     trained.run()
-    told = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
-    assert [step for step, skipped in enumerate(told) if skipped] == [0, 4]
+    noted = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert [step for step, skipped in enumerate(noted) if skipped] == [0, 4]
     assert recorder.events.count("on_optimizer_step_end") == 12
     check_events(recorder.events)
 
@@ -369,7 +369,7 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
     ending = Ending()
     with pytest.raises(ZeroDivisionError):
         loop(None, host([Fails(), ending])).run()
-    assert ending.told == ["ZeroDivisionError in optimizer_step", "failed"]
+    assert ending.noted == ["ZeroDivisionError in optimizer_step", "failed"]
 
     def breaks(trained: Loop, error: BaseException) -> None:
         def step(_: Any) -> Any:
@@ -378,21 +378,21 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
         trained.step = step  # type: ignore[method-assign, assignment]
         trained.run()
 
-    for error, told in [
+    for error, noted in [
         (ValueError(), ["ValueError in run", "failed"]),
         (KeyboardInterrupt(), ["KeyboardInterrupt in run", "interrupted"]),
         (SystemExit(1), ["SystemExit in run", "failed"]),
         (SystemExit(0), ["stopped"]),
     ]:
-        ending.told.clear()
+        ending.noted.clear()
         with pytest.raises(type(error)), host([ending]) as hosted:
             breaks(loop(None, hosted), error)
-        assert ending.told == told
-    ending.told.clear()
+        assert ending.noted == noted
+    ending.noted.clear()
     with pytest.raises(ValueError, match="alone"):
         breaks(loop(None, host([ending])), ValueError("alone"))
     gc.collect()
-    assert ending.told == ["failed"]  # when it was forgotten
+    assert ending.noted == ["failed"]  # when it was forgotten
 
 
 def test_a_signal_s_way_out_is_told_as_preempted(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_signal_s_way_out_is_told_as_preempted(tmp_path: Path) -> None:
     trained.state.signal_handler._signal_received = True
     with pytest.raises(SystemExit), hosted:
         trained.run()
-    assert ending.told == ["preempted"]
+    assert ending.noted == ["preempted"]
     assert trained.saved == [1]
 
 
@@ -413,7 +413,7 @@ def test_a_host_serves_one_run_after_another() -> None:
     first = len(recorder.events)
     loop(None, hosted, train__train_iters=3).run()
     check_events(recorder.events[first:])
-    assert ending.told == ["finished", "finished"]
+    assert ending.noted == ["finished", "finished"]
 
 
 def test_evaluating_alone_is_a_run(names: ModuleType) -> None:
@@ -446,9 +446,9 @@ def test_megatron_lm_s_context_has_no_state() -> None:
         trained = loop(None, None)
 
         def fire(event: str, **fields: Any) -> None:
-            told = getattr(hosted, event, None)
-            if told is not None:
-                told(
+            noted = getattr(hosted, event, None)
+            if noted is not None:
+                noted(
                     SimpleNamespace(**{"optimizer": None, "scheduler": None, "loss_dict": None, "model": trained.model, **fields})
                 )
 
@@ -461,7 +461,7 @@ def test_megatron_lm_s_context_has_no_state() -> None:
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 12
     assert recorder.events.count("on_test_end") == 1
-    assert ending.told == ["finished"]
+    assert ending.noted == ["finished"]
     with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.stop"):
         run(host([Asks("stop", 2)]))
 
@@ -508,5 +508,5 @@ def test_a_hosted_ema_and_threshold_stopper_work() -> None:
         None, host([EMA(half_life="2ba"), ThresholdStopper(monitor="train/loss", threshold=1e9), ending]), logger__log_interval=1
     )
     trained.run()
-    assert ending.told == ["stopped"]
+    assert ending.noted == ["stopped"]
     assert trained.state.train_state.step == 1

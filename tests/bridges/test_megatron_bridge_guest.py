@@ -56,14 +56,16 @@ class Notes(ours.Callback):
     """What it can read, at every event."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, set[str]]] = []
+        self.recorded: list[tuple[str, int, set[str]]] = []
         self.contexts: list[ours.CallbackContext] = []
 
 
 def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
     def note(self: Notes, context: ours.CallbackContext) -> None:
         given = ("optimizer", "loss_dict", "grad_norm", "skipped_iter", "total_loss_dict")
-        self.told.append((event, context.state.train_state.step, {name for name in given if getattr(context, name) is not None}))
+        self.recorded.append(
+            (event, context.state.train_state.step, {name for name in given if getattr(context, name) is not None})
+        )
         self.contexts.append(context)
 
     return note
@@ -80,8 +82,8 @@ def test_a_guest_is_told_in_megatron_s_order_with_its_steps(tmp_path: Path) -> N
         trained.evaluate()
         trained.test(POINTS.validation_batches())
     loop(tmp_path / "theirs", [at_home], checkpoint__save_interval=6).run()
-    assert notes.told == at_home.told
-    assert {event for event, *_ in notes.told} == ours.VALID_EVENTS
+    assert notes.recorded == at_home.recorded
+    assert {event for event, *_ in notes.recorded} == ours.VALID_EVENTS
     assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # each a new one
     for mine, theirs in zip(notes.contexts, at_home.contexts, strict=True):
         assert mine.model == [trained.model]
@@ -94,23 +96,23 @@ def test_a_guest_is_told_in_megatron_s_order_with_its_steps(tmp_path: Path) -> N
 
 
 def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp_path: Path) -> None:
-    manager, told = ours.CallbackManager(), list[Any]()
+    manager, recorded = ours.CallbackManager(), list[Any]()
 
     class Third(ours.Callback):
         def on_train_start(self, context: ours.CallbackContext) -> None:
-            told.append(("class", context.user_state["n"], context))
+            recorded.append(("class", context.user_state["n"], context))
 
-    manager.register("on_train_start", lambda context: told.append(("first", context.user_state.setdefault("n", 1), context)))
+    manager.register("on_train_start", lambda context: recorded.append(("first", context.user_state.setdefault("n", 1), context)))
     manager.register("on_train_start", lambda context: manager.register("on_train_step_end", late))
     manager.add(Third())
 
     def late(context: ours.CallbackContext) -> None:
-        told.append(("late", context.state.train_state.step, context))
+        recorded.append(("late", context.state.train_state.step, context))
 
     with trainer(tmp_path, [guest(manager)], max_duration="2ba") as trained:
         trained.fit()
-    assert [each[:2] for each in told] == [("first", 1), ("class", 1), ("late", 0), ("late", 1)]
-    assert told[0][2] is told[1][2]
+    assert [each[:2] for each in recorded] == [("first", 1), ("class", 1), ("late", 0), ("late", 1)]
+    assert recorded[0][2] is recorded[1][2]
     assert manager.user_state == {"n": 1}
 
 
@@ -138,12 +140,12 @@ def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path)
 
 
 def test_an_error_of_one_comes_out_and_stops_the_rest(tmp_path: Path) -> None:
-    manager, told = ours.CallbackManager(), list[Any]()
+    manager, recorded = ours.CallbackManager(), list[Any]()
     manager.register("on_train_step_end", lambda context: 1 // 0)
-    manager.register("on_train_step_end", told.append)
+    manager.register("on_train_step_end", recorded.append)
     with pytest.raises(ZeroDivisionError), trainer(tmp_path, [guest(manager)]) as trained:
         trained.fit()
-    assert not told
+    assert not recorded
 
 
 class StopsByStep(ours.Callback):
@@ -320,21 +322,21 @@ def test_events_that_are_never_told_are_rejected_by_name(caplog: pytest.LogCaptu
 
 def test_a_guest_hears_what_it_overrides_and_nothing_else() -> None:
     manager = OwnManager([guest(Decays())])
-    heard = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
-    assert heard == ["on_eval_step_end", "on_train_step_start"]  # the first for the samples that it counts
+    received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
+    assert received == ["on_eval_step_end", "on_train_step_start"]  # the first for the samples that it counts
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
 def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> None:
     assert real is not None
-    told: list[tuple[str, int]] = []
+    recorded: list[tuple[str, int]] = []
 
     class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # of a module that is loaded by its path
         def on_train_step_end(self, context: Any) -> None:
-            told.append(("class", context.state.train_state.step))
+            recorded.append(("class", context.state.train_state.step))
 
     manager = real.CallbackManager()
-    manager.register("on_train_step_end", lambda context: told.append(("function", context.state.train_state.step)))
+    manager.register("on_train_step_end", lambda context: recorded.append(("function", context.state.train_state.step)))
     guests = [guest(Theirs()), guest([Theirs()], name="list"), guest(manager)]
     assert [event for event in GUEST_EVENTS if OwnManager([guests[0]]).list_callbacks(event)] == [
         "on_eval_step_end",
@@ -342,4 +344,4 @@ def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> 
     ]
     with trainer(tmp_path, guests, max_duration="1ba") as trained:
         trained.fit()
-    assert told == [("class", 0), ("class", 0), ("function", 0)]
+    assert recorded == [("class", 0), ("class", 0), ("function", 0)]

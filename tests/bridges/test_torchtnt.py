@@ -141,7 +141,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     assert unit.train_progress.num_steps_completed == 7
     assert recorder.events.count("on_eval_all_end") == 1
     assert recorder.events.count("on_eval_step_end") == 3
-    assert [told.step for told in recorder.told if told.event == "on_eval_all_end"] == [3]
+    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_end"] == [3]
     assert ("on_checkpoint_published", 2, "requested") in [
         (event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None
     ]
@@ -151,14 +151,14 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
 def test_an_evaluation_within_an_epoch_stands_at_its_step(tmp_path: Path) -> None:
     recorder = Recorder()
     trained([hosted(tmp_path, recorder)], evaluate_every_n_steps=4, evaluate_every_n_epochs=None)
-    assert [told.step for told in recorder.told if told.event == "on_eval_all_start"] == [4, 8, 12]
+    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_start"] == [4, 8, 12]
     check_events(recorder.events)
     recorder = Recorder()  # and one within a step of two batches when that is over
     trained(
         [hosted(tmp_path / "2", recorder)],
         evaluate_every_n_steps=3, evaluate_every_n_epochs=None, unit_options={"gradient_accumulation_steps": 2},
     )  # fmt: skip
-    assert [told.step for told in recorder.told if told.event == "on_eval_all_start"] == [2, 3, 5, 6]
+    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_start"] == [2, 3, 5, 6]
     check_events(recorder.events)
 
 
@@ -171,7 +171,7 @@ def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
     recorder = Recorder()
     again = trained([hosted(tmp_path, history, recorder, CheckpointSaver(save_interval="50ba"), resume="auto")])
     assert same(again, unbroken)
-    assert again.train_progress.num_steps_completed == recorder.told[-1].batch == 12
+    assert again.train_progress.num_steps_completed == recorder.recorded[-1].batch == 12
     assert history["train/loss"] == whole["train/loss"]
     check_events(recorder.events)
 
@@ -191,7 +191,7 @@ def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> N
     assert same(again, unbroken)
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"][-1] == whole["validation/loss"][-1]
-    assert recorder.told[-1].batch == 12
+    assert recorder.recorded[-1].batch == 12
     check_events(recorder.events)
 
 
@@ -371,13 +371,13 @@ def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
-    with pytest.raises(NotSupported, match="Hears listens to on_test_end, which torchtnt does not fire"):
-        trained([hosted(tmp_path, Hears())])
-    trained([hosted(tmp_path, Hears(), strict=False)], epochs=1)
-    assert "Hears listens to on_test_end" in caplog.text
+    with pytest.raises(NotSupported, match="Listens listens to on_test_end, which torchtnt does not fire"):
+        trained([hosted(tmp_path, Listens())])
+    trained([hosted(tmp_path, Listens(), strict=False)], epochs=1)
+    assert "Listens listens to on_test_end" in caplog.text
 
     class Several(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         def __init__(self) -> None:
@@ -400,7 +400,7 @@ def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
-    class Hears(Callback):
+    class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
     class Unheard(home.Unit):
@@ -409,8 +409,8 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
             torch.autograd.backward([loss])
             self.optimizer.step()
 
-    with pytest.raises(NotSupported, match=r"Hears listens to on_backward_end, which torchtnt did not fire"):
-        trained([hosted(tmp_path, Hears())], unit=Unheard(LINE))
+    with pytest.raises(NotSupported, match=r"Listens listens to on_backward_end, which torchtnt did not fire"):
+        trained([hosted(tmp_path, Listens())], unit=Unheard(LINE))
 
 
 # --- guests ---

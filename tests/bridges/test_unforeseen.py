@@ -457,17 +457,17 @@ class Ends(Callback):
     """How a run that was given up ends."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.recorded: list[Any] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.told.append(type(ctx.exception))
+        self.recorded.append(type(ctx.exception))
 
     def on_run_end(self, ctx: Context) -> None:
-        self.told.append(ctx.run.outcome)
+        self.recorded.append(ctx.run.outcome)
 
 
 def assert_given_up(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
-    assert ends.told == [HostError, "failed"]
+    assert ends.recorded == [HostError, "failed"]
     failed = [record for record in caplog.records if "callsheet cannot follow" in record.message]
     assert len(failed) == 1
     assert failed[0].exc_info
@@ -612,7 +612,7 @@ def test_an_error_of_a_callback_still_ends_training(home: Any, tmp_path: Path) -
     ends = Ends()
     with pytest.raises(ZeroDivisionError):
         home.train(POINTS, tmp_path, [Fails(), ends])
-    assert ends.told == [ZeroDivisionError, "failed"]
+    assert ends.recorded == [ZeroDivisionError, "failed"]
 
 
 def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -629,7 +629,7 @@ def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog:
     trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), confuse)
     trainer.run(POINTS.batches(), max_epochs=2)
     assert trainer.state.epoch == 2
-    assert ends.told == [HostError, "failed"]
+    assert ends.recorded == [HostError, "failed"]
     failed = [record for record in caplog.records if "cannot follow this Ignite engine" in record.message]
     assert len(failed) == 1
     assert failed[0].exc_info

@@ -81,7 +81,7 @@ def fit(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None
 def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None:
     watch = fit(tmp_path, ActivationMonitor(batch_log_interval=4), microbatch_size=2)
     assert [bool(record) for record in watch.records] == [False, True, False, True]
-    told = watch.records[1]
+    recorded = watch.records[1]
     halves = watch.layer
     assert len(halves) == 2
     wanted = {
@@ -91,11 +91,11 @@ def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None
         "max": max(float(half.abs().max()) for half in halves),
         "zeros": 0.0,
     }
-    assert {kind: told[f"activations/{kind}/layer"] for kind in wanted} == pytest.approx(wanted, rel=1e-4)
-    assert told["activations/zeros/act"] == sum(float((half <= 0).float().mean()) for half in halves) / 2
-    assert told["activations/mean/two.0"] == pytest.approx(2 * told["activations/mean/act"])
-    assert told["activations/zeros/two.1"] == 1.0  # and no whole numbers
-    assert "activations/mean/(model)" in told
+    assert {kind: recorded[f"activations/{kind}/layer"] for kind in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert recorded["activations/zeros/act"] == sum(float((half <= 0).float().mean()) for half in halves) / 2
+    assert recorded["activations/mean/two.0"] == pytest.approx(2 * recorded["activations/mean/act"])
+    assert recorded["activations/zeros/two.1"] == 1.0  # and no whole numbers
+    assert "activations/mean/(model)" in recorded
     assert watch.hooks == [0] * 8
 
 
@@ -113,9 +113,9 @@ def test_a_normal_distribution_has_kurtosis_3(tmp_path: Path) -> None:
             self.noise(inputs)
             return super().forward(inputs)
 
-    told = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=WithNoise()).records[0]
-    assert told["activations/kurtosis/noise"] == pytest.approx(3, abs=0.05)
-    assert told["activations/std/noise"] == pytest.approx(1, abs=0.01)
+    recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=WithNoise()).records[0]
+    assert recorded["activations/kurtosis/noise"] == pytest.approx(3, abs=0.05)
+    assert recorded["activations/std/noise"] == pytest.approx(1, abs=0.01)
 
 
 def test_chosen_modules_alone_and_two_side_by_side(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_an_infinite_activation_is_seen(tmp_path: Path) -> None:
                 with torch.no_grad():
                     ctx.model.layer.bias.fill_(float("inf"))
 
-    told = fit(tmp_path, Spoil(), ActivationMonitor(batch_log_interval=2)).records[0]
-    assert told["activations/max/layer"] == float("inf")
+    recorded = fit(tmp_path, Spoil(), ActivationMonitor(batch_log_interval=2)).records[0]
+    assert recorded["activations/max/layer"] == float("inf")
 
 
 def test_recomputation_is_not_seen_twice(tmp_path: Path) -> None:
@@ -226,16 +226,16 @@ class Wanders(nn.Module):
 @pytest.mark.parametrize("step", [2, 4, 6, 8])
 def test_a_module_may_be_called_twice_or_not_at_all(step: int, tmp_path: Path) -> None:
     model = Wanders()
-    told = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=model, microbatch_size=1).records[step // 2 - 1]
+    recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=model, microbatch_size=1).records[step // 2 - 1]
     forwards = slice(4 * (step - 1), 4 * step)  # the step's four microbatches
     for name, forwards_seen in (("layer", model.layers), ("seldom", model.passed)):
         seen = [each for several in forwards_seen[forwards] for each in several]
-        assert (f"activations/mean/{name}" in told) == bool(seen)
+        assert (f"activations/mean/{name}" in recorded) == bool(seen)
         if seen:
             means, stds = [float(each.mean()) for each in seen], [float(each.std(correction=0)) for each in seen]
-            assert told[f"activations/mean/{name}"] == pytest.approx(sum(means) / len(seen), rel=1e-4)
-            assert told[f"activations/std/{name}"] == pytest.approx(sum(stds) / len(seen), rel=1e-4)
-            assert told[f"activations/max/{name}"] == pytest.approx(max(float(each.abs().max()) for each in seen))
+            assert recorded[f"activations/mean/{name}"] == pytest.approx(sum(means) / len(seen), rel=1e-4)
+            assert recorded[f"activations/std/{name}"] == pytest.approx(sum(stds) / len(seen), rel=1e-4)
+            assert recorded[f"activations/max/{name}"] == pytest.approx(max(float(each.abs().max()) for each in seen))
 
 
 class Mixed(nn.Module):
@@ -262,7 +262,7 @@ class Mixed(nn.Module):
 
 def test_of_every_shape_and_type_and_of_what_is_changed_afterwards(tmp_path: Path) -> None:
     model = Mixed()
-    told = fit(tmp_path, ActivationMonitor(batch_log_interval=8), model=model).records[3]
+    recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=8), model=model).records[3]
     of = {f"parts.{i}": each for i, each in enumerate(model.made)} | {"relu": model.made[-1].relu()}
     for name, tensor in of.items():
         exact = tensor.double()
@@ -275,7 +275,9 @@ def test_of_every_shape_and_type_and_of_what_is_changed_afterwards(tmp_path: Pat
             "zeros": float((exact == 0).double().mean()),
             "max": float(exact.abs().max()),
         }
-        assert {kind: told[f"activations/{kind}/{name}"] for kind in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-7), name
+        assert {kind: recorded[f"activations/{kind}/{name}"] for kind in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-7), (
+            name
+        )
 
 
 def test_another_run_begins_anew(tmp_path: Path) -> None:

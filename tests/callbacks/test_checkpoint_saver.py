@@ -198,22 +198,22 @@ def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Pa
                 ctx.control.save("and again", by="me")
 
     manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), AsksTwice(), Spoils(5)])
-    told: list[tuple[int, tuple[str, ...], bool]] = []
+    recorded: list[tuple[int, tuple[str, ...], bool]] = []
 
     @manager.register("on_checkpoint_published")
     @manager.register("on_checkpoint_load_end")
     def tell(ctx: Context) -> None:
         if ctx.checkpoint is not None:
-            told.append((ctx.checkpoint.step, ctx.checkpoint.requested_by, ctx.checkpoint.is_finite))
+            recorded.append((ctx.checkpoint.step, ctx.checkpoint.requested_by, ctx.checkpoint.is_finite))
 
     with trainer(tmp_path, manager=manager, scores=[0.5, 0.6], max_duration="2ep") as trained:
         trained.fit()
         trained.save_checkpoint()
     good = (3, ("me", "CheckpointSaver", "CheckpointSaver/best"), True)
-    assert told == [good, (6, ("CheckpointSaver",), False), (6, (), False)]
-    told.clear()
+    assert recorded == [good, (6, ("CheckpointSaver",), False), (6, (), False)]
+    recorded.clear()
     trainer(tmp_path, manager=manager, scores=[], resume="auto").close()
-    assert told == [good]
+    assert recorded == [good]
 
 
 # --- what is kept ---

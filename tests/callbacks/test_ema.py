@@ -131,12 +131,12 @@ def test_it_is_evaluated_to_what_the_average_gives(tmp_path: Path) -> None:
     sees = Sees("on_eval_all_end")
     with trainer(tmp_path, sees, EMA(decay=0.9)) as trained:
         trained.fit()
-        told = trained.eval_results["validation"]["loss"]
+        recorded = trained.eval_results["validation"]["loss"]
         model = Net()
         model.load_state_dict(sees.at("on_eval_all_end", STEPS), strict=False)
         model.eval()
         inputs = torch.randn(4 * STEPS, 3, generator=torch.Generator().manual_seed(1))[:8]
-        assert told == pytest.approx(nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).item(), rel=1e-5)
+        assert recorded == pytest.approx(nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).item(), rel=1e-5)
 
 
 def test_what_is_frozen_costs_no_memory_and_what_is_tied_stands_once() -> None:

@@ -124,8 +124,8 @@ def test_onnx_says_what_the_trained_model_says(tmp_path: Path) -> None:
     assert "export/net.onnx" in files.files
     assert all(file.parent == path.parent for file in files.files.values())
     for samples in (1, 6):
-        (told,) = run_onnx(path, inputs(samples))
-        torch.testing.assert_close(told, answer(trained.model, inputs(samples)))
+        (recorded,) = run_onnx(path, inputs(samples))
+        torch.testing.assert_close(recorded, answer(trained.model, inputs(samples)))
     import onnx
 
     graph = onnx.load(path).graph
@@ -186,10 +186,10 @@ def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
     assert llama_of(trained).config.use_cache
     program = loaded(tmp_path / "run" / "export" / "model.pt2")
     for samples, length in ((1, 5), (3, 7), (2, 20)):
-        told = program(**tokens(samples, length))
-        assert type(told) is dict
-        assert list(told) == ["logits"]  # no loss, and no cache
-        assert torch.equal(told["logits"], answer(trained.model, **tokens(samples, length)).logits)
+        recorded = program(**tokens(samples, length))
+        assert type(recorded) is dict
+        assert list(recorded) == ["logits"]  # no loss, and no cache
+        assert torch.equal(recorded["logits"], answer(trained.model, **tokens(samples, length)).logits)
 
 
 def test_a_language_model_as_onnx(tmp_path: Path) -> None:
@@ -255,11 +255,11 @@ def test_shapes_in_torchs_own_words(tmp_path: Path) -> None:
 def test_the_average_where_there_is_one(tmp_path: Path) -> None:
     with trainer(tmp_path, EMA(decay=0.9), ExportForInferenceCallback()) as trained:
         trained.fit()
-    told = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(told, answer(trained.model, inputs()))  # the average stands in the model from then on
+    recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
+    assert torch.equal(recorded, answer(trained.model, inputs()))  # the average stands in the model from then on
     with trainer(tmp_path / "plain") as plain:
         plain.fit()
-    assert not torch.equal(told, answer(plain.model, inputs()))
+    assert not torch.equal(recorded, answer(plain.model, inputs()))
 
 
 def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
@@ -404,8 +404,8 @@ def test_a_run_that_was_complete_has_no_sample_and_says_so(tmp_path: Path, caplo
     assert any("no step was trained, so it has seen no input" in message for message in caplog.messages)
     with trainer(tmp_path, ExportForInferenceCallback(sample_input=inputs(2)), resume="auto") as given:
         given.fit()
-    told = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(told, answer(trained.model, inputs()))
+    recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
+    assert torch.equal(recorded, answer(trained.model, inputs()))
 
 
 def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
@@ -419,8 +419,8 @@ def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
     export = ExportForInferenceCallback(sample_input=inputs(2))
     with trainer(tmp_path, export, model=nn.Linear(3, 3), **compiled) as trained:
         trained.fit()
-    told = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(told, answer(trained.model, inputs()))
+    recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
+    assert torch.equal(recorded, answer(trained.model, inputs()))
 
 
 def test_another_model_is_no_huggingface_folder(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def nothing_is_compiled() -> Iterator[None]:
 
 def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
     """What is told of so many steps of two batches each, under autocast; what may be counted is what stands in a step."""
-    told = []
+    recorded = []
     for _ in range(number):
         for _ in range(2):
             flops.fetched(torch.ones(3, 2))
@@ -150,8 +150,8 @@ def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
         if flops.is_guessing:
             flops.guess(model, outputs)
         flops.end_step()
-        told.append(flops.take(0)[0])
-    return told
+        recorded.append(flops.take(0)[0])
+    return recorded
 
 
 @pytest.mark.usefixtures("nothing_is_compiled")

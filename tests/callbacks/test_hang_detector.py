@@ -245,8 +245,8 @@ def test_two_stand_side_by_side_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_no_step_is_told_to_it() -> None:
-    heard = {line[0] for line in CallbackManager([HangDetector()]).call_sheet().rows()}
-    assert not heard & (PATH_EVENTS - {"on_eval_step_end"})
+    received = {line[0] for line in CallbackManager([HangDetector()]).call_sheet().rows()}
+    assert not received & (PATH_EVENTS - {"on_eval_step_end"})
 
 
 def test_rejects_what_cannot_be() -> None:

@@ -34,7 +34,7 @@ class Album(Logger):
         self.pages.append((ctx.step, name, list(images)))
 
     @property
-    def told(self) -> list[tuple[int, str]]:
+    def recorded(self) -> list[tuple[int, str]]:
         return [(step, name) for step, name, _ in self.pages]
 
 
@@ -109,7 +109,7 @@ def fit(
 def test_the_first_step_and_each_interval_are_told_with_the_next_record(tmp_path: Path) -> None:
     data = batches(12)
     album, _ = fit(tmp_path, ImageVisualizer(interval="5ba", num_images=2), data=data)
-    assert album.told == [(4, "images/train"), (8, "images/train"), (12, "images/train")]
+    assert album.recorded == [(4, "images/train"), (8, "images/train"), (12, "images/train")]
     for (_, _, images), step in zip(album.pages, (1, 5, 10), strict=True):
         assert len(images) == 2
         for image, given in zip(images, data[step - 1][0], strict=False):
@@ -119,7 +119,7 @@ def test_the_first_step_and_each_interval_are_told_with_the_next_record(tmp_path
 def test_epochs_count_as_well(tmp_path: Path) -> None:
     data = batches(3)
     album, _ = fit(tmp_path, ImageVisualizer(interval="1ep"), data=data, max_duration="3ep", log_interval=1)
-    assert [step for step, _ in album.told] == [1, 4, 7]  # the first step of each
+    assert [step for step, _ in album.recorded] == [1, 4, 7]  # the first step of each
     assert [len(images) for _, _, images in album.pages] == [SAMPLES] * 3  # eight were wanted
 
 
@@ -132,7 +132,7 @@ def test_the_first_batch_of_each_evaluation_is_told_by_the_datasets_name(tmp_pat
         eval_interval="6ba",
         max_duration="12ba",
     )
-    assert album.told == [
+    assert album.recorded == [
         (4, "images/train"),
         (6, "images/one"),
         (6, "images/other"),
@@ -248,7 +248,7 @@ def test_evaluations_are_shown_likewise(tmp_path: Path) -> None:
     album, _ = fit(
         tmp_path, ImageVisualizer(mode="segmentation"), data=batches(4), eval_dataloader=batches(2), eval_interval="4ba"
     )
-    assert album.told == [(4, "images/train"), (4, "images/validation")]
+    assert album.recorded == [(4, "images/train"), (4, "images/validation")]
     assert album.pages[1][2][0].shape == (HEIGHT, 3 * WIDTH, 3)
 
 
@@ -391,8 +391,8 @@ class SavesAt(Callback):
 def test_a_resumed_run_tells_what_an_unbroken_one_does(tmp_path: Path) -> None:
     unbroken, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), log_interval=1)
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), log_interval=1, resume="auto")
-    assert unbroken.told == [(step, "images/train") for step in (1, 5, 10)]
-    assert resumed.told == [(10, "images/train")]
+    assert unbroken.recorded == [(step, "images/train") for step in (1, 5, 10)]
+    assert resumed.recorded == [(10, "images/train")]
     assert all(torch.equal(one, other) for one, other in zip(unbroken.pages[-1][2], resumed.pages[0][2], strict=True))
 
 
@@ -400,13 +400,13 @@ def test_what_was_not_told_yet_is_taken_anew(tmp_path: Path) -> None:
     data = batches(12)
     fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), data=data, log_interval="4ba")
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), data=data, log_interval="4ba", resume="auto")
-    assert [step for step, _ in resumed.told] == [8, 12]
+    assert [step for step, _ in resumed.recorded] == [8, 12]
     assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # step 5's were not told at step 6
 
 
 def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     visualizer = ImageVisualizer()
-    assert fit(tmp_path / "one", visualizer)[0].told == fit(tmp_path / "two", visualizer)[0].told == [(4, "images/train")]
+    assert fit(tmp_path / "one", visualizer)[0].recorded == fit(tmp_path / "two", visualizer)[0].recorded == [(4, "images/train")]
 
 
 @pytest.mark.parametrize("mode", ["input", "segmentation"])
@@ -420,13 +420,13 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
     other = ImageVisualizer(mode="segmentation")
     other.name = "segments"
     album, _ = fit(tmp_path, ImageVisualizer(), other)
-    assert album.told == [(4, "images/train"), (4, "segments/train")]
+    assert album.recorded == [(4, "images/train"), (4, "segments/train")]
 
 
 def on_ranks(folder: str) -> tuple[list[tuple[int, str]], dict[str, Any]]:
     torch.manual_seed(0)
     album, weights = fit(folder, ImageVisualizer(mode="segmentation", interval=1), log_interval=2, parallel="ddp")
-    return album.told, weights
+    return album.recorded, weights
 
 
 def test_of_several_ranks_the_first_tells(tmp_path: Path) -> None:

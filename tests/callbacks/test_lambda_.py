@@ -25,26 +25,26 @@ from callsheet.core.spec import CallbackSpec
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
-told: list[Any] = []
+recorded: list[Any] = []
 
 
 def tell_step(ctx: Context) -> None:
-    told.append(ctx.step)
+    recorded.append(ctx.step)
 
 
 @every("2ba")
 def every_other(ctx: Context) -> None:
-    told.append(ctx.step)
+    recorded.append(ctx.step)
 
 
 @rank_zero_only
 def on_zero(ctx: Context) -> None:
-    told.append(ctx.run.rank)
+    recorded.append(ctx.run.rank)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_told_yet() -> None:
-    told.clear()
+    recorded.clear()
 
 
 def fit(folder: Path, *callbacks: Callback) -> Trainer:
@@ -73,7 +73,7 @@ def test_calls_each_function_at_its_event(tmp_path: Path) -> None:
 
 def test_what_stands_on_a_function_counts(tmp_path: Path) -> None:
     fit(tmp_path, Lambda(on_train_step_end=every_other))
-    assert told == [2, 4]
+    assert recorded == [2, 4]
 
 
 def test_on_event_is_called_at_all_of_them(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_function_may_be_named_by_its_path(tmp_path: Path) -> None:
     spec = CallbackSpec.of(Lambda(on_train_step_end=f"{__name__}.tell_step", phase="report"))
     assert spec.to_dict()["init_args"] == {"on_train_step_end": f"{__name__}.tell_step", "phase": "report"}
     fit(tmp_path, spec.build())
-    assert sys.modules[__name__].told == [1, 2, 3, 4]
+    assert sys.modules[__name__].recorded == [1, 2, 3, 4]
 
 
 def test_an_error_tells_where_the_function_stands(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_a_function_that_does_not_take_the_context_is_rejected_when_added() -> N
 
 
 def on_a_rank(folder: str) -> Any:
-    told.clear()
+    recorded.clear()
     steps: list[int] = []
     gated = Lambda(ranks={1}, on_train_step_end=lambda ctx: steps.append(ctx.step))
     fit(Path(folder), Lambda(on_train_end=on_zero), gated)
-    return int(os.environ["RANK"]), told, steps
+    return int(os.environ["RANK"]), recorded, steps
 
 
 def test_on_two_ranks_it_is_called_where_it_should_be(tmp_path: Path) -> None:

@@ -39,13 +39,13 @@ class Records(Callback):
     phase = "report"
 
     def __init__(self) -> None:
-        self.told: dict[int, dict[str, float]] = {}
+        self.recorded: dict[int, dict[str, float]] = {}
 
     def on_log(self, ctx: Context) -> None:
-        self.told[ctx.step] = dict(ctx.record.values)
+        self.recorded[ctx.step] = dict(ctx.record.values)
 
     def column(self, name: str) -> dict[int, float]:
-        return {step: values[name] for step, values in self.told.items() if name in values}
+        return {step: values[name] for step, values in self.recorded.items() if name in values}
 
 
 def fit(folder: Path, losses: Losses, *callbacks: Callback, **options: Any) -> tuple[Records, Trainer]:
@@ -143,8 +143,8 @@ def test_two_stand_side_by_side(tmp_path: Path) -> None:
     strict, other = LossSpikeDetector(window=10), LossSpikeDetector(window=4, threshold=1000.0)
     other.name = "loss_spike/never"
     records, _ = fit(tmp_path, Losses([*CALM, 5.0]), strict, other, CheckpointSaver())
-    assert records.told[11]["loss_spike/count"] == 1
-    assert records.told[11]["loss_spike/never/count"] == 0
+    assert records.recorded[11]["loss_spike/count"] == 1
+    assert records.recorded[11]["loss_spike/never/count"] == 0
 
 
 @pytest.mark.parametrize("options", [{"window": 3}, {"threshold": 0.0}, {"threshold": math.nan}, {"action": "panic"}])

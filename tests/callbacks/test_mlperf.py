@@ -112,8 +112,8 @@ def checked(folder: Path, *options: str, ruleset: str = RULESET) -> tuple[bool, 
     command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--log_output", str(log)]
     done = subprocess.run([*command, *options, str(path)], capture_output=True, text=True, check=False, cwd=folder)
     assert "Traceback" not in done.stderr
-    told = [line for line in log.read_text().splitlines() if not line.startswith("INFO - ")]
-    return done.returncode == 0, [line for line in told if line != "ERROR - FAILED"]
+    recorded = [line for line in log.read_text().splitlines() if not line.startswith("INFO - ")]
+    return done.returncode == 0, [line for line in recorded if line != "ERROR - FAILED"]
 
 
 # --- the checker ---
@@ -196,7 +196,7 @@ def test_older_rules_and_the_closed_division(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "recorded"),
     [
         ({"hyperparameters": GIVEN | {"lowest_numerical_precision_in_linear": "bf16"}}, "bfloat16"),
         ({"hyperparameters": {"train_samples": 16}}, "eval_samples"),
@@ -205,10 +205,10 @@ def test_older_rules_and_the_closed_division(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_checker_would_reject_ends_the_run_after_its_first_step(
-    tmp_path: Path, options: dict[str, Any], told: str
+    tmp_path: Path, options: dict[str, Any], recorded: str
 ) -> None:
     trained = trainer(tmp_path, mlperf(**options))
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=recorded) as caught:
         trained.fit()
     assert trained.state.timestamp.batch == 1
     assert "current context" not in str(caught.value)
@@ -248,7 +248,7 @@ def test_the_clock_starts_before_the_data_is_made_and_stops_at_the_target(tmp_pa
     fit(tmp_path, mlperf(), Sees(), train_dataloader=data)
     assert (seen[0][0], seen[0][1]) == ("init_start", "cache_clear")
     assert seen[0][-2:] == ["init_stop", "run_start"]
-    assert [told[-1] for told in seen[1:]] == ["block_start", "block_start", "run_stop"]
+    assert [recorded[-1] for recorded in seen[1:]] == ["block_start", "block_start", "run_stop"]
     path = results(tmp_path)[0]
     system = path.parts[-3]
     assert path == tmp_path / "run" / "mlperf" / "results" / system / "llama31_8b" / "result_0.txt"
@@ -259,10 +259,11 @@ def test_the_clock_starts_before_the_data_is_made_and_stops_at_the_target(tmp_pa
 
 def test_what_happens_is_told_in_order_with_epoch_and_samples(tmp_path: Path) -> None:
     fit(tmp_path, mlperf(target=0.7), eval_interval="2ba", values=[0.9, 0.6])
-    told = [line for line in lines(tmp_path) if line["key"].startswith(("block", "epoch", "eval_a", "eval_st", "run"))]
+    recorded = [line for line in lines(tmp_path) if line["key"].startswith(("block", "epoch", "eval_a", "eval_st", "run"))]
     where = {"block": "first_epoch_num", "epoch": "epoch_num", "eval": "epoch_num", "run": "epoch_num"}
     assert [
-        (line["key"], line["metadata"][where[line["key"].partition("_")[0]]], line["metadata"]["samples_count"]) for line in told
+        (line["key"], line["metadata"][where[line["key"].partition("_")[0]]], line["metadata"]["samples_count"])
+        for line in recorded
     ] == [
         ("run_start", 0, 0),
         ("block_start", 1, 0),
@@ -286,7 +287,7 @@ def test_what_happens_is_told_in_order_with_epoch_and_samples(tmp_path: Path) ->
         ("eval_stop", 2, 24),
         ("run_stop", 2, 24),
     ]
-    kinds = {line["key"].rpartition("_")[2]: line["event_type"] for line in told}
+    kinds = {line["key"].rpartition("_")[2]: line["event_type"] for line in recorded}
     assert kinds == {"start": "INTERVAL_START", "stop": "INTERVAL_END", "accuracy": "POINT_IN_TIME"}
     assert checked(tmp_path) == (True, [])
 
@@ -342,9 +343,9 @@ def test_of_other_optimizers_and_batches() -> None:
     ctx = Context(RunInfo("run"))
     assert "opt_name" not in found(ctx, [[1]], {})
     ctx.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), weight_decay=0.125)
-    told = found(ctx, [[0, 0]], {})
-    assert (told["opt_name"], told["opt_base_learning_rate"], told["opt_weight_decay"]) == ("sgd", 0.5, 0.125)
-    assert "micro_batch_size" not in told
+    recorded = found(ctx, [[0, 0]], {})
+    assert (recorded["opt_name"], recorded["opt_base_learning_rate"], recorded["opt_weight_decay"]) == ("sgd", 0.5, 0.125)
+    assert "micro_batch_size" not in recorded
     ctx.optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
     assert found(ctx, [[1]], {})["opt_adam_beta_2"] == 0.999
     assert samples({"name": "text", "pair": [None, (torch.ones(3, 2), torch.ones(9))]}) == 3
@@ -506,14 +507,14 @@ def test_without_a_command_nothing_was_cleared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "recorded"),
     [
         ([sys.executable, "-c", "import sys; sys.exit('no right to')"], "no right to"),
         (["there-is-no-such-program"], "No such file"),
     ],
 )
-def test_a_command_that_fails_ends_the_run(tmp_path: Path, command: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_command_that_fails_ends_the_run(tmp_path: Path, command: list[str], recorded: str) -> None:
+    with pytest.raises(ConfigError, match=recorded):
         trainer(tmp_path, mlperf(cache_clear_cmd=command))
     assert not results(tmp_path)
 
@@ -567,7 +568,7 @@ def test_without_a_benchmark_it_says_once_that_it_has_nothing_to_do(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "recorded"),
     [
         ({"benchmark": "lama31_8b"}, "did you mean 'llama31_8b'"),
         ({"benchmark": "bert"}, f"of the rules {RULESET}"),
@@ -587,8 +588,8 @@ def test_without_a_benchmark_it_says_once_that_it_has_nothing_to_do(tmp_path: Pa
         ({"hyperparameters": {"seed": torch.ones(1)}}, "plain data"),
     ],
 )
-def test_rejects_what_cannot_work(options: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_rejects_what_cannot_work(options: Mapping[str, Any], recorded: str) -> None:
+    with pytest.raises(ConfigError, match=recorded):
         mlperf(**options)
 
 

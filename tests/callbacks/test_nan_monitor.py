@@ -34,10 +34,10 @@ class Events(Callback):
     """The names of what was told, and the step at which training came out."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.recorded: list[tuple[str, int]] = []
 
     def on_event(self, ctx: Context) -> None:
-        self.told.append((str(ctx.event), ctx.step))
+        self.recorded.append((str(ctx.event), ctx.step))
 
 
 def fit(folder: Path, special: dict[int, float], *, callbacks: tuple[Callback, ...] = (), **options: Any) -> None:
@@ -62,8 +62,8 @@ def test_names_the_first_bad_step_at_the_next_record(tmp_path: Path, bad: float)
     events = Events()
     with pytest.raises(NonFiniteError, match=rf"the loss was {bad} at step 14 on rank 0"):
         fit(tmp_path, {14: bad, 16: math.nan}, callbacks=(events,), max_duration="30ba", log_interval="10ba")
-    assert ("on_train_step_end", 20) in events.told
-    assert ("on_train_step_start", 21) not in events.told
+    assert ("on_train_step_end", 20) in events.recorded
+    assert ("on_train_step_start", 21) not in events.recorded
 
 
 def test_says_nothing_where_all_is_finite(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_looks_before_an_evaluation(tmp_path: Path) -> None:
     events = Events()
     with pytest.raises(NonFiniteError, match="at step 3 "):
         fit(tmp_path, {3: math.nan}, callbacks=(events,), max_duration="10ba", log_interval="10ba", eval_interval="5ba")
-    assert not [event for event, _ in events.told if event.startswith("on_eval_s")]
+    assert not [event for event, _ in events.recorded if event.startswith("on_eval_s")]
 
 
 def test_looks_before_a_checkpoint_is_written(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_a_metric_that_nobody_told_is_named(hook: Hook, tmp_path: Path, caplog: 
 def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on": (), "every": "3ba", "when": ["some/number < 2", "some/number > 1e0"]}
 
-    def told(hook: Hook, since: int = 0) -> list[tuple[str, int]]:
+    def recorded(hook: Hook, since: int = 0) -> list[tuple[str, int]]:
         return [(post.get("rule", ""), post["step"]) for post in hook.posts if post["step"] > since]
 
     with hook_of() as hook:
@@ -299,7 +299,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     for each in found:
         with hook_of() as hook:
             fit(tmp_path, Notify(to=hook.url, **options), Tells(NUMBERS), run_name=f"from{each.step}", resume=each.path)
-            assert told(hook) == told(whole, each.step)
+            assert recorded(hook) == recorded(whole, each.step)
     with hook_of() as hook:
         fit(tmp_path, Notify(to=hook.url), Tells(NUMBERS), run_name="again", resume=sorted(found, key=lambda c: c.step)[0].path)
     assert hook.posts[0]["text"] == "again resumes at step 1, to 2ep (cpu)"

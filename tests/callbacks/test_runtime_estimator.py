@@ -44,7 +44,7 @@ class Sleepy(Callback):
     def __init__(self, first: float = 0.0, evaluation: float = 0.0, *, stop_at: int = 0) -> None:
         self.first, self.evaluation, self.stop_at = first, evaluation, stop_at
         self.is_first = True
-        self.told: list[tuple[int, float, dict[str, float]]] = []
+        self.recorded: list[tuple[int, float, dict[str, float]]] = []
         self.ended = 0.0
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -71,7 +71,7 @@ class Keep(Callback):
 
     def on_log(self, ctx: Context) -> None:
         values = {name: value for name, value in ctx.record.values.items() if "remaining" in name}
-        self.into.told.append((ctx.step, clock.monotonic(), values))
+        self.into.recorded.append((ctx.step, clock.monotonic(), values))
 
 
 def fit(folder: Path | str, sleepy: Sleepy, *estimators: Callback, **options: Any) -> Sleepy:
@@ -94,21 +94,21 @@ def fit(folder: Path | str, sleepy: Sleepy, *estimators: Callback, **options: An
 
 
 def test_the_warm_up_is_left_out_and_the_estimate_comes_true(tmp_path: Path) -> None:
-    told = fit(tmp_path, Sleepy(first=1.0)).told
-    for step, _, values in told:
+    recorded = fit(tmp_path, Sleepy(first=1.0)).recorded
+    for step, _, values in recorded:
         assert values["time/remaining_estimate"] == pytest.approx((20 - step) * STEP, rel=1e-6, abs=1e-9)  # with the first: 9 s
-    assert told[-1][2] == {"time/remaining_estimate": 0.0}
+    assert recorded[-1][2] == {"time/remaining_estimate": 0.0}
 
 
 def test_within_an_epoch_progress_is_seen(tmp_path: Path) -> None:
-    step, _, values = fit(tmp_path, Sleepy(), max_duration="2ep").told[1]
+    step, _, values = fit(tmp_path, Sleepy(), max_duration="2ep").recorded[1]
     assert step == 4
     assert values["time/remaining_estimate"] == pytest.approx(16 * STEP, rel=1e-6)
 
 
 def test_evaluations_to_come_are_counted(tmp_path: Path) -> None:
     sleepy = fit(tmp_path, Sleepy(evaluation=EVALUATION), max_duration="40ba", eval_interval="10ba", log_interval="5ba")
-    by_step = {step: values["time/remaining_estimate"] for step, _, values in sleepy.told if values}
+    by_step = {step: values["time/remaining_estimate"] for step, _, values in sleepy.recorded if values}
     assert by_step[15] == pytest.approx(25 * STEP + 3 * EVALUATION, rel=1e-6)
     assert by_step[35] == pytest.approx(5 * STEP + EVALUATION, rel=1e-6)
 
@@ -118,7 +118,7 @@ def test_a_resumed_run_knows_the_pace_at_its_first_record(tmp_path: Path) -> Non
     sleepy = Sleepy(first=0.5, evaluation=EVALUATION)
     estimator = RuntimeEstimator(skip_batches=5)
     fit(tmp_path, sleepy, estimator, eval_interval="5ba", max_duration="40ba", resume="auto")
-    step, _, values = sleepy.told[0]
+    step, _, values = sleepy.recorded[0]
     assert step == 12  # still in its warm-up; twice as long a run as when it began
     assert values["time/remaining_estimate"] == pytest.approx(28 * STEP + 6 * EVALUATION, rel=1e-6)
 
@@ -126,13 +126,13 @@ def test_a_resumed_run_knows_the_pace_at_its_first_record(tmp_path: Path) -> Non
 def test_the_unit_is_in_the_name_and_two_stand_side_by_side(tmp_path: Path) -> None:
     hours = RuntimeEstimator(time_unit="hours")
     hours.name = "time/coarse"
-    values = fit(tmp_path, Sleepy(), RuntimeEstimator(), hours).told[2][2]
+    values = fit(tmp_path, Sleepy(), RuntimeEstimator(), hours).recorded[2][2]
     assert set(values) == {"time/remaining_estimate", "time/coarse/remaining_estimate_hours"}
     assert values["time/coarse/remaining_estimate_hours"] * 3600 == pytest.approx(values["time/remaining_estimate"], rel=1e-6)
 
 
 def on_ranks(folder: str) -> list[dict[str, float]]:
-    return [values for _, _, values in fit(folder, Sleepy()).told]
+    return [values for _, _, values in fit(folder, Sleepy()).recorded]
 
 
 def test_all_ranks_tell_the_same(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Writes(Callback):
 
     def __init__(self, file: Path, content: str, *, at: int = 3, age: float = 0.0) -> None:
         self.file, self.content, self.at, self.age = file, content, at, age
-        self.told: list[tuple[str, int]] = []
+        self.recorded: list[tuple[str, int]] = []
         self.requested_by: tuple[str, ...] = ()
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -33,15 +33,15 @@ class Writes(Callback):
                 os.utime(self.file, (time.time() - self.age,) * 2)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        self.told.append(("evaluate", ctx.step))
+        self.recorded.append(("evaluate", ctx.step))
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
         assert ctx.checkpoint is not None
-        self.told.append(("save", ctx.step))
+        self.recorded.append(("save", ctx.step))
         self.requested_by = ctx.checkpoint.requested_by
 
     def on_train_end(self, ctx: Context) -> None:
-        self.told.append(("end", ctx.step))
+        self.recorded.append(("end", ctx.step))
 
 
 def fit(folder: Path | str, *callbacks: Callback, steps: int = 8, **options: Any) -> Trainer:
@@ -64,7 +64,7 @@ def fit(folder: Path | str, *callbacks: Callback, steps: int = 8, **options: Any
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "recorded"),
     [
         ("save before the maintenance\n", [("save", 3), ("end", 8)]),
         ("evaluate\n", [("evaluate", 3), ("end", 8)]),
@@ -72,11 +72,11 @@ def fit(folder: Path | str, *callbacks: Callback, steps: int = 8, **options: Any
         ("save\nevaluate\nstop\n", [("save", 3), ("evaluate", 3), ("end", 3)]),
     ],
 )
-def test_each_word_does_what_it_says_once(content: str, told: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_each_word_does_what_it_says_once(content: str, recorded: list[tuple[str, int]], tmp_path: Path) -> None:
     file = tmp_path / "run" / "trigger"
     writes = Writes(file, content)
     trainer = fit(tmp_path, SaveOnTrigger(seconds=0), writes)
-    assert writes.told == told
+    assert writes.recorded == recorded
     assert not [path for path in file.parent.iterdir() if path.name.startswith("trigger")]
     assert trainer.run.outcome == ("stopped" if "stop" in content.lower() else "finished")
     if "save" in content:
@@ -86,16 +86,16 @@ def test_each_word_does_what_it_says_once(content: str, told: list[tuple[str, in
 def test_an_empty_file_asks_for_a_save_when_it_has_settled(tmp_path: Path) -> None:
     fresh, old = Writes(tmp_path / "fresh", ""), Writes(tmp_path / "old", "", age=5)
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "fresh", seconds=0), fresh)
-    assert fresh.told == [("end", 8)]
+    assert fresh.recorded == [("end", 8)]
     assert fresh.file.exists()
     fit(tmp_path / "other", SaveOnTrigger(file=tmp_path / "old", seconds=0), old)
-    assert old.told == [("save", 3), ("end", 8)]
+    assert old.recorded == [("save", 3), ("end", 8)]
 
 
 def test_a_line_without_an_end_may_be_half_written(tmp_path: Path) -> None:
     writes = Writes(tmp_path / "trigger", "stop")
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
-    assert writes.told == [("end", 8)]
+    assert writes.recorded == [("end", 8)]
 
 
 def test_what_is_no_wish_is_named_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +104,7 @@ def test_what_is_no_wish_is_named_and_removed(tmp_path: Path, caplog: pytest.Log
         fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
     assert "unknown request 'sav'; did you mean 'save'?" in caplog.text
     assert "\x1b" not in caplog.text
-    assert writes.told == [("end", 8)]
+    assert writes.recorded == [("end", 8)]
     assert not writes.file.exists()
 
 
@@ -130,13 +130,13 @@ def test_it_looks_during_an_evaluation_too(tmp_path: Path) -> None:
 
     writes = Writes(tmp_path / "never", "", at=99)
     fit(tmp_path, SaveOnTrigger(file=file, seconds=0), DuringEvaluation(), writes)
-    assert writes.told == [("evaluate", 3), ("end", 3)]
+    assert writes.recorded == [("evaluate", 3), ("end", 3)]
 
 
 def test_it_looks_as_often_as_it_was_told(tmp_path: Path) -> None:
     writes = Writes(tmp_path / "trigger", "stop\n")
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=1000), writes)
-    assert writes.told == [("end", 8)]
+    assert writes.recorded == [("end", 8)]
 
 
 def test_two_files_stand_side_by_side(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_two_files_stand_side_by_side(tmp_path: Path) -> None:
     other.name = "two"
     one, two = Writes(tmp_path / "one", "evaluate\n", at=2), Writes(tmp_path / "two", "save\n", at=5)
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "one", seconds=0), other, one, two)
-    assert two.told == [("evaluate", 2), ("save", 5), ("end", 8)]
+    assert two.recorded == [("evaluate", 2), ("save", 5), ("end", 8)]
     assert two.requested_by == ("two",)
 
 
@@ -152,11 +152,11 @@ class Looks(Callback):
     """Which files it is told of, at one step."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.recorded: dict[str, str] = {}
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:
-            self.told = listeners_in(ctx.run.folder or "")
+            self.recorded = listeners_in(ctx.run.folder or "")
 
 
 def test_while_it_looks_it_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_while_it_looks_it_says_where(tmp_path: Path, monkeypatch: pytest.Monkey
     named, looks = SaveOnTrigger(file="else/where"), Looks()
     named.name = "other"
     fit(tmp_path, SaveOnTrigger(), named, looks)
-    assert looks.told == {"SaveOnTrigger": "trigger", "other": str(tmp_path / "else" / "where")}
+    assert looks.recorded == {"SaveOnTrigger": "trigger", "other": str(tmp_path / "else" / "where")}
     assert not (tmp_path / "run" / LISTENERS).exists()
     with pytest.raises(ValueError, match="on purpose"):
         fit(tmp_path / "fails", SaveOnTrigger(), Fails())
@@ -184,7 +184,7 @@ def test_who_cannot_say_where_it_looks_looks_all_the_same(tmp_path: Path, caplog
     writes = Writes(tmp_path / "run" / "trigger", "stop\n")
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Hinders(), SaveOnTrigger(seconds=0), writes)
-    assert writes.told == [("end", 3)]
+    assert writes.recorded == [("end", 3)]
     assert "SaveOnTrigger: cannot write the run's list of trigger files" in caplog.text
 
 
@@ -195,7 +195,7 @@ def on_ranks(folder: str) -> tuple[list[tuple[str, int]], int]:
 
     writes = Writes(Path(folder, "trigger"), "save now\nstop now\n", at=3)
     trainer = fit(folder, SaveOnTrigger(file=Path(folder, "trigger"), seconds=0), Slow(), writes, steps=400)
-    return writes.told, trainer.ctx.step
+    return writes.recorded, trainer.ctx.step
 
 
 def test_all_ranks_act_at_the_same_step(tmp_path: Path) -> None:

@@ -116,32 +116,32 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("stage", ["fetch", "forward"])
 def test_names_the_slow_rank_and_where_it_is_slow(stage: str, tmp_path: Path) -> None:
-    (first, told), (second, told_by_second) = run_ranks(on_ranks, 2, str(tmp_path), stage, 10_000, False)
+    (first, recorded), (second, told_by_second) = run_ranks(on_ranks, 2, str(tmp_path), stage, 10_000, False)
     assert first == second
     for record in first:
         assert record[f"slow_rank/{stage}/slowest"] == 1
         assert record[f"slow_rank/{stage}/ratio"] == pytest.approx(50)
-    assert len(told) == 1  # at the third record, and not again
-    assert f"rank 1 is slow in its {stage}: 0.05" in told[0]
-    assert "(step 12)" in told[0]
+    assert len(recorded) == 1  # at the third record, and not again
+    assert f"rank 1 is slow in its {stage}: 0.05" in recorded[0]
+    assert "(step 12)" in recorded[0]
     assert told_by_second == []
 
 
 def test_waiting_for_each_other_in_the_backward_is_nobodys_slowness(tmp_path: Path) -> None:
-    (_, told), _ = run_ranks(on_ranks, 2, str(tmp_path), "backward", 10_000, False)
-    assert told == []
+    (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "backward", 10_000, False)
+    assert recorded == []
 
 
 def test_a_short_slowness_is_not_named(tmp_path: Path) -> None:
-    (first, told), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 8, False)
-    assert told == []
+    (first, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 8, False)
+    assert recorded == []
     assert first[0]["slow_rank/forward/ratio"] == pytest.approx(50)
 
 
 def test_the_count_goes_on_across_a_resume(tmp_path: Path) -> None:
-    (_, told), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 10_000, True)
-    assert len(told) == 1
-    assert "(step 12)" in told[0]  # two records before it, one after
+    (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 10_000, True)
+    assert len(recorded) == 1
+    assert "(step 12)" in recorded[0]  # two records before it, one after
 
 
 def evaluating_on_ranks(folder: str) -> Result:
@@ -156,8 +156,8 @@ def test_evaluations_say_nothing(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone_is_compared_with_nobody(tmp_path: Path) -> None:
-    records, told = fit(tmp_path, Slow(0, "forward"), SlowRankDetector(patience=1))
-    assert told == []
+    records, recorded = fit(tmp_path, Slow(0, "forward"), SlowRankDetector(patience=1))
+    assert recorded == []
     assert records == [{}] * 5
 
 

@@ -321,8 +321,8 @@ def tokens_on_ranks(folder: str) -> tuple[list[float], list[int]]:
 
 
 def test_tokens_count_on_ranks_alike(tmp_path: Path) -> None:
-    for told, steps in run_ranks(tokens_on_ranks, 2, str(tmp_path)):
-        assert told == pytest.approx([PER_TOKEN] * 2)
+    for recorded, steps in run_ranks(tokens_on_ranks, 2, str(tmp_path)):
+        assert recorded == pytest.approx([PER_TOKEN] * 2)
         assert steps == [1, 2]
 
 
@@ -429,8 +429,8 @@ def test_two_monitors_both_count_and_leave_nothing_behind(tmp_path: Path) -> Non
     assert "throughput/flops" not in speeds
     _, seconds, _ = records[-1]
     _, before, _ = records[0]  # the other one counts in step 3: the first record came too early for it
-    told = speeds["throughput/other/flops_per_second"] * (seconds - before)
-    assert told == pytest.approx(sum(SIZES[2:]) * PER_SAMPLE)
+    recorded = speeds["throughput/other/flops_per_second"] * (seconds - before)
+    assert recorded == pytest.approx(sum(SIZES[2:]) * PER_SAMPLE)
     assert not is_in_torch_dispatch_mode(include_infra_modes=True)
 
 
@@ -464,16 +464,16 @@ class SavesAndStops(Callback):
                 ctx.control.stop("to resume", replicated=True)
 
 
-@pytest.mark.parametrize(("step", "told"), [(1, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("step", "recorded"), [(1, 2), (3, 2), (4, 1)])
 @pytest.mark.parametrize("kind", [Net, SaysNumber])
-def test_a_resumed_run_tells_what_an_unbroken_one_does(step: int, told: int, kind: type[nn.Module], tmp_path: Path) -> None:
+def test_a_resumed_run_tells_what_an_unbroken_one_does(step: int, recorded: int, kind: type[nn.Module], tmp_path: Path) -> None:
     """Saved between two records as well; where nothing was counted yet, that is done in the second step of the other process."""
     monitor = SpeedMonitor(window_size=2)
     unbroken = flops_per_sample(train(tmp_path, monitor, SavesAndStops(step, stops=False), model=kind())[0])
     rest = flops_per_sample(train(tmp_path, SpeedMonitor(window_size=2), model=kind(), resume="auto")[0])
     assert len(unbroken) == 3
     assert rest == pytest.approx(unbroken[-len(rest) :], rel=1e-12)
-    assert len(rest) == (told if kind is Net else 3 - step // 2)
+    assert len(rest) == (recorded if kind is Net else 3 - step // 2)
 
 
 def test_what_was_counted_is_kept_and_not_counted_again(tmp_path: Path) -> None:

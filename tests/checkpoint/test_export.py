@@ -26,17 +26,17 @@ def exported(root: str) -> Any:
     assert group is not None
     model, _ = training(0, sharded=True)
     seal = export_weights(model, f"{root}/new/{LAST}", group=group)
-    told = [raised(lambda: export_weights(model, f"{root}/new/{LAST}", group=group))]
-    told.append(raised(lambda: export_weights(model, f"{root}/new/{LAST}/in/a/file", group=group)))
+    recorded = [raised(lambda: export_weights(model, f"{root}/new/{LAST}", group=group))]
+    recorded.append(raised(lambda: export_weights(model, f"{root}/new/{LAST}/in/a/file", group=group)))
     assert export_weights(model, f"{root}/new/{LAST}", group=group, overwrite=True) == seal
-    return whole(model(torch.arange(7))), told
+    return whole(model(torch.arange(7))), recorded
 
 
 def test_shards_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None:
-    (logits, told), second = run_ranks(exported, 2, str(tmp_path))
-    assert (logits, told) == second
-    assert "already exists; choose a new path or pass overwrite=True" in told[0]
-    assert "cannot write" in told[1]
+    (logits, recorded), second = run_ranks(exported, 2, str(tmp_path))
+    assert (logits, recorded) == second
+    assert "already exists; choose a new path or pass overwrite=True" in recorded[0]
+    assert "cannot write" in recorded[1]
     assert os.listdir(tmp_path / "new") == [LAST]
     model = Net()
     safetensors.torch.load_model(model, tmp_path / "new" / LAST)

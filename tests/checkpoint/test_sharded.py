@@ -140,17 +140,17 @@ def failing_writes(root: str) -> Any:
     before = sorted(os.listdir(old))
 
     def write(shared: Any, local: Any = None, info: Any = None) -> list[str]:
-        told = []
+        recorded = []
         for path in (old, new):
-            told.append(raised(lambda: write_checkpoint(path, shared, local, info or {}, group=group, overwrite=True)))  # noqa: B023
+            recorded.append(raised(lambda: write_checkpoint(path, shared, local, info or {}, group=group, overwrite=True)))  # noqa: B023
             distributed.barrier(group)
             assert sorted(os.listdir(old)) == before
             assert not new.exists()
             assert read_checkpoint(old, group=group).local == {"rank": rank}
-        assert len(set(told)) == 1 or str(new) in told[1]
-        return told
+        assert len(set(recorded)) == 1 or str(new) in recorded[1]
+        return recorded
 
-    told = {
+    recorded = {
         "no plain data": write({"a": object()} if rank == 1 else {"a": 1}),
         "no plain data on any": write({"a": object()}),
         "no plain data of its own": write({}, {"b": object()} if rank == 1 else {}),
@@ -163,8 +163,8 @@ def failing_writes(root: str) -> Any:
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, no_limit[1]))  # its disk, for the others, is full
-    told["disk"] = write({}, {"w": torch.ones(10_000)})
-    return told
+    recorded["disk"] = write({}, {"w": torch.ones(10_000)})
+    return recorded
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path)
         "another path": r"rank 1: cannot write .*No such file or directory",
         "disk": r"rank 1: cannot write .*shard-00001.*File too large; raise the limit",
     }.items():
-        for told in first[name]:
-            assert re.search(message, told), (name, told)
+        for recorded in first[name]:
+            assert re.search(message, recorded), (name, recorded)
 
 
 def failing_reads(path: str) -> Any:
@@ -192,9 +192,9 @@ def failing_reads(path: str) -> Any:
     weights = torch.arange(40_000.0)
     write_checkpoint(path, {"a": weights, "b": weights + 1}, {"rank": rank}, {"loss": float("nan")}, group=group)
     given = torch.zeros(40_000 + 2 * rank)
-    told = [raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given if name == "b" else None))]
+    recorded = [raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given if name == "b" else None))]
     assert given.sum() == 0  # also where it would have fitted
-    told.append(raised(lambda: read_checkpoint(path if rank == 0 else f"{path}-not-there", group=group)))
+    recorded.append(raised(lambda: read_checkpoint(path if rank == 0 else f"{path}-not-there", group=group)))
     given = torch.zeros(40_000)
     for name in ("shard-00000.safetensors", "shard-00001.safetensors", "state.json", "local-00001.json", "index.json"):
         with open(Path(path) / name, "r+b") as file:
@@ -207,14 +207,14 @@ def failing_reads(path: str) -> Any:
                 file.write(bytes([last[0] ^ 1]))
                 file.flush()
             distributed.barrier(group)
-            told.append(raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given)))
+            recorded.append(raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given)))
             assert given.sum() == 0
             if rank == 0:
                 file.seek(-1, os.SEEK_END)
                 file.write(last)
     distributed.barrier(group)
     assert read_checkpoint(path, group=group).local == {"rank": rank}
-    return told
+    return recorded
 
 
 def test_a_checkpoint_that_does_not_hold_is_rejected_by_all_before_anything_is_filled(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_does_not_hold_is_rejected_by_all_before_anything_is_f
     assert re.search(r"rank 1: state.b: the checkpoint holds it in size \[40000\], and .* of size \[40002\]", size)
     assert "rank 1" in elsewhere
     assert "is not a checkpoint" in elsewhere
-    assert all("was changed or damaged after it was sealed" in told for told in damaged)
+    assert all("was changed or damaged after it was sealed" in recorded for recorded in damaged)
 
 
 def finite() -> list[bool]:
@@ -254,21 +254,21 @@ def in_the_background(root: str) -> Any:
         counter.fill_(-1)
         step(model, optimizer)
     writer.begin(f"{root}/bad", {"a": object()} if group.rank() == 1 else {}, {}, {})
-    told = raised(writer.result)
+    recorded = raised(writer.result)
     assert writer.is_done
     writer.begin(f"{root}/bad", {"a": object()} if group.rank() == 1 else {}, {}, {})
-    assert raised(writer.close) == told
+    assert raised(writer.close) == recorded
     writer.close()
     loaded = read_checkpoint(f"{root}/2", group=group)
     assert (loaded.local, loaded.info) == ({"rank": group.rank(), "number": torch.tensor(2)}, {"step": 2})
-    return wholes, told
+    return wholes, recorded
 
 
 def test_many_ranks_write_behind_the_training(tmp_path: Path) -> None:
-    (wholes, told), (others, others_told) = run_ranks(in_the_background, 2, str(tmp_path))
+    (wholes, recorded), (others, others_told) = run_ranks(in_the_background, 2, str(tmp_path))
     assert wholes == others
     assert [whole(read_checkpoint(tmp_path / str(number)).shared) for number in range(3)] == wholes
-    assert told == others_told == "rank 1: a: a <class 'object'> is not plain data" + told.partition("plain data")[2]
+    assert recorded == others_told == "rank 1: a: a <class 'object'> is not plain data" + recorded.partition("plain data")[2]
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 

@@ -25,18 +25,18 @@ def test_it_finds_what_the_run_found_and_leaves_the_run_alone(
     before = contents(Path())
     assert main(["evaluate", run, "--out", "scores.json"]) == 0
     after = contents(Path())
-    told = json.loads(after.pop("scores.json")[0])
+    recorded = json.loads(after.pop("scores.json")[0])
     assert after == before  # nor has a callback that changes nothing been told of it
-    assert told["run"] == f"runs/{run}"
-    assert told["step"] == 6
-    assert told["results"] == {name: {"loss": last_of(folder, f"{name}/loss")} for name in ("validation", "test")}
+    assert recorded["run"] == f"runs/{run}"
+    assert recorded["step"] == 6
+    assert recorded["results"] == {name: {"loss": last_of(folder, f"{name}/loss")} for name in ("validation", "test")}
     printed = capsys.readouterr()
     assert printed.err == ""
     head, columns, *rows = printed.out.splitlines()
     assert head == f"runs/{run}, step 6:"
     assert columns.split() == ["loss"]
     assert [row.split()[0] for row in rows] == ["validation", "test"]
-    assert float(rows[0].split()[1]) == pytest.approx(told["results"]["validation"]["loss"], rel=1e-5)
+    assert float(rows[0].split()[1]) == pytest.approx(recorded["results"]["validation"]["loss"], rel=1e-5)
 
 
 def test_the_callbacks_that_change_weights_matter(trained: Path) -> None:

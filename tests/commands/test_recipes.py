@@ -14,9 +14,9 @@ from callsheet.cli.shipped import RECIPES, recipe_path
 def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
-    assert sorted(told) == sorted(RECIPES)
-    assert all(len(about.split()) > 4 for about in told.values())
+    recorded = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert sorted(recorded) == sorted(RECIPES)
+    assert all(len(about.split()) > 4 for about in recorded.values())
 
 
 @pytest.mark.parametrize(("to", "path"), [([], "pretrain.yaml"), (["--to", "deep/mine.yaml"], "deep/mine.yaml")])

@@ -223,27 +223,27 @@ def test_a_script_runs_when_its_imports_are_changed(
         assert metrics["loss"] == pytest.approx(0.75 * metrics["ce_loss"] + 0.25 * metrics["kd_loss"], rel=1e-5)
 
 
-class Told(Callback):
+class Recorded(Callback):
     """Notes what it is told, and may fail."""
 
     def __init__(self, fails_at: int | None = None, error: BaseException | None = None) -> None:
-        self.told: list[str] = []
+        self.recorded: list[str] = []
         self.losses: list[float] = []
         self.exceptions: list[BaseException] = []
         self.fails_at, self.error = fails_at, error
 
     def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
-        self.told.append("step")
+        self.recorded.append("step")
         self.losses.append(kwargs["train_log_data"].metrics["loss"])
         if self.error is not None and kwargs["train_log_data"].step == self.fails_at:
             raise self.error
 
     def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-        self.told.append("exception")
+        self.recorded.append("exception")
         self.exceptions.append(kwargs["exception"])
 
     def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-        self.told.append("end")
+        self.recorded.append("end")
 
 
 def run(cfg: Any, *callbacks: Any) -> TrainFinetuneRecipeForNextTokenPrediction:
@@ -255,22 +255,22 @@ def run(cfg: Any, *callbacks: Any) -> TrainFinetuneRecipeForNextTokenPrediction:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_an_exception_is_told_though_no_script_calls_a_runner(error: BaseException, tmp_path: Path) -> None:
-    failing, other = Told(1, error), Told()
+    failing, other = Recorded(1, error), Recorded()
     with pytest.raises(type(error)) as caught:
         run(llm(tmp_path), other, failing)
     assert caught.value is error
-    assert failing.told == other.told == ["step", "step", "exception"]
+    assert failing.recorded == other.recorded == ["step", "step", "exception"]
     assert other.exceptions == [error]
 
 
 def test_an_exception_in_setup_is_told_once(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["dataset"]["path_or_dataset_id"] = str(tmp_path / "nowhere.jsonl")
-    told = Told()
-    recipe = TrainFinetuneRecipeForNextTokenPrediction(cfg, callbacks=[told])
+    recorded = Recorded()
+    recipe = TrainFinetuneRecipeForNextTokenPrediction(cfg, callbacks=[recorded])
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl") as caught:
         recipe.setup()
-    assert told.exceptions == [caught.value]
+    assert recorded.exceptions == [caught.value]
     with pytest.raises(AttributeError, match="setup"):
         _ = recipe.dist_env
 
@@ -287,12 +287,12 @@ def test_our_own_configuration_and_callbacks_do_as_well(tmp_path: Path) -> None:
         run_name="own", runs_folder=str(tmp_path), max_duration="4ba", log_interval=1, batch_size=4, threads=1, device="cpu",
         model=LanguageModel(config=LLAMA), train=Rows(str(tmp_path / "rows" / "train.jsonl")), sequence_length=32,
     )  # fmt: skip
-    told, ours, history = Told(), Ours(), History()
-    recipe = run(config, told, ours, history)
+    recorded, ours, history = Recorded(), Ours(), History()
+    recipe = run(config, recorded, ours, history)
     assert recipe.cfg is config
-    assert told.told == ["step"] * 4 + ["end"]
+    assert recorded.recorded == ["step"] * 4 + ["end"]
     assert ours.steps == 4
-    assert told.losses == pytest.approx(history["train/loss"])
+    assert recorded.losses == pytest.approx(history["train/loss"])
     assert recipe.step_scheduler.max_steps == 4
 
 
@@ -323,11 +323,11 @@ def test_a_callback_stops_training_and_a_run_that_is_there_goes_on(tmp_path: Pat
             if recipe.step_scheduler.step == 2:
                 recipe.step_scheduler.max_steps = recipe.step_scheduler.step + 1
 
-    stopped, rest, whole = Told(), Told(), Told()
+    stopped, rest, whole = Recorded(), Recorded(), Recorded()
     run(llm(tmp_path / "a"), stopped, Stops())
-    assert stopped.told == ["step"] * 3 + ["end"]
+    assert stopped.recorded == ["step"] * 3 + ["end"]
     run(llm(tmp_path / "a"), rest)
-    assert rest.told == ["step", "end"]
+    assert rest.recorded == ["step", "end"]
     run(llm(tmp_path / "b"), whole)
     assert stopped.losses + rest.losses == whole.losses
 
@@ -335,9 +335,9 @@ def test_a_callback_stops_training_and_a_run_that_is_there_goes_on(tmp_path: Pat
 def test_epochs_end_what_steps_would_not(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["step_scheduler"] |= {"max_steps": 100, "num_epochs": 1, "ckpt_every_steps": None}
-    told = Told()
-    recipe = run(cfg, told)
-    assert told.told == ["step"] * 6 + ["end"]
+    recorded = Recorded()
+    recipe = run(cfg, recorded)
+    assert recorded.recorded == ["step"] * 6 + ["end"]
     assert recipe.recipe.trainer.eval_results
 
 
@@ -450,21 +450,21 @@ class AnyRecipe:
 
 
 def test_a_runner_tells_all_in_their_order_with_what_it_is_given() -> None:
-    told: list[Any] = []
+    recorded: list[Any] = []
 
     class First(Callback):
         def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
-            told.append(("first", recipe, kwargs))
+            recorded.append(("first", recipe, kwargs))
 
     class Second(Callback):
         def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
-            told.append(("second", recipe, kwargs))
+            recorded.append(("second", recipe, kwargs))
             raise ValueError("from the second")
 
     runner, recipe = CallbackRunner([First(), Second(), First()]), AnyRecipe()
     with pytest.raises(ValueError, match="from the second"):
         runner.on_train_start(recipe, extra=1)
-    assert told == [("first", recipe, {"extra": 1}), ("second", recipe, {"extra": 1})]
+    assert recorded == [("first", recipe, {"extra": 1}), ("second", recipe, {"extra": 1})]
     nothing = CallbackRunner(None)
     assert nothing.callbacks == []
     for hook in (

@@ -99,18 +99,18 @@ class Records(Callback):
     """Everything that is told, with how far training is."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.recorded: list[str] = []
         self.at: list[tuple[int, int, int]] = []
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        self.told.append(event.value)
+        self.recorded.append(event.value)
         self.at.append((state.timestamp.epoch.value, state.timestamp.batch.value, state.timestamp.sample.value))
 
     def close(self, state: State, logger: Logger) -> None:
-        self.told.append("close")
+        self.recorded.append("close")
 
     def post_close(self) -> None:
-        self.told.append("post_close")
+        self.recorded.append("post_close")
 
 
 MICROBATCH = ["before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward"]
@@ -127,7 +127,7 @@ def test_the_recorded_order() -> None:
     """One epoch, two batches, two microbatches, evaluated at its end: as it was recorded from Composer."""
     records = Records()
     trained(callbacks=[records], eval_dataloader=data(), device_train_microbatch_size=2)
-    assert records.told == [
+    assert records.recorded == [
         *("init", "before_load", "after_load", "fit_start", "iteration_start", "epoch_start"),
         *BATCH,
         *BATCH,
@@ -136,7 +136,7 @@ def test_the_recorded_order() -> None:
         *EVALUATED,
         *("eval_end", "eval_after_all", "epoch_checkpoint", "fit_end", "close", "post_close"),
     ]
-    by_event = dict(zip(records.told, records.at, strict=False))
+    by_event = dict(zip(records.recorded, records.at, strict=False))
     assert by_event["after_train_batch"] == (0, 1, 4)
     assert by_event["batch_end"] == (0, 2, 8)
     assert by_event["epoch_end"] == (1, 2, 8)
@@ -187,19 +187,19 @@ def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
+    recorded: list[str] = []
 
     class Says(Callback):
         def __init__(self, name: str) -> None:
             self.name = name
 
         def close(self, state: State, logger: Logger) -> None:
-            told.append(f"{self.name} closed at {state.timestamp.batch}")
+            recorded.append(f"{self.name} closed at {state.timestamp.batch}")
             if self.name == "b":
                 raise OSError("disk")
 
         def post_close(self) -> None:
-            told.append(f"{self.name} post-closed")
+            recorded.append(f"{self.name} post-closed")
 
     class Fails(Callback):
         def batch_end(self, state: State, logger: Logger) -> None:
@@ -207,7 +207,7 @@ def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: py
 
     with pytest.raises(ZeroDivisionError):
         trained(callbacks=[Says("a"), Says("b"), Says("c"), Fails()])
-    assert told == ["a closed at 1ba", "b closed at 1ba", "c closed at 1ba", "a post-closed", "c post-closed"]
+    assert recorded == ["a closed at 1ba", "b closed at 1ba", "c closed at 1ba", "a post-closed", "c post-closed"]
     assert "Says-2.close() failed" in caplog.text
 
 
@@ -230,17 +230,17 @@ def test_state_can_be_read_and_training_stopped() -> None:
             seen["longest"] = str(state.max_duration)
             assert state.loss.item() == seen["loss"]  # it is kept between steps
 
-    class Told(LoggerDestination):
+    class Recorded(LoggerDestination):
         def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
             if "mine/loss" in metrics:
                 seen.setdefault("steps", []).append(step)
 
     records = Records()
-    trainer = trained(callbacks=[Reads(), records], loggers=Told(), max_duration="4ep")
+    trainer = trained(callbacks=[Reads(), records], loggers=Recorded(), max_duration="4ep")
     assert trainer.state.timestamp.batch == Time(3, TimeUnit.BATCH)
     assert (seen["rows"], seen["elapsed"], seen["longest"], seen["steps"]) == (4, 0.25, "3ba", [1, 2, 3])
-    assert records.told.count("epoch_end") == 1  # that of the epoch that was left is not told
-    assert records.told[-3:] == ["fit_end", "close", "post_close"]
+    assert records.recorded.count("epoch_end") == 1  # that of the epoch that was left is not told
+    assert records.recorded[-3:] == ["fit_end", "close", "post_close"]
 
 
 def test_what_state_does_not_have_is_named() -> None:
@@ -284,7 +284,7 @@ def test_evaluators_by_label_and_by_hand() -> None:
     evaluators = [Evaluator(label="near", dataloader=data(), eval_interval="1ba"), Evaluator(label="far", dataloader=data())]
     records = Records()
     trainer = trained(eval_dataloader=evaluators, callbacks=[records])
-    assert records.told.count("eval_end") == 3
+    assert records.recorded.count("eval_end") == 3
     metrics = trainer.state.eval_metrics
     assert metrics["near"]["MeanSquaredError"].compute() == metrics["far"]["MeanSquaredError"].compute()
     again = Trainer(model=Line(), callbacks=[records := Records()], progress_bar=False)
@@ -292,10 +292,10 @@ def test_evaluators_by_label_and_by_hand() -> None:
     assert again.state.eval_metrics["eval"]["MeanSquaredError"].compute() > 0
     assert len(again.predict(data(), subset_num_batches=1)) == 1
     again.close()
-    assert records.told[3:5] == ["eval_standalone_start", "eval_start"]
-    assert "eval_before_all" not in records.told
+    assert records.recorded[3:5] == ["eval_standalone_start", "eval_start"]
+    assert "eval_before_all" not in records.recorded
     predicted = ["predict_start", "predict_batch_start", "predict_before_forward", "predict_after_forward", "predict_batch_end"]
-    assert records.told[-8:] == [*predicted, "predict_end", "close", "post_close"]
+    assert records.recorded[-8:] == [*predicted, "predict_end", "close", "post_close"]
 
 
 def test_metrics_of_training() -> None:
@@ -337,7 +337,7 @@ def test_two_fits_go_on() -> None:
     trainer.fit(duration="1ep")
     trainer.close()
     assert trainer.state.timestamp.epoch == 2
-    assert records.told.count("fit_start") == records.told.count("fit_end") == 2
+    assert records.recorded.count("fit_start") == records.recorded.count("fit_end") == 2
 
 
 def test_callsheet_s_own_callbacks_stand_beside_theirs() -> None:

@@ -70,11 +70,11 @@ def test_a_context_knows_nothing_at_first() -> None:
 
 
 def test_it_fires(manager: CallbackManager) -> None:
-    told: list[TrainingContext] = []
+    recorded: list[TrainingContext] = []
 
     class MyCallback(TrainerCallback):
         def on_step_end(self, context: TrainingContext) -> None:
-            told.append(context)
+            recorded.append(context)
 
     manager.add_callback(MyCallback())
     manager.context.step = 42
@@ -82,7 +82,7 @@ def test_it_fires(manager: CallbackManager) -> None:
     manager.fire("on_step_end", loss=0.5)
     manager.fire("on_step_begin")
     manager.close()
-    assert [(each.hook_name, each.step, each.loss, each.output_dir) for each in told] == [("on_step_end", 42, 0.5, "/out")]
+    assert [(each.hook_name, each.step, each.loss, each.output_dir) for each in recorded] == [("on_step_end", 42, 0.5, "/out")]
     assert manager.context.loss is None
 
 
@@ -125,13 +125,13 @@ def test_callbacks_are_removed_by_instance_and_by_type(manager: CallbackManager)
 
 
 def test_unknown_hooks_and_fields(manager: CallbackManager) -> None:
-    class Hears(TrainerCallback):
+    class ListensToIt(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None: ...
 
     with pytest.raises(ValueError, match=r"^Unknown hook: 'on_step_finish'"):
         manager.fire("on_step_finish")
     manager.fire("on_log", nonsense=1)  # nobody hears it
-    manager.add_callback(Hears())
+    manager.add_callback(ListensToIt())
     with pytest.raises(ValueError, match=r"^Unknown TrainingContext field: 'nonsense'"):
         manager.fire("on_log", nonsense=1)
 
@@ -249,65 +249,65 @@ def test_fields_are_those_of_the_package() -> None:
 
 
 def test_closing_twice_does_nothing_and_after_it_nothing_is_told(manager: CallbackManager) -> None:
-    told: list[str] = []
+    recorded: list[str] = []
 
-    class Hears(TrainerCallback):
+    class ListensToIt(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
-            told.append(context.hook_name)
+            recorded.append(context.hook_name)
 
-    manager.add_callback(Hears())
+    manager.add_callback(ListensToIt())
     manager.close()
     manager.close()
     manager.fire("on_log")
     with pytest.raises(ValueError, match="Unknown hook"):
         manager.fire("on_nonsense")
-    assert told == []
+    assert recorded == []
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_is_fired_and_closed_at_once_is_delivered_in_order(manager: CallbackManager, is_async: bool) -> None:
     """There 1 of 50, and of async ones none."""
-    told: list[int] = []
+    recorded: list[int] = []
 
     class Sync(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
-            told.append(context.step)
+            recorded.append(context.step)
 
     class Async(TrainerCallback):
         async def on_log(self, context: TrainingContext) -> None:
             await asyncio.sleep(0.001 * (context.step % 3))
-            told.append(context.step)
+            recorded.append(context.step)
 
     manager.add_callback(Async() if is_async else Sync())
     for step in range(50):
         manager.fire("on_log", step=step)
     manager.close()
-    assert told == list(range(50))
+    assert recorded == list(range(50))
 
 
 def test_firing_does_not_wait_but_at_the_end(manager: CallbackManager) -> None:
     may_go = threading.Event()
-    told: list[str] = []
+    recorded: list[str] = []
 
     class Waits(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
             assert may_go.wait(60)
-            told.append("log")
+            recorded.append("log")
 
         async def on_train_end(self, context: TrainingContext) -> None:
             await asyncio.sleep(0.05)
-            told.append("end")
+            recorded.append("end")
 
     manager.add_callback(Waits())
     manager.fire("on_log")
-    assert told == []
+    assert recorded == []
     may_go.set()
     manager.fire("on_train_end")
-    assert told == ["log", "end"]
+    assert recorded == ["log", "end"]
 
 
 def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[int] = []
+    recorded: list[int] = []
 
     class Fails(TrainerCallback):
         def on_step_begin(self, context: TrainingContext) -> None:
@@ -318,7 +318,7 @@ def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytes
 
     class Goes(TrainerCallback):
         def on_step_end(self, context: TrainingContext) -> None:
-            told.append(context.step)
+            recorded.append(context.step)
 
     for callback in (Fails(), Goes()):
         manager.add_callback(callback)
@@ -327,7 +327,7 @@ def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytes
         manager.fire("on_step_end", step=step)
     manager.fire("on_train_end")
     manager.close()
-    assert told == [0, 1, 2, 3, 4]
+    assert recorded == [0, 1, 2, 3, 4]
     assert caplog.text.count("Fails failed at on_step_begin") == 5
     assert "Fails failed at on_step_end, step 2; training continues: ValueError: broken" in caplog.text
 
@@ -505,18 +505,18 @@ def test_on_one_process(base: Path, tmp_path: Path) -> None:
         arguments(base, ckpt_output_dir=str(out), data_output_dir=str(tmp_path / "data"), validation_split=0.25,
                   validation_frequency=2, save_samples=8, warmup_steps=1, callbacks=callbacks),
     )  # fmt: skip
-    told = told_in(tmp_path, 0)
-    logs = [each for each in told if each["hook_name"] == "on_log"]
+    recorded = told_in(tmp_path, 0)
+    logs = [each for each in recorded if each["hook_name"] == "on_log"]
     assert [each["step"] for each in logs] == [1, 2, 3, 4, 5, 6]
     assert [each["total_samples"] for each in logs] == [4, 8, 12, 16, 20, 24]
     assert logs[0]["batch_metrics"]["num_minibatches"] == 2  # of two examples of up to 64 tokens
     assert logs[0]["output_dir"] == str(out)
     assert logs[0]["model_name_or_path"] == str(base / "model")
     assert logs[0]["max_epochs"] == 2
-    saved = [each["checkpoint_path"] for each in told if each["hook_name"] == "on_save"]
+    saved = [each["checkpoint_path"] for each in recorded if each["hook_name"] == "on_save"]
     assert list(dict.fromkeys(saved)) == [str(out / "hf_format" / f"samples_{samples}") for samples in (8, 12, 16, 24)]
-    assert told[-1]["hook_name"] == "on_train_end"
-    assert told[-1]["val_metrics"]["val_loss"] == pytest.approx(found["validation"])
+    assert recorded[-1]["hook_name"] == "on_train_end"
+    assert recorded[-1]["val_metrics"]["val_loss"] == pytest.approx(found["validation"])
     records = [record for record in read_metrics(out / "training") if "train/loss" in record.values]
     assert [record.values["train/loss"] for record in records] == [each["loss"] for each in logs]
     assert records[-1].values["train/learning_rate"] < records[1].values["train/learning_rate"] <= 1e-3
@@ -554,17 +554,17 @@ def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_p
         [sys.executable, str(script), str(base), str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    told = [told_in(tmp_path, rank) for rank in (0, 1)]
-    assert [(each["hook_name"], each["step"]) for each in told[0]] == [
+    recorded = [told_in(tmp_path, rank) for rank in (0, 1)]
+    assert [(each["hook_name"], each["step"]) for each in recorded[0]] == [
         *(("on_log", step) for step in range(1, 5)), ("on_train_end", 4),
     ]  # fmt: skip
-    assert [each.pop("is_world_process_zero") for each in told[1]] == [False] * 5
-    assert [each.pop("is_world_process_zero") for each in told[0]] == [True] * 5
-    for each in (*told[0], *told[1]):
+    assert [each.pop("is_world_process_zero") for each in recorded[1]] == [False] * 5
+    assert [each.pop("is_world_process_zero") for each in recorded[0]] == [True] * 5
+    for each in (*recorded[0], *recorded[1]):
         each.pop("is_local_process_zero")
-    assert told[0] == told[1]  # everything else is the same on both
-    assert told[0][-1]["world_size"] == 2
-    assert told[0][-1]["total_samples"] == 16
+    assert recorded[0] == recorded[1]  # everything else is the same on both
+    assert recorded[0][-1]["world_size"] == 2
+    assert recorded[0][-1]["total_samples"] == 16
 
 
 def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> None:

@@ -117,22 +117,22 @@ def test_a_context_takes_its_fields_by_position(names: ModuleType) -> None:
 
 
 def test_a_manager_tells_in_the_order_of_registration(names: ModuleType) -> None:
-    told: list[str] = []
+    recorded: list[str] = []
 
     class Named(names.Callback):  # type: ignore[misc, name-defined]  # of either module
         def __init__(self, name: str) -> None:
             self.name = name
 
         def on_train_start(self, context: Any) -> None:
-            told.append(self.name)
+            recorded.append(self.name)
 
     manager, twice = names.CallbackManager(), Named("twice")
-    manager.register("on_train_start", lambda context: told.append("function"))
+    manager.register("on_train_start", lambda context: recorded.append("function"))
     assert manager.add(twice) is None
     manager.add([Named("one"), twice])
-    manager.register("on_train_start", told.append)
+    manager.register("on_train_start", recorded.append)
     assert manager.fire("on_train_start", "context") is None
-    assert told == ["function", "twice", "one", "twice", "context"]
+    assert recorded == ["function", "twice", "one", "twice", "context"]
     manager.fire("on_train_end", "context")  # nobody
 
 
@@ -198,19 +198,19 @@ def test_callbacks_are_normalized_as_the_package_s(names: ModuleType) -> None:
 
 
 def test_errors_come_out_and_stop_the_rest(names: ModuleType) -> None:
-    manager, told = names.CallbackManager(), list[Any]()
+    manager, recorded = names.CallbackManager(), list[Any]()
     manager.register("on_train_start", lambda context: 1 // 0)
-    manager.register("on_train_start", told.append)
+    manager.register("on_train_start", recorded.append)
     with pytest.raises(ZeroDivisionError):
         manager.fire("on_train_start", "context")
-    assert told == []
+    assert recorded == []
 
 
 def test_the_list_is_alive_while_it_is_told(names: ModuleType) -> None:
-    manager, told = names.CallbackManager(), list[Any]()
-    manager.register("on_train_start", lambda context: manager.register("on_train_start", told.append))
+    manager, recorded = names.CallbackManager(), list[Any]()
+    manager.register("on_train_start", lambda context: manager.register("on_train_start", recorded.append))
     manager.fire("on_train_start", "context")
-    assert told == ["context"]
+    assert recorded == ["context"]
 
 
 def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,30 +267,30 @@ def test_a_class_keeps_time(config: ConfigContainer, capsys: pytest.CaptureFixtu
 
 
 def test_functions_classes_and_lists_mix(config: ConfigContainer) -> None:
-    told: list[str] = []
+    recorded: list[str] = []
 
     class TimingCallback(Callback):
         def on_eval_end(self, context: CallbackContext) -> None:
-            told.append("timing")
+            recorded.append("timing")
 
     class MetricsCallback(Callback):
         def on_eval_end(self, context: CallbackContext) -> None:
             assert context.total_loss_dict is not None
-            told.append(f"metrics {list(context.total_loss_dict)}")
+            recorded.append(f"metrics {list(context.total_loss_dict)}")
 
     def log_step(context: CallbackContext) -> None:
         if context.loss_dict:
-            told.append(f"step {context.state.train_state.step}")
+            recorded.append(f"step {context.state.train_state.step}")
 
     manager = CallbackManager()
     manager.register("on_train_step_end", log_step)
     manager.add(TimingCallback())
     manager.add([MetricsCallback()])
-    manager.register("on_eval_end", lambda ctx: told.append("complete"))
+    manager.register("on_eval_end", lambda ctx: recorded.append("complete"))
     config.train.train_iters = 3
     pretrain(config, forward_step, callbacks=manager)
     evaluation = ["timing", "metrics ['lm loss']", "complete"]
-    assert told == ["step 0", "step 1", "step 2", *evaluation, *evaluation]
+    assert recorded == ["step 0", "step 1", "step 2", *evaluation, *evaluation]
 
 
 def test_a_rank_is_asked_for_and_errors_are_kept(config: ConfigContainer) -> None:
@@ -351,15 +351,15 @@ def test_metrics_are_sent(config: ConfigContainer, monkeypatch: pytest.MonkeyPat
 
 def noting() -> tuple[CallbackManager, list[tuple[str, int]]]:
     """A manager that notes every event, with the step."""
-    told: list[tuple[str, int]] = []
+    recorded: list[tuple[str, int]] = []
     manager = CallbackManager()
     for event in VALID_EVENTS:
 
         def note(context: CallbackContext, event: str = event) -> None:
-            told.append((event.removeprefix("on_"), context.state.train_state.step))
+            recorded.append((event.removeprefix("on_"), context.state.train_state.step))
 
         manager.register(event, note)
-    return manager, told
+    return manager, recorded
 
 
 def evaluation(kind: str, step: int) -> list[tuple[str, int]]:
@@ -372,9 +372,9 @@ def steps(first: int, last: int) -> list[tuple[str, int]]:
 
 
 def test_events_come_in_the_recorded_order(config: ConfigContainer) -> None:
-    manager, told = noting()
+    manager, recorded = noting()
     pretrain(config, forward_step, callbacks=manager)
-    assert told == [
+    assert recorded == [
         ("data_init_start", 0),
         ("train_start", 0),
         *steps(0, 3),
@@ -395,13 +395,13 @@ def test_it_goes_on_from_its_checkpoint(config: ConfigContainer) -> None:
     config.scheduler.lr_decay_iters = 6
     pretrain(config, forward_step)
     config.train.train_iters = 6
-    manager, told = noting()
+    manager, recorded = noting()
     again = pretrain(config, forward_step, callbacks=manager)
-    assert told[:3] == [("data_init_start", 4), ("train_start", 4), ("train_step_start", 4)]
+    assert recorded[:3] == [("data_init_start", 4), ("train_start", 4), ("train_step_start", 4)]
     assert again.trainer.state.timestamp.batch == 6
-    manager, told = noting()
+    manager, recorded = noting()
     pretrain(config, forward_step, callbacks=manager)  # complete: it is evaluated and tested
-    assert told == [("data_init_start", 6), *evaluation("eval", 6), *evaluation("test", 6)]
+    assert recorded == [("data_init_start", 6), *evaluation("eval", 6), *evaluation("test", 6)]
 
 
 def test_another_s_checkpoint_is_gone_on_from(
@@ -412,14 +412,14 @@ def test_another_s_checkpoint_is_gone_on_from(
     pretrain(config, forward_step)
     config.checkpoint.save = str(tmp_path / "other" / "checkpoints")
     config.train.train_iters = 6
-    manager, told = noting()
+    manager, recorded = noting()
     pretrain(config, forward_step, callbacks=manager)
-    assert told[1] == ("train_start", 4)
+    assert recorded[1] == ("train_start", 4)
     config.checkpoint.save, config.checkpoint.load = None, str(tmp_path / "nowhere")
-    manager, told = noting()
+    manager, recorded = noting()
     pretrain(config, forward_step, callbacks=manager)
-    assert told[1] == ("train_start", 0)
-    assert "checkpoint_save" not in dict(told)
+    assert recorded[1] == ("train_start", 0)
+    assert "checkpoint_save" not in dict(recorded)
     assert "there is no checkpoint in" in caplog.text
 
 
@@ -427,17 +427,17 @@ def test_without_saving_nothing_is_saved(config: ConfigContainer, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     config.checkpoint.save = config.checkpoint.load = None
     config.train.eval_iters = 0
-    manager, told = noting()
+    manager, recorded = noting()
     pretrain(config, forward_step, callbacks=manager)
-    assert told == [("data_init_start", 0), ("train_start", 0), *steps(0, 6), ("train_end", 6)]
+    assert recorded == [("data_init_start", 0), ("train_start", 0), *steps(0, 6), ("train_end", 6)]
     assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_training_can_be_left_out(config: ConfigContainer) -> None:
     config.train.skip_train = True
-    manager, told = noting()
+    manager, recorded = noting()
     recipe = pretrain(config, forward_step, callbacks=manager)
-    assert told == [("data_init_start", 0), *evaluation("eval", 0), *evaluation("test", 0)]
+    assert recorded == [("data_init_start", 0), *evaluation("eval", 0), *evaluation("test", 0)]
     assert set(recipe.evaluated) == {"validation", "test"}
 
 
@@ -448,10 +448,10 @@ def test_a_callback_ends_training_as_at_home(config: ConfigContainer) -> None:
             state.step = context.state.cfg.train.train_iters + 1
             state.do_valid = state.do_test = False
 
-    manager, told = noting()
+    manager, recorded = noting()
     manager.add(Target())
     pretrain(config, forward_step, callbacks=manager)
-    assert told[-3:] == [("eval_end", 3), ("checkpoint_save", 3), ("train_end", 3)]
+    assert recorded[-3:] == [("eval_end", 3), ("checkpoint_save", 3), ("train_end", 3)]
 
 
 def test_the_state_is_filled(config: ConfigContainer, tmp_path: Path) -> None:
@@ -568,12 +568,12 @@ def test_another_forward_step_is_taken(config: ConfigContainer) -> None:
 
 
 def test_an_error_comes_out_and_leaves_nothing_behind(config: ConfigContainer) -> None:
-    manager, told = noting()
+    manager, recorded = noting()
     manager.register("on_train_step_end", lambda context: 1 // 0)
-    manager.register("on_train_step_end", lambda context: told.append(("after", 0)))
+    manager.register("on_train_step_end", lambda context: recorded.append(("after", 0)))
     with pytest.raises(ZeroDivisionError):
         pretrain(config, forward_step, callbacks=manager)
-    assert told[-1] == ("train_step_end", 0)
+    assert recorded[-1] == ("train_step_end", 0)
 
 
 def test_a_group_that_is_there_stays(config: ConfigContainer) -> None:
@@ -643,18 +643,18 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def on_ranks(folder: str, texts: str) -> tuple[int, int, list[tuple[str, int]], list[float]]:
     config = shrunk(Path(folder), Path(texts))
-    manager, told = noting()
+    manager, recorded = noting()
     ranks: list[int] = []
     manager.register("on_train_start", lambda context: ranks.append(dist.get_world_size()))
     recipe = pretrain(config, forward_step, callbacks=manager)
-    return ranks[0], recipe.trainer.state.timestamp.batch, told, [recipe.evaluated["test"]["lm loss"]]
+    return ranks[0], recipe.trainer.state.timestamp.batch, recorded, [recipe.evaluated["test"]["lm loss"]]
 
 
 def test_two_ranks_are_told_the_same(tmp_path: Path, texts: Path, config: ConfigContainer) -> None:
     one, other = run_ranks(on_ranks, 2, str(tmp_path / "two"), str(texts))
     assert one == other
     assert one[:2] == (2, 6)
-    manager, told = noting()
+    manager, recorded = noting()
     alone = pretrain(config, forward_step, callbacks=manager)
-    assert one[2] == told
+    assert one[2] == recorded
     assert one[3] == pytest.approx([alone.evaluated["test"]["lm loss"]], rel=0.02)  # in another order; it began at 5.7

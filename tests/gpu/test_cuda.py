@@ -70,9 +70,11 @@ def test_nothing_waits_for_the_device_off_log_boundaries(options: dict[str, Any]
         **options,
     ) as trainer:
         trainer.fit()
-    off = {step: told for step, told in counts.waits.items() if step > 1 and step % LOG_EVERY and step < max(counts.waits)}
+    off = {
+        step: recorded for step, recorded in counts.waits.items() if step > 1 and step % LOG_EVERY and step < max(counts.waits)
+    }
     assert off
-    assert {step: told for step, told in off.items() if told} == {}
+    assert {step: recorded for step, recorded in off.items() if recorded} == {}
     assert any(counts.waits.values())  # the counter sees those of the boundaries
 
 
@@ -104,9 +106,11 @@ def test_no_built_in_that_watches_waits_for_the_device_off_log_boundaries(
         run_name="watched",
     ) as trainer:
         trainer.fit()
-    off = {step: told for step, told in counts.waits.items() if step > 1 and step % LOG_EVERY and step < max(counts.waits)}
+    off = {
+        step: recorded for step, recorded in counts.waits.items() if step > 1 and step % LOG_EVERY and step < max(counts.waits)
+    }
     assert len(off) > STEPS / 2
-    assert {step: told for step, told in off.items() if told} == {}
+    assert {step: recorded for step, recorded in off.items() if recorded} == {}
 
 
 def curve(folder: Path, resume: str | None, until: str) -> list[str]:

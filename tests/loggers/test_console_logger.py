@@ -77,11 +77,11 @@ def test_which_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "train/loss" not in err
 
 
-@pytest.mark.parametrize(("interval", "told"), [(3, [3, 6, 8]), ("1ep", [5, 8]), ("0.5dur", [5, 8]), ("100ba", [8])])
-def test_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str], interval: str | int, told: list[int]) -> None:
+@pytest.mark.parametrize(("interval", "recorded"), [(3, [3, 6, 8]), ("1ep", [5, 8]), ("0.5dur", [5, 8]), ("100ba", [8])])
+def test_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str], interval: str | int, recorded: list[int]) -> None:
     fit(tmp_path, ConsoleLogger(interval=interval))
     lines = capsys.readouterr().out.splitlines()
-    assert steps(lines) == told
+    assert steps(lines) == recorded
     assert sum(line.startswith("evaluation") for line in lines) == 2
 
 

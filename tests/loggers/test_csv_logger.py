@@ -85,8 +85,8 @@ def test_every_record_is_a_row_that_reads_back(tmp_path: Path) -> None:
     assert len(rows) == len(keeps.records) == 9 + 3
     for row, record in zip(rows, keeps.records, strict=True):
         assert (int(row["step"]), float(row["samples_per_second"])) == (record.step, record.samples_per_second)
-        told = {name: float(cell) for name, cell in row.items() if cell and "/" in name}
-        assert told == record.values
+        recorded = {name: float(cell) for name, cell in row.items() if cell and "/" in name}
+        assert recorded == record.values
 
 
 def test_a_metric_that_appears_later_makes_the_table_wider(tmp_path: Path) -> None:

@@ -67,13 +67,13 @@ def test_what_is_printed_is_in_the_file_and_where_it_was(tmp_path: Path, capsys:
     stdout, stderr = sys.stdout, sys.stderr
     fit(tmp_path, Talks())
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
-    told = ["on_run_start 0", *(f"on_train_step_end {step}" for step in (1, 2, 3, 4)), "on_run_end 4"]
+    recorded = ["on_run_start 0", *(f"on_train_step_end {step}" for step in (1, 2, 3, 4)), "on_run_end 4"]
     start, *rest = lines(tmp_path / "run")
     assert re.fullmatch(START + " ---", start)
-    assert rest == told
+    assert rest == recorded
     out, err = capsys.readouterr()
-    assert out.splitlines() == [told[0], told[2], told[4], told[5]]
-    assert err.splitlines() == [told[1], told[3]]
+    assert out.splitlines() == [recorded[0], recorded[2], recorded[4], recorded[5]]
+    assert err.splitlines() == [recorded[1], recorded[3]]
 
 
 def test_other_loggers_are_heard_to_their_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +118,12 @@ def test_a_resume_goes_on_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     logger = FileLogger()
     fit(tmp_path, Talks(), Acts(at_2=leave), loggers=[logger])
     fit(tmp_path, Talks(), resume="auto", loggers=[logger])
-    told = lines(tmp_path / "run")
-    starts = [place for place, line in enumerate(told) if line.startswith("---")]
+    recorded = lines(tmp_path / "run")
+    starts = [place for place, line in enumerate(recorded) if line.startswith("---")]
     assert len(starts) == 2
-    assert told[: starts[1]][1:] == ["on_run_start 0", "on_train_step_end 1", "on_train_step_end 2", "on_run_end 2"]
-    assert re.fullmatch(START + "  resumed from step 2 ---", told[starts[1]])
-    assert told[starts[1] + 1 :] == ["on_run_start 0", "on_train_step_end 3", "on_train_step_end 4", "on_run_end 4"]
+    assert recorded[: starts[1]][1:] == ["on_run_start 0", "on_train_step_end 1", "on_train_step_end 2", "on_run_end 2"]
+    assert re.fullmatch(START + "  resumed from step 2 ---", recorded[starts[1]])
+    assert recorded[starts[1] + 1 :] == ["on_run_start 0", "on_train_step_end 3", "on_train_step_end 4", "on_run_end 4"]
 
 
 def test_a_run_that_never_begins_writes_nothing(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path, caplog: pyte
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "rank-0.log").symlink_to("/dev/full")
     fit(tmp_path, Talks(), resume="auto", log_interval="1ba")
-    told = [record.getMessage() for record in caplog.records if "FileLogger" in record.getMessage()]
-    assert len(told) == 1
-    assert "No space" in told[0]
+    recorded = [record.getMessage() for record in caplog.records if "FileLogger" in record.getMessage()]
+    assert len(recorded) == 1
+    assert "No space" in recorded[0]
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def on_a_rank(folder: str) -> None:
 def test_every_rank_has_its_file(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path))
     for rank in (0, 1):
-        start, *told = lines(tmp_path / "run", rank)
+        start, *recorded = lines(tmp_path / "run", rank)
         assert f"rank {rank} of 2" in start
-        assert told == [f"from rank {rank}"]
+        assert recorded == [f"from rank {rank}"]
 
 
 BAR = """
@@ -321,10 +321,10 @@ def test_descriptors_hear_what_c_and_children_print(tmp_path: Path) -> None:
     seen, code = ran("plainly", tmp_path)
     assert code == 0, seen
     for name in ("run", "again"):
-        start, *told = lines(tmp_path / name)
+        start, *recorded = lines(tmp_path / name)
         assert start.startswith("---")
-        assert set(told) == TOLD
-        assert len(told) == len(TOLD)
+        assert set(recorded) == TOLD
+        assert len(recorded) == len(TOLD)
     assert sorted(seen.splitlines()) == sorted([*TOLD, *TOLD, "after"])
 
 
@@ -340,9 +340,9 @@ def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
 def test_descriptors_hear_the_last_words_of_a_crash(tmp_path: Path) -> None:
     seen, code = ran("crash", tmp_path)
     assert code == -signal.SIGSEGV
-    told = lines(tmp_path / "run")
-    assert "last words" in told
-    assert any("Segmentation fault" in line for line in told)
+    recorded = lines(tmp_path / "run")
+    assert "last words" in recorded
+    assert any("Segmentation fault" in line for line in recorded)
     assert "Segmentation fault" in seen
 
 

@@ -25,10 +25,10 @@ def values(path: Path) -> list[int]:
 
 
 def test_images_are_written_on_another_thread_in_order_as_they_were(writer: ImageWriter, tmp_path: Path) -> None:
-    told: list[tuple[str, list[int], str]] = []
+    recorded: list[tuple[str, list[int], str]] = []
 
     def tell(name: str) -> None:
-        told.append((name, values(tmp_path / name), threading.current_thread().name))
+        recorded.append((name, values(tmp_path / name), threading.current_thread().name))
 
     tensor, array = torch.zeros(4, 4), numpy.zeros((4, 4), dtype=numpy.uint8)
     for number in range(20):
@@ -38,25 +38,25 @@ def test_images_are_written_on_another_thread_in_order_as_they_were(writer: Imag
         array += 5
     writer.flush()
     names = [f"{kind}/{number}.png" for number in range(20) for kind in ("tensor", "array")]
-    assert [name for name, _, _ in told] == names  # each when it stands there
-    assert [seen for _, seen, _ in told] == [[5 * number] for number in range(20) for _ in range(2)]
-    assert {thread for _, _, thread in told} == {"callsheet-lane-Test's images"}
+    assert [name for name, _, _ in recorded] == names  # each when it stands there
+    assert [seen for _, seen, _ in recorded] == [[5 * number] for number in range(20) for _ in range(2)]
+    assert {thread for _, _, thread in recorded} == {"callsheet-lane-Test's images"}
 
 
 def test_what_fails_is_said_once_and_the_rest_is_written(writer: ImageWriter, tmp_path: Path) -> None:
-    told: list[str] = []
-    writer.write(["odd.png"], [torch.zeros(2, 2, 2, 2)], lambda: told.append("odd"))
+    recorded: list[str] = []
+    writer.write(["odd.png"], [torch.zeros(2, 2, 2, 2)], lambda: recorded.append("odd"))
     with pytest.raises(ConfigError, match="an image has the shape"):
         writer.flush()
-    writer.write(["fine.png"], [torch.zeros(2, 2)], lambda: told.append("fine"))
+    writer.write(["fine.png"], [torch.zeros(2, 2)], lambda: recorded.append("fine"))
     writer.flush()
-    assert told == ["fine"]
+    assert recorded == ["fine"]
     (tmp_path / "folder").write_text("a file")
-    writer.write(["folder/image.png"], [torch.zeros(2, 2)], lambda: told.append("none"))
+    writer.write(["folder/image.png"], [torch.zeros(2, 2)], lambda: recorded.append("none"))
     with pytest.raises(OSError, match="folder"):
         writer.flush()
     writer.flush()
-    assert told == ["fine"]
+    assert recorded == ["fine"]
 
 
 def test_closing_writes_what_waits(tmp_path: Path) -> None:

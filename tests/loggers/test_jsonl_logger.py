@@ -187,18 +187,18 @@ def test_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path) -> 
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    told: list[tuple[int, float]] = []
+    recorded: list[tuple[int, float]] = []
     for line in process.stdout:
         step, moment = line.split()
-        told.append((int(step), float(moment)))
-        if told[-1][1] - told[0][1] > 2 * LOST_SECONDS:
+        recorded.append((int(step), float(moment)))
+        if recorded[-1][1] - recorded[0][1] > 2 * LOST_SECONDS:
             break
-    killed_at = told[-1][1]
+    killed_at = recorded[-1][1]
     process.kill()
     process.communicate()
     kept = [record.step for record in read_metrics(tmp_path / "run")]
     assert kept == list(range(1, len(kept) + 1))  # from the first on, without a hole
-    assert all(moment > killed_at - LOST_SECONDS for step, moment in told if step > len(kept))
+    assert all(moment > killed_at - LOST_SECONDS for step, moment in recorded if step > len(kept))
     assert len(kept) > 10
     assert [name for name, _ in events(tmp_path / "run")] == ["run_start"]
 
@@ -220,9 +220,9 @@ def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog:
     fit(tmp_path, Acts(at_1=break_disk, at_6=hint, **acts), loggers=[JSONLLogger(flush_seconds=0.001)])
     assert [line["rows"] for line in lines(folder / "tables" / "scores.jsonl")] == [[[1]], [[2]], [[3]], [[4]], [[5]], [[7]]]
     assert len(read_metrics(folder)) == 9 + 3  # of other files nothing is lost
-    told = [record.getMessage() for record in caplog.records if "JSONLLogger" in record.getMessage()]
-    assert len(told) == 1  # said once, and not switched off
-    assert "tables" in told[0]
+    recorded = [record.getMessage() for record in caplog.records if "JSONLLogger" in record.getMessage()]
+    assert len(recorded) == 1  # said once, and not switched off
+    assert "tables" in recorded[0]
 
 
 def test_lines_that_could_never_be_written_are_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -364,11 +364,11 @@ def test_tells_the_exception_and_the_resume(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_3=fail))
     fit(tmp_path, Acts(at_3=stop), resume="auto")
-    told = lines(tmp_path / "run" / "events.jsonl")
-    exception = next(line for line in told if line["event"] == "exception")
+    recorded = lines(tmp_path / "run" / "events.jsonl")
+    exception = next(line for line in recorded if line["event"] == "exception")
     assert (exception["type"], exception["message"], exception["span"]) == ("ValueError", "a bad step", "train_step")
-    assert [line["outcome"] for line in told if line["event"] == "run_end"] == ["failed", "stopped"]
-    assert Path([line for line in told if line["event"] == "run_start"][1]["resumed_from"]).name == "ep0-ba2"
+    assert [line["outcome"] for line in recorded if line["event"] == "run_end"] == ["failed", "stopped"]
+    assert Path([line for line in recorded if line["event"] == "run_start"][1]["resumed_from"]).name == "ep0-ba2"
 
 
 def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
@@ -423,16 +423,16 @@ def test_images_stand_in_files_that_a_line_names(tmp_path: Path) -> None:
         ctx.log_images("../outside", [black])
 
     fit(tmp_path, Acts(at_1=images, at_2=images), max_duration="1ep")
-    told = lines(tmp_path / "run" / "images.jsonl")
-    assert [(line["step"], line["name"], len(line["files"])) for line in told[:3]] == [
+    recorded = lines(tmp_path / "run" / "images.jsonl")
+    assert [(line["step"], line["name"], len(line["files"])) for line in recorded[:3]] == [
         (1, "eval/inputs", 2),
         (1, "eval/inputs", 1),
         (1, "../outside", 1),
     ]
-    files = [name for line in told for name in line["files"]]
+    files = [name for line in recorded for name in line["files"]]
     assert len(set(files)) == 8
     assert files[:3] == ["images/eval/inputs/1-0.png", "images/eval/inputs/1-1.png", "images/eval/inputs/1-2.png"]
-    second = Image.open(tmp_path / "run" / told[0]["files"][1])
+    second = Image.open(tmp_path / "run" / recorded[0]["files"][1])
     assert numpy.array_equal(numpy.asarray(second), numpy.full((4, 5, 3), 255))
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

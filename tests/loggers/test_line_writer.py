@@ -62,9 +62,9 @@ def test_many_threads_lose_no_line(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     writer.close()
-    told = [tuple(map(int, line.split())) for line in (tmp_path / "a").read_text().splitlines()]
-    assert sorted(told) == [(number, each) for number in range(4) for each in range(500)]
-    assert all([each for thread, each in told if thread == number] == list(range(500)) for number in range(4))
+    recorded = [tuple(map(int, line.split())) for line in (tmp_path / "a").read_text().splitlines()]
+    assert sorted(recorded) == [(number, each) for number in range(4) for each in range(500)]
+    assert all([each for thread, each in recorded if thread == number] == list(range(500)) for number in range(4))
 
 
 def test_a_failure_is_told_once_and_the_lines_wait(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
 
     logger = fit(tmp_path, Acts(at_2=tell), max_duration="1ep")
     params = run_of(tmp_path, logger).data.params
-    told = {
+    recorded = {
         "model.depth": "2",
         "model.path": "x",
         "model.sizes": "[1, 2]",
@@ -315,7 +315,7 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
         "long": "x" * 6000,
         "many.249": "249",
     }
-    assert {name: params[name] for name in told} == told
+    assert {name: params[name] for name in recorded} == recorded
     folder = artifacts(tmp_path, logger)
     assert folder.is_relative_to(tmp_path / "mlartifacts")
     black, white = (numpy.asarray(Image.open(path)) for path in sorted((folder / "images").glob("*.png")))

@@ -183,10 +183,10 @@ def test_a_run_is_a_trace(tmp_path: Path, collector: Collector) -> None:
     assert collector.parent(train) is run
     assert [facts(span)["callsheet.epoch"] for span in collector.named("epoch")] == [1, 2]
     assert all(collector.parent(span) is train for span in collector.named("epoch"))
-    told = facts(run)
-    assert (told["callsheet.run"], told["callsheet.outcome"], told["callsheet.step"]) == ("run", "finished", 6)
-    assert (told["callsheet.config.lr"], told["callsheet.config.model.sizes"]) == (0.1, "[1, 2]")
-    assert told["callsheet.config.model.seed"] == str(2**70)
+    recorded = facts(run)
+    assert (recorded["callsheet.run"], recorded["callsheet.outcome"], recorded["callsheet.step"]) == ("run", "finished", 6)
+    assert (recorded["callsheet.config.lr"], recorded["callsheet.config.model.sizes"]) == (0.1, "[1, 2]")
+    assert recorded["callsheet.config.model.seed"] == str(2**70)
     assert run.status.code == run.status.STATUS_CODE_OK
     evaluations = collector.named("eval_all")
     assert len(evaluations) == 2
@@ -244,9 +244,9 @@ def test_an_exception_stands_where_it_was_raised(tmp_path: Path, collector: Coll
         fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(at_5=raises(ValueError("a bad step"))))
     epoch = collector.named("epoch")[1]
     (event,) = epoch.events
-    told = {each.key: each.value.string_value for each in event.attributes}
-    assert (event.name, told["exception.type"], told["exception.message"]) == ("exception", "ValueError", "a bad step")
-    assert told["callsheet.span"] == "train_step"
+    recorded = {each.key: each.value.string_value for each in event.attributes}
+    assert (event.name, recorded["exception.type"], recorded["exception.message"]) == ("exception", "ValueError", "a bad step")
+    assert recorded["callsheet.span"] == "train_step"
     for name in ("run", "train", "epoch"):
         span = collector.named(name)[-1]
         assert (span.status.code, span.status.message) == (span.status.STATUS_CODE_ERROR, "ValueError: a bad step")
@@ -291,8 +291,8 @@ def test_steps_that_nobody_asked_for_are_not_listened_to() -> None:
 def test_a_few_steps_are_sampled(tmp_path: Path, collector: Collector) -> None:
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(), max_duration="20ep")
     window = collector.named("steps")[0]
-    told = facts(window)
-    count = told["callsheet.last_step"] - told["callsheet.first_step"] + 1
+    recorded = facts(window)
+    count = recorded["callsheet.last_step"] - recorded["callsheet.first_step"] + 1
     inside = [span for span in collector.named("train_step") if collector.parent(span) is window]
     assert 1 <= len(inside) == count <= 8
     forward = next(

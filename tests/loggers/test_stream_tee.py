@@ -19,7 +19,7 @@ def there() -> Any:
     return sys.stderr
 
 
-class Heard(list[tuple[str, str]]):
+class Received(list[tuple[str, str]]):
     def take(self, text: str, stream: str) -> None:
         self.append((stream, text))
 
@@ -41,8 +41,8 @@ def standing_in() -> Iterator[io.StringIO]:
 
 def test_hears_and_passes_on() -> None:
     with standing_in() as stream:
-        heard = Heard()
-        tee = StreamTee("stderr", heard.take)
+        received = Received()
+        tee = StreamTee("stderr", received.take)
         print("printed", file=sys.stderr)
         sys.stderr.writelines(["a", "b\n"])
         tee.close_tee()
@@ -50,13 +50,13 @@ def test_hears_and_passes_on() -> None:
         assert there() is stream
         print("not heard", file=sys.stderr)
         assert stream.getvalue() == "printed\nab\nnot heard\n"
-        assert heard.text == "printed\nab\n"
-        assert {name for name, _ in heard} == {"stderr"}
+        assert received.text == "printed\nab\n"
+        assert {name for name, _ in received} == {"stderr"}
 
 
 def test_it_is_like_the_stream_that_it_stands_before() -> None:
     with standing_in():
-        tee = StreamTee("stderr", Heard().take)
+        tee = StreamTee("stderr", Received().take)
         assert sys.stderr.isatty() is False
         assert hasattr(sys.stderr, "getvalue")  # the stream's own
         assert not hasattr(sys.stderr, "nonsense")
@@ -71,16 +71,16 @@ def test_handlers_of_logging_are_heard_and_put_back() -> None:
         before, other = logging.StreamHandler(), logging.StreamHandler(kept := io.StringIO())
         logger.addHandler(before)
         logger.addHandler(other)
-        heard = Heard()
-        tee = StreamTee("stderr", heard.take)
+        received = Received()
+        tee = StreamTee("stderr", received.take)
         late = logging.StreamHandler()
         logger.addHandler(late)
         logger.error("told")
-        assert heard.text == "told\ntold\n"
+        assert received.text == "told\ntold\n"
         tee.close_tee()
         logger.error("not heard")
         logger.handlers.clear()
-        assert heard.text == "told\ntold\n"
+        assert received.text == "told\ntold\n"
         assert before.stream is late.stream is stream
         assert kept.getvalue() == "told\nnot heard\n"
 
@@ -91,7 +91,7 @@ def test_two_end_in_any_order(order: str) -> None:
         logger = logging.getLogger("another of its own")
         handler = logging.StreamHandler()
         logger.addHandler(handler)
-        one, other = Heard(), Heard()
+        one, other = Received(), Received()
         tees = [StreamTee("stderr", one.take), StreamTee("stderr", other.take)]
         print("both", file=sys.stderr)
         first, second = tees if order == "inner first" else tees[::-1]
@@ -107,15 +107,15 @@ def test_two_end_in_any_order(order: str) -> None:
 
 def test_somebody_else_who_stands_before_it_stays() -> None:
     with standing_in() as stream:
-        heard = Heard()
-        tee = StreamTee("stderr", heard.take)
+        received = Received()
+        tee = StreamTee("stderr", received.take)
         with contextlib.redirect_stderr(io.StringIO()) as other:
             tee.close_tee()
             assert there() is other
             print("to the other", file=sys.stderr)
         assert there() is tee  # it was put back by who did not know
         print("not heard", file=sys.stderr)
-        assert heard.text == ""
+        assert received.text == ""
         assert stream.getvalue() == "not heard\n"
         assert there() is stream  # and has gone
 

@@ -206,9 +206,9 @@ def test_settings_are_text_and_compared(tmp_path: Path) -> None:
     assert "| late | a\\|b<br>c |" in second
     assert "| lr | 0.1 |" in second
     content = read(folder).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    told = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert (told["lr"].number_value, told["model.depth"].number_value, told["flag"].bool_value) == (0.1, 2, True)
-    assert (told["model.sizes"].string_value, told["model.name"].string_value) == ("[1, 2]", "None")
+    recorded = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert (recorded["lr"].number_value, recorded["model.depth"].number_value, recorded["flag"].bool_value) == (0.1, 2, True)
+    assert (recorded["model.sizes"].string_value, recorded["model.name"].string_value) == ("[1, 2]", "None")
 
 
 def test_images_and_tables(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_it_is_told_all_in_its_lane(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         training.fit()
     assert {thread for _, thread, _ in tracker.calls} == {"callsheet-lane-Stuck"}
-    told = [(what, said) for what, _, said in tracker.calls]
-    assert told == [
+    recorded = [(what, said) for what, _, said in tracker.calls]
+    assert recorded == [
         ("open", None),
         ("settings", {"lr": 0.1}),
         ("write", 1),

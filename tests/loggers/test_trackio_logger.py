@@ -175,20 +175,20 @@ def test_another_run_of_the_same_name_is_told_of(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "recorded"),
     [
         (stop, ("info", "run stopped", None)),
         (raises(KeyboardInterrupt()), ("warn", "run interrupted", None)),
         (lambda ctx: os.kill(os.getpid(), 15), ("warn", "run preempted", None)),
     ],
 )
-def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], told: tuple[str, str, str | None]) -> None:
+def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], recorded: tuple[str, str, str | None]) -> None:
     logger = TrackioLogger(project="tests")
     try:
         fit(tmp_path, Acts(at_2=act), logger=logger, max_duration="100ep")
     except KeyboardInterrupt:
         pass
-    assert alerts(logger)[-1] == told
+    assert alerts(logger)[-1] == recorded
 
 
 # --- whose run it is ---
@@ -234,8 +234,8 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
 
     logger = fit(tmp_path, Acts(at_2=tell), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
     (run,) = runs()
-    told = {"lr": 0.1, "seed": 1, "model.depth": 2, "model.path": "x", "own": 3}
-    assert {name: run.config[name] for name in told} == told
+    recorded = {"lr": 0.1, "seed": 1, "model.depth": 2, "model.path": "x", "own": 3}
+    assert {name: run.config[name] for name in recorded} == recorded
     pixels = []
     for name in ("eval/samples/0", "eval/samples/1", "eval/one"):
         ((step, image),) = curve(logger, name)

@@ -282,8 +282,8 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=tell), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
     (run,) = written(tmp_path)
     model = {"width": 3, "depth": 2, "path": "x", "sizes": [1, 2]}
-    told = {"lr": 0.1, "seed": 1, "model": model, "parts": {"0": {"name": "a"}}}
-    assert {name: run.config[name] for name in told} == told
+    recorded = {"lr": 0.1, "seed": 1, "model": model, "parts": {"0": {"name": "a"}}}
+    assert {name: run.config[name] for name in recorded} == recorded
     files = run.folder / "files"
     ((step, images),) = run.curve("eval/samples")
     assert (step, images["count"], images["width"], images["height"]) == (2, 2, 5, 4)

@@ -417,7 +417,7 @@ def play(scenario: Scenario, folder: Path) -> Report:
     with fate.lock:
         fate.is_over = True
     report.ended_at = time.time()
-    report.events = [(told.event, told.step) for told in recorder.told]
+    report.events = [(noted.event, noted.step) for noted in recorder.recorded]
     if trainer is not None:
         report.outcome, report.step = str(trainer.run.outcome), trainer.state.timestamp.batch
         report.samples, report.signal = trainer.state.timestamp.sample, str(trainer.signal)

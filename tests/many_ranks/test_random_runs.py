@@ -61,16 +61,16 @@ def the_others_name_it(run: Played) -> None:
     assert set(run.reports) == expected, f"{scenario}: {run.silent}"
     assert run.seconds < (TIMEOUT if scenario.kind == "stuck" else ANSWER) + SLACK, str(scenario)
     for rank, report in run.reports.items():
-        told = f"{scenario}, rank {rank}: {report.error} | {report.notes}"
+        recorded = f"{scenario}, rank {rank}: {report.error} | {report.notes}"
         check_events([event for event, _ in report.events])
-        assert report.outcome == "failed", told
+        assert report.outcome == "failed", recorded
         if rank == bad:
-            assert report.is_planned, told
+            assert report.is_planned, recorded
         else:
-            assert not report.is_planned, told
-            assert blamed(report) == {bad}, told
+            assert not report.is_planned, recorded
+            assert blamed(report) == {bad}, recorded
             if scenario.kind == "raise":
-                assert f"as planned on rank {bad}" in report.error, told
+                assert f"as planned on rank {bad}" in report.error, recorded
 
 
 def all_end_alike(run: Played) -> None:

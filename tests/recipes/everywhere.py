@@ -15,11 +15,11 @@ class Story(Callback):
     phase = "report"
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, int, tuple[str, ...]]] = []
+        self.recorded: list[tuple[str, int, int, tuple[str, ...]]] = []
 
     def on_event(self, ctx: Context) -> None:
         fields = tuple(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
-        self.told.append((str(ctx.event), ctx.step, ctx.epoch, fields))
+        self.recorded.append((str(ctx.event), ctx.step, ctx.epoch, fields))
 
 
 class Report(Callback):

@@ -73,10 +73,10 @@ def test_a_template_that_changes_what_was_said_is_rejected_where_it_matters(tmp_
 def test_prompt_and_completion_are_a_chat_where_there_is_a_template() -> None:
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer)
-    asked, told = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
-    of_messages = conversations.example({"messages": [asked, told]}, "here:1")
+    asked, recorded = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+    of_messages = conversations.example({"messages": [asked, recorded]}, "here:1")
     assert conversations.example({"prompt": "2+2", "completion": "4"}, "here:1") == of_messages
-    assert conversations.example({"prompt": [asked], "completion": [told]}, "here:1") == of_messages
+    assert conversations.example({"prompt": [asked], "completion": [recorded]}, "here:1") == of_messages
     assert conversations.prompt({"prompt": "2+2"}, "here:1") == conversations.prompt({"prompt": [asked]}, "here:1")
 
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def told(name: str, folder: Path) -> tuple[Story, Report]:
+def recorded(name: str, folder: Path) -> tuple[Story, Report]:
     """The recipe's tiny job, run with both callbacks; once for all tests."""
     story, report = Story(), Report()
     config = getattr(tiny, f"tiny_{name}")(folder / name)
@@ -54,23 +54,23 @@ def told(name: str, folder: Path) -> tuple[Story, Report]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_events_and_the_fields_are_those_of_pretraining(name: str, folder: Path) -> None:
-    events = [event for event, *_ in told(name, folder)[0].told]
+    events = [event for event, *_ in recorded(name, folder)[0].recorded]
     check_events(events)
-    assert told(name, folder)[0].told == told("pretrain", folder)[0].told
+    assert recorded(name, folder)[0].recorded == recorded("pretrain", folder)[0].recorded
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_metrics_have_the_same_names(name: str, folder: Path) -> None:
-    _, report = told(name, folder)
+    _, report = recorded(name, folder)
     names = {metric for _, values in report.records for metric in values}
     assert names == COMMON | MORE.get(name, set())
-    assert [step for step, _ in report.records] == [step for step, _ in told("pretrain", folder)[1].records]
+    assert [step for step, _ in report.records] == [step for step, _ in recorded("pretrain", folder)[1].records]
     assert all(math.isfinite(value) for _, values in report.records for value in values.values())
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_report_can_be_made_of_it(name: str, folder: Path) -> None:
-    _, report = told(name, folder)
+    _, report = recorded(name, folder)
     assert (report.steps, report.outcome) == (4, "finished")
     assert len(report.losses) == len(report.norms) == 4
     means = [values["train/loss"] for _, values in report.records if "train/loss" in values]

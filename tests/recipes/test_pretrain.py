@@ -65,13 +65,13 @@ def test_rows_are_learnt_and_compared_with_counts(tmp_path: Path) -> None:
 
 def test_the_results_are_written_to_the_run_s_folder(tmp_path: Path) -> None:
     recipe = pretrain(config(tmp_path))
-    told = json.loads((tmp_path / "runs" / "pretrain" / "results.json").read_text())
-    assert told["results"] == recipe.results
-    assert told["evaluated"] == recipe.evaluated
-    assert told["step"] == 6
-    assert told["unit"] == recipe.results_are_in
-    assert told["samples"] == [sample.strip("\n") for sample in recipe.written()]
-    assert "train has" in told["samples"][0]
+    recorded = json.loads((tmp_path / "runs" / "pretrain" / "results.json").read_text())
+    assert recorded["results"] == recipe.results
+    assert recorded["evaluated"] == recipe.evaluated
+    assert recorded["step"] == 6
+    assert recorded["unit"] == recipe.results_are_in
+    assert recorded["samples"] == [sample.strip("\n") for sample in recipe.written()]
+    assert "train has" in recorded["samples"][0]
 
 
 class CountsEvaluations(Callback):

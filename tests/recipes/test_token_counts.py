@@ -65,13 +65,13 @@ def test_the_standard_library_explains_its_functions() -> None:
     assert all(len(rows) > 5 for rows in sets.values())
     for name, rows in sets.items():
         for index, row in enumerate(rows):
-            asked, told = (message["content"] for message in row["messages"])
+            asked, recorded = (message["content"] for message in row["messages"])
             path, _, line = rows.place(index).rpartition(":")
             with open(path, encoding="utf-8") as file:
                 source = file.read()
             signature = asked.partition(": ")[2].partition("(")[0]
             assert f"def {signature.rpartition('.')[2]}(" in "\n".join(source.splitlines()[int(line) - 1 : int(line) + 3])
-            assert told in source
+            assert recorded in source
             assert name == "train" or ("." in signature) == (name == "methods")
     held_out = {rows.place(i).rpartition(":")[0] for rows in made.validation.values() for i in range(len(rows))}
     assert not held_out & {made.train.place(i).rpartition(":")[0] for i in range(len(made.train))}

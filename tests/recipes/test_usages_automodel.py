@@ -106,16 +106,16 @@ def test_checkpoint_information_is_complete(tmp_path: Path) -> None:
 
 
 def test_metrics_of_one_s_own_stand_in_the_record() -> None:
-    told: list[tuple[int, float]] = []
+    recorded: list[tuple[int, float]] = []
 
     class Domain(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             ctx.log({"domain/answer": 2.0 * ctx.step}, over="mean", across="same")
 
     manager = CallbackManager([Domain()])
-    manager.register("on_log", lambda ctx: told.append((ctx.record.step, ctx.record.values["domain/answer"])))
+    manager.register("on_log", lambda ctx: recorded.append((ctx.record.step, ctx.record.values["domain/answer"])))
     train(manager, log_interval="3ba", eval_dataloader=None)
-    assert told == [(3, 4.0), (6, 10.0)]
+    assert recorded == [(3, 4.0), (6, 10.0)]
 
 
 def test_no_checkpoint_is_told_where_none_was_saved() -> None:
@@ -125,7 +125,7 @@ def test_no_checkpoint_is_told_where_none_was_saved() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_an_exception_is_told_without_anybody_calling_a_runner(error: BaseException) -> None:
-    told: list[tuple[Any, str, int]] = []
+    recorded: list[tuple[Any, str, int]] = []
 
     def fail(ctx: Context) -> None:
         if ctx.step == 2:
@@ -133,11 +133,11 @@ def test_an_exception_is_told_without_anybody_calling_a_runner(error: BaseExcept
 
     manager = CallbackManager()
     manager.register("on_backward_end", fail)
-    manager.register("on_exception", lambda ctx: told.append((ctx.exception, ctx.span, ctx.step)))
+    manager.register("on_exception", lambda ctx: recorded.append((ctx.exception, ctx.span, ctx.step)))
     with pytest.raises(type(error)) as caught:
         train(manager)
     assert caught.value is error
-    assert told == [(error, "backward", 2)]
+    assert recorded == [(error, "backward", 2)]
 
 
 def test_train_end_is_told_of_training_that_succeeded_alone() -> None:

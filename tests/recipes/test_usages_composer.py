@@ -116,16 +116,16 @@ COMPOSER = {
 
 def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
     """One epoch of two batches of two microbatches, evaluated after the second."""
-    told: list[str] = []
+    recorded: list[str] = []
 
     class Names(Callback):
         def on_event(self, ctx: Context) -> None:
             if ctx.event == "on_checkpoint_due" and ctx.boundary != "before_eval":
-                told.append({"step": "batch", "epoch": "epoch", "round": "iteration"}[ctx.boundary] + "_checkpoint")
+                recorded.append({"step": "batch", "epoch": "epoch", "round": "iteration"}[ctx.boundary] + "_checkpoint")
             elif str(ctx.event) in COMPOSER and (
                 ctx.event != "on_fetch_end" or ctx.batch is not None
             ):  # not at the end of the data
-                told.append(COMPOSER[str(ctx.event)])
+                recorded.append(COMPOSER[str(ctx.event)])
 
     data = DATA[:2]
     with Trainer(
@@ -149,7 +149,7 @@ def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
     batch = [*fetch, "batch_start", "before_train_batch", *microbatch * 2, "after_train_batch", "batch_end"]
     judged = ["eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"]
     evaluation = ["eval_before_all", "eval_start", *judged, "eval_end", "eval_after_all"]
-    assert told == [
+    assert recorded == [
         *["init", "before_load", "after_load", "fit_start", "iteration_start", "epoch_start"],
         *[*batch, "batch_checkpoint"],
         *[*batch, *evaluation, "batch_checkpoint"],
@@ -159,13 +159,13 @@ def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
 
 
 def test_a_standalone_evaluation_says_so() -> None:
-    told: list[bool] = []
+    recorded: list[bool] = []
     manager = CallbackManager()
-    manager.register("on_eval_all_start", lambda ctx: told.append(ctx.standalone))
+    manager.register("on_eval_all_start", lambda ctx: recorded.append(ctx.standalone))
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, callbacks=manager, device="cpu") as trainer:
         trainer.evaluate(DATA)
     train(manager, max_duration="1ep")
-    assert told == [True, False]
+    assert recorded == [True, False]
 
 
 def test_model_surgery_at_the_start_is_trained() -> None:

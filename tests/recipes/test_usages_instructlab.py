@@ -86,25 +86,25 @@ def test_callbacks_off_the_thread_are_not_waited_for() -> None:
 
 
 def test_every_event_of_a_lane_is_told_before_the_end_in_order() -> None:  # there 0 to 1 of 50
-    class Told(Callback):
+    class Recorded(Callback):
         lane = "background"
 
         def __init__(self) -> None:
-            self.told: list[tuple[str, int]] = []
+            self.recorded: list[tuple[str, int]] = []
 
         async def on_train_step_start(self, ctx: Context) -> None:
-            self.told.append(("start", ctx.step))
+            self.recorded.append(("start", ctx.step))
 
         async def on_train_step_end(self, ctx: Context) -> None:
-            self.told.append(("end", ctx.step))
+            self.recorded.append(("end", ctx.step))
 
         def on_train_end(self, ctx: Context) -> None:
             time.sleep(0.2)  # the end waits for what a callback has to do
-            self.told.append(("over", ctx.step))
+            self.recorded.append(("over", ctx.step))
 
-    train(callback := Told(), max_duration="25ba", eval_dataloader=None)
+    train(callback := Recorded(), max_duration="25ba", eval_dataloader=None)
     steps = [(what, step) for step in range(1, 26) for what in ("start", "end")]  # a step has one number at its start and its end
-    assert callback.told == [*steps, ("over", 25)]
+    assert callback.recorded == [*steps, ("over", 25)]
 
 
 def test_what_a_lane_reads_is_its_own() -> None:

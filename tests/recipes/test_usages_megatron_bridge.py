@@ -65,22 +65,22 @@ def test_a_function_is_registered_for_an_event() -> None:
 class Named(Callback):
     """Writes its name down."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, recorded: list[str]) -> None:
+        self.name, self.recorded = name, recorded
 
     def on_eval_end(self, ctx: Context) -> None:
-        self.told.append(self.name)
+        self.recorded.append(self.name)
 
 
 def test_classes_lists_and_functions_mix_and_are_told_in_the_order_of_registration() -> None:
-    told: list[str] = []
+    recorded: list[str] = []
     manager = CallbackManager()
-    manager.add(Named("one", told))
-    manager.register("on_eval_end", lambda ctx: told.append("function"))
-    manager.add([Named("two", told), Named("three", told)])
-    manager.register("on_eval_end", lambda ctx: told.append("last"))
+    manager.add(Named("one", recorded))
+    manager.register("on_eval_end", lambda ctx: recorded.append("function"))
+    manager.add([Named("two", recorded), Named("three", recorded)])
+    manager.register("on_eval_end", lambda ctx: recorded.append("last"))
     train(manager, max_duration="1ep")
-    assert told == ["one", "function", "two", "three", "last"]
+    assert recorded == ["one", "function", "two", "three", "last"]
 
 
 ALWAYS = {"state", "model", "user_state"}

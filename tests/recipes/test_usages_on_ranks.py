@@ -23,11 +23,11 @@ class OnRanks(Callback):
     """Each way to have something happen on some ranks only."""
 
     def __init__(self) -> None:
-        self.told: dict[str, int] = {}
+        self.recorded: dict[str, int] = {}
         self.records: list[dict[str, float]] = []
 
     def _count(self, way: str) -> None:
-        self.told[way] = self.told.get(way, 0) + 1
+        self.recorded[way] = self.recorded.get(way, 0) + 1
 
     @rank_zero_only
     def on_eval_all_end(self, ctx: Context) -> None:
@@ -59,7 +59,7 @@ def on_a_rank(callbacks: list[Callback]) -> dict[str, Any]:
     trainer = train([*callbacks, on_ranks, recorder], eval_interval="2ba", max_duration="2ba")
     (threshold,) = (callback for callback in callbacks if isinstance(callback, Threshold))
     return {
-        "told": on_ranks.told,
+        "recorded": on_ranks.recorded,
         "records": on_ranks.records,
         "events": recorder.events,
         "said": said,
@@ -76,16 +76,16 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def test_rank_zero_only_is_told_on_the_first_rank_alone(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["told"].get("rank_zero_only") for rank in ranks] == [1, None]
+    assert [rank["recorded"].get("rank_zero_only") for rank in ranks] == [1, None]
 
 
 @pytest.mark.parametrize("way", ["is_world_process_zero", "is_local_process_zero", "get_rank"])
 def test_a_rank_is_checked_by_hand(way: str, ranks: list[dict[str, Any]]) -> None:
-    assert [rank["told"].get(way) for rank in ranks] == [2, None]
+    assert [rank["recorded"].get(way) for rank in ranks] == [2, None]
 
 
 def test_callbacks_are_told_on_all_ranks_and_all_events_alike(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["told"]["everywhere"] for rank in ranks] == [2, 2]
+    assert [rank["recorded"]["everywhere"] for rank in ranks] == [2, 2]
     assert ranks[0]["events"] == ranks[1]["events"]
     events = ranks[0]["events"]
     assert (events[0], events[-1]) == ("on_run_start", "on_run_end")

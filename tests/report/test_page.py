@@ -23,7 +23,7 @@ def html(folder: Path) -> str:
 
 def embedded(html: str) -> dict[str, Any]:
     """What the page draws from."""
-    found = re.search(r'<script type="application/json" id="told">(.*?)</script>', html, re.DOTALL)
+    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL)
     assert found is not None
     plain: dict[str, Any] = json.loads(found.group(1))
     return plain

@@ -166,7 +166,7 @@ def test_constructs(make: Callable[[], Callback], found: str, tmp_path: Path) ->
     assert found in finds("constructs", make, tmp_path)
 
 
-# --- registers, stands_side_by_side ---
+# --- registers, two_work_in_one_run ---
 
 
 class Misspelt(Callback):
@@ -205,8 +205,8 @@ class AloneAndSaysSo(Alone):
 
 
 def test_stands_side_by_side(tmp_path: Path) -> None:
-    assert "there is one already" in finds("stands_side_by_side", Alone, tmp_path)
-    CHECKS["stands_side_by_side"](AloneAndSaysSo, tmp_path)
+    assert "there is one already" in finds("two_work_in_one_run", Alone, tmp_path)
+    CHECKS["two_work_in_one_run"](AloneAndSaysSo, tmp_path)
 
 
 # --- fits_twice, closes_twice ---

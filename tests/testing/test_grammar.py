@@ -241,10 +241,10 @@ REJECTED: dict[str, tuple[list[str], str, str, str]] = {
 def test_a_rejection_names_the_event_its_place_and_what_could_have_come(name: str) -> None:
     before, event, place, could = REJECTED[name]
     checker = GrammarChecker()
-    for told in before:
-        checker.tell(told)
+    for noted in before:
+        checker.check(noted)
     with pytest.raises(GrammarError) as raised:
-        checker.tell(event)
+        checker.check(event)
     message = str(raised.value)
     assert message.startswith(f"event {len(before) + 1}, {event}, cannot come inside ")
     assert re.search(rf"inside (\w+ > )*{re.escape(place)}: ", message), message
@@ -261,10 +261,10 @@ def test_a_rejection_names_the_event_its_place_and_what_could_have_come(name: st
 )
 def test_an_end_of_what_is_not_innermost_is_rejected(before: list[str], event: str, message: str) -> None:
     checker = GrammarChecker()
-    for told in before:
-        checker.tell(told)
+    for noted in before:
+        checker.check(noted)
     with pytest.raises(GrammarError, match=f"event {len(before) + 1}, {event}, .*{message}"):
-        checker.tell(event)
+        checker.check(event)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_an_exception_without_the_run_s_end_is_unfinished() -> None:
 @pytest.mark.parametrize("event", ["on_train_end", "on_epoch_end", "on_log", "on_preempt", "on_train_start"])
 def test_after_an_exception_only_the_run_s_end_is_told(event: str) -> None:
     checker = GrammarChecker()
-    for told in [*trained()[:8], "on_exception"]:
-        checker.tell(told)
+    for noted in [*trained()[:8], "on_exception"]:
+        checker.check(noted)
     with pytest.raises(GrammarError, match=f"{event}.*after on_exception only the run's end"):
-        checker.tell(event)
+        checker.check(event)
 
 
 def test_a_second_exception_is_rejected() -> None:
@@ -394,7 +394,7 @@ def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
     checker = GrammarChecker()
     seen = []
     for event in events:
-        checker.tell(event)
+        checker.check(event)
         seen.append((event, checker.readable(event) - frozenset(ALWAYS)))
     return seen
 
@@ -461,7 +461,7 @@ def test_after_an_exception_it_and_its_span_are_told_and_then_nothing() -> None:
 def test_the_always_told_fields_are_readable_at_every_event() -> None:
     checker = GrammarChecker()
     for event in trained(*STEP):
-        checker.tell(event)
+        checker.check(event)
         assert checker.readable(event) >= frozenset(ALWAYS)
 
 
@@ -491,10 +491,10 @@ def test_the_recorder_hears_every_event_in_order_with_what_can_be_read() -> None
         manager.fire(event, ctx)
         ctx.close(event)
     assert recorder.events == list(EVENTS)
-    assert [told.step for told in recorder.told] == list(range(len(EVENTS)))
+    assert [noted.step for noted in recorder.recorded] == list(range(len(EVENTS)))
     assert recorder.values["record"] == [("on_log", "the record")]
     assert recorder.values["step"] == list(zip(EVENTS, range(len(EVENTS)), strict=True))
-    assert {told.event: told.fields for told in recorder.told if told.fields} == {"on_log": {"record"}}
+    assert {noted.event: noted.fields for noted in recorder.recorded if noted.fields} == {"on_log": {"record"}}
 
 
 def test_the_recorder_hears_last_of_its_event_what_others_wrote() -> None:

@@ -7,14 +7,14 @@ import pytest
 from callsheet.testing import run_ranks
 
 
-def told() -> tuple[str | None, str | None, str]:
+def recorded() -> tuple[str | None, str | None, str]:
     return os.environ.get("TOLD"), os.environ.get("TOLD_BEFORE"), os.environ["RANK"]
 
 
 def test_ranks_have_the_environment_of_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server that forks them was started at another one."""
     monkeypatch.setenv("TOLD_BEFORE", "this")
-    assert run_ranks(told, 2) == [(None, "this", "0"), (None, "this", "1")]
+    assert run_ranks(recorded, 2) == [(None, "this", "0"), (None, "this", "1")]
     monkeypatch.delenv("TOLD_BEFORE")
     monkeypatch.setenv("TOLD", "that")
-    assert run_ranks(told, 2) == [("that", None, "0"), ("that", None, "1")]
+    assert run_ranks(recorded, 2) == [("that", None, "0"), ("that", None, "1")]

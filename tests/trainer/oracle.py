@@ -47,7 +47,7 @@ def death(rng: random.Random, setting: Setting) -> Death:
     return Death(rank=rank, after=rng.uniform(0.1, 0.9))
 
 
-def told(kind: Death) -> str:
+def recorded(kind: Death) -> str:
     """In words."""
     who = "all ranks" if kind.rank is None else f"rank {kind.rank}"
     name = signal.Signals(kind.signal).name
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
                 survival = survives(Path(folder) / str(number), setting, deaths, between=flip_a_bit if flips else None)
                 same = [found["losses"] == wanted["losses"] for found, wanted in zip(survival.values, good, strict=True)]
                 wrong += not all(same)
-                each = ", ".join(map(told, deaths[: survival.deaths])) or "did not"
+                each = ", ".join(map(recorded, deaths[: survival.deaths])) or "did not"
                 rows.append(
                     f"| {setting} | {survival.deaths} times | {each} | {'flipped' if flips else '-'} | "
                     f"{'the same bits' if all(same) else 'OTHERS'} |"

@@ -225,8 +225,8 @@ def main(arguments: list[str]) -> int:
                         lost += 1
                         print(found.output[-6000:], flush=True)
                     end = "the same bits" if is_same else "none" if found.weights is None else "OTHERS"
-                    told = ", ".join(map(str, deaths))
-                    rows.append(f"| {rendezvous} | {ranks} | {told} | {found.attempts} | {found.seconds:.0f} | {end} |")
+                    recorded = ", ".join(map(str, deaths))
+                    rows.append(f"| {rendezvous} | {ranks} | {recorded} | {found.attempts} | {found.seconds:.0f} | {end} |")
                     print(rows[-1], flush=True)
     summary = f"\n{len(rows)} runs with {restarts} restarts; {lost} runs did not end with the undisturbed run's weights.\n"
     given.result.write_text(HEAD.format(steps=STEPS) + "\n".join(rows) + "\n" + summary)

@@ -53,14 +53,14 @@ def error_of(act: Callable[[], Any]) -> str:
 
 def at_unequal_steps() -> tuple[str, str]:
     first, second = Rank(), Rank()
-    at_once = error_of(lambda: first.agreement.settle(5 + first.number % 2))
+    at_once = error_of(lambda: first.agreement.agree(5 + first.number % 2))
 
     def steps() -> None:
         for step in range(1, 40):
             second.agreement.look(step)
             if step == 10 and second.number == 1:
                 second.agreement.evaluated_step(step)
-        second.agreement.settle(39)
+        second.agreement.agree(39)
 
     return at_once, error_of(steps)
 
@@ -99,7 +99,7 @@ def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
         ):
             if is_there:
                 seen.setdefault(name, step)
-    rank.agreement.settle(79)
+    rank.agreement.agree(79)
     return sorted(seen.items())
 
 
@@ -116,7 +116,7 @@ def settle_what_was_said_last() -> tuple[str, bool]:
     rank = Rank()
     if rank.number == 1:
         rank.control.stop("at the very end")
-    rank.agreement.settle(3)
+    rank.agreement.agree(3)
     request = rank.control.stop_requested
     return (request.why if request else ""), rank.control.pending
 
@@ -152,7 +152,7 @@ def paces() -> tuple[list[int], list[int]]:
             if step >= rank.agreement.next_step:
                 due.append(step)
             rank.agreement.look(step)
-        rank.agreement.settle(99)
+        rank.agreement.agree(99)
         rank.agreement = Agreement(rank.world, rank.control, rank.signals)
         found.append(due)
     return found[0], found[1]
@@ -174,7 +174,7 @@ def change_of_pace() -> tuple[int, int]:
     for step in range(1, 5000):
         rank.agreement.look(step)
     before = rank.agreement.next_step - 4999
-    rank.agreement.settle(4999)
+    rank.agreement.agree(4999)
     for step in range(5000, 9000):
         rank.agreement.look(step)
     rank.agreement.change_pace()
@@ -199,7 +199,7 @@ def wait_after_a_signal() -> tuple[float, str]:
     with rank.signals:
         os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
-        error = error_of(lambda: rank.agreement.settle(1))
+        error = error_of(lambda: rank.agreement.agree(1))
         return time.monotonic() - began, error
 
 
@@ -215,9 +215,9 @@ def go_on_after_a_signal() -> str:
     with rank.signals:
         if rank.number == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        rank.agreement.settle(1)
+        rank.agreement.agree(1)
         time.sleep(0.7 if rank.number == 0 else 0.9)
-        return error_of(lambda: rank.agreement.settle(2))
+        return error_of(lambda: rank.agreement.agree(2))
 
 
 def test_the_third_counts_from_where_the_waiting_began() -> None:
@@ -325,8 +325,8 @@ def interrupted_at_the_end(folder: Path) -> tuple[str, int, list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_in_the_last_evaluation_is_a_preemption(tmp_path: Path, ranks: int) -> None:
-    for outcome, told, checkpoints in run_ranks(interrupted_at_the_end, ranks, tmp_path):
-        assert (outcome, told, len(checkpoints)) == ("preempted", 1, 1)
+    for outcome, recorded, checkpoints in run_ranks(interrupted_at_the_end, ranks, tmp_path):
+        assert (outcome, recorded, len(checkpoints)) == ("preempted", 1, 1)
 
 
 def seen_at_epochs_ends(folder: Path) -> list[float]:

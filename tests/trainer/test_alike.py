@@ -40,17 +40,17 @@ DIFFERING: dict[str, tuple[Any, Any]] = {
 
 
 def rejected(folder: str) -> list[tuple[str, bool]]:
-    rank, told = int(os.environ["RANK"]), []
+    rank, recorded = int(os.environ["RANK"]), []
     for name, values in DIFFERING.items():
         try:
             trainer_of(folder, **{name: values[rank]})
         except ConfigError as error:
-            told.append((str(error), distributed.is_initialized()))
+            recorded.append((str(error), distributed.is_initialized()))
     try:
         trainer_of(folder, callbacks=[CheckpointSaver()] if rank == 0 else [])
     except ConfigError as error:
-        told.append((str(error), distributed.is_initialized()))
-    return told
+        recorded.append((str(error), distributed.is_initialized()))
+    return recorded
 
 
 def test_arguments_that_differ_are_rejected_on_all_ranks(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def misfit(folder: str) -> list[str]:
 def test_another_model_is_rejected_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
     first, second = run_ranks(misfit, 2, str(tmp_path))
     assert len(first) == len(second) == 2
-    for told in (*first, *second):
-        assert "weight '0.weight' has the size [4, 3], and this model's has the size [5, 3]" in told
+    for recorded in (*first, *second):
+        assert "weight '0.weight' has the size [4, 3], and this model's has the size [5, 3]" in recorded
     assert (tmp_path / "alike" / "checkpoints" / "ep1-ba6" / "manifest.json").exists()
 
 
@@ -116,5 +116,5 @@ def stopped_alone(folder: str) -> str:
 
 
 def test_ranks_that_wait_in_different_places_say_where(tmp_path: Path) -> None:
-    for told in run_ranks(stopped_alone, 2, str(tmp_path)):
-        assert "replicated=True" in told or "not at the same step" in told, told
+    for recorded in run_ranks(stopped_alone, 2, str(tmp_path)):
+        assert "replicated=True" in recorded or "not at the same step" in recorded, recorded

@@ -491,10 +491,10 @@ def test_intervals_longer_than_the_run_are_told(tmp_path: Path, caplog: pytest.L
         ) as trainer,
     ):
         trainer.fit()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "the interval of 'validation', 500ba, is longer than the run, 3ba" in told[0]
-    assert "log_interval, 20ba, is longer" in told[1]
+    noted = [record.getMessage() for record in caplog.records]
+    assert len(noted) == 2
+    assert "the interval of 'validation', 500ba, is longer than the run, 3ba" in noted[0]
+    assert "log_interval, 20ba, is longer" in noted[1]
     assert recorder.events.count("on_eval_end") == 1
     assert "on_log" in recorder.events
 

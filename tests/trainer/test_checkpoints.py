@@ -59,7 +59,7 @@ def test_a_remote_run_is_not_begun_anew(remote: str, tmp_path: Path) -> None:
         small_trainer(tmp_path, checkpoints_folder=remote)
 
 
-class Told(Callback):
+class Recorded(Callback):
     """The step in hand and the checkpoint's, where saving ends and where it is published."""
 
     def __init__(self) -> None:
@@ -78,23 +78,23 @@ class Told(Callback):
 
 
 def test_saving_in_the_background_changes_nothing_and_publishes_everything(tmp_path: Path) -> None:
-    told, recorder = Told(), Recorder()
+    recorded, recorder = Recorded(), Recorder()
     undisturbed = run_small(tmp_path / "undisturbed")
-    saved = run_small(tmp_path, SavesAt("step"), told, recorder, save_in_background=True)
+    saved = run_small(tmp_path, SavesAt("step"), recorded, recorder, save_in_background=True)
     assert saved == undisturbed
     check_events(recorder.events)
-    assert [step for step, _ in told.saved] == [of for _, of in told.published] == list(range(1, 13))
-    assert all(step >= of for step, of in told.published)
+    assert [step for step, _ in recorded.saved] == [of for _, of in recorded.published] == list(range(1, 13))
+    assert all(step >= of for step, of in recorded.published)
     for checkpoint in find_checkpoints(tmp_path / "small" / "checkpoints").checkpoints:
         resumed = run_small(tmp_path / f"from-{checkpoint.step}", seed=77, resume=checkpoint.path)
         assert resumed["losses"] == undisturbed["losses"], checkpoint.step
 
 
 def test_fit_returns_when_what_it_saved_is_durable(tmp_path: Path) -> None:
-    told = Told()
-    with small_trainer(tmp_path, CheckpointSaver(), told, save_in_background=True) as trainer:
+    recorded = Recorded()
+    with small_trainer(tmp_path, CheckpointSaver(), recorded, save_in_background=True) as trainer:
         trainer.fit()
-        assert told.published[-1] == (12, 12)
+        assert recorded.published[-1] == (12, 12)
         assert (tmp_path / "small" / "checkpoints" / "latest").read_text().strip() == "ep4-ba12"
 
 

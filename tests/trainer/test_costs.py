@@ -41,19 +41,19 @@ class Counts(Callback):
     """Counts what it hears of a few events."""
 
     def __init__(self) -> None:
-        self.heard: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.heard[str(ctx.event)] += 1
+        self.received[str(ctx.event)] += 1
 
     def on_microbatch_start(self, ctx: Context) -> None:
-        self.heard[str(ctx.event)] += 1
+        self.received[str(ctx.event)] += 1
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        self.heard[str(ctx.event)] += 1
+        self.received[str(ctx.event)] += 1
 
     def on_log(self, ctx: Context) -> None:
-        self.heard[str(ctx.event)] += 1
+        self.received[str(ctx.event)] += 1
 
 
 class Sleeps(Callback):
@@ -73,7 +73,7 @@ def run(folder: Path, *callbacks: Callback, costs: str = "sampled", **changes: A
 def test_all_of_them_are_counted_where_that_is_asked_for(tmp_path: Path) -> None:
     counts = Counts()
     report = run(tmp_path, counts, costs="all", eval_interval="1ep", log_interval="1ba").reports[-1]
-    assert {cost.event: cost.calls for cost in report.costs if cost.callback == "Counts"} == dict(counts.heard)
+    assert {cost.event: cost.calls for cost in report.costs if cost.callback == "Counts"} == dict(counts.received)
     assert report.steps == STEPS
     assert not any(cost.is_sampled for cost in report.costs)
 
@@ -81,11 +81,11 @@ def test_all_of_them_are_counted_where_that_is_asked_for(tmp_path: Path) -> None
 def test_by_default_what_is_rare_is_counted_and_steps_are_sampled(tmp_path: Path) -> None:
     counts = Counts()
     report = run(tmp_path, counts, eval_interval=None, log_interval="1ba", max_duration="40ep").reports[-1]
-    told = {cost.event: cost for cost in report.costs if cost.callback == "Counts"}
-    assert told["on_log"].calls == counts.heard["on_log"]
-    assert not told["on_log"].is_sampled
-    assert told["on_train_step_end"].is_sampled
-    assert 0 < told["on_train_step_end"].calls == report.window_steps < report.steps == 10 * STEPS
+    recorded = {cost.event: cost for cost in report.costs if cost.callback == "Counts"}
+    assert recorded["on_log"].calls == counts.received["on_log"]
+    assert not recorded["on_log"].is_sampled
+    assert recorded["on_train_step_end"].is_sampled
+    assert 0 < recorded["on_train_step_end"].calls == report.window_steps < report.steps == 10 * STEPS
     assert report.window_steps % WINDOW_STEPS == 0
 
 
@@ -146,9 +146,9 @@ def test_windows_hold_the_spans_and_callbacks_of_a_few_steps_nested(tmp_path: Pa
 
 def test_reports_are_plain_data(tmp_path: Path) -> None:
     capture = run(tmp_path, Counts())
-    told = json.loads(json.dumps([capture.reports[-1].to_dict(), capture.windows[-1].to_dict()]))
-    assert told[0]["costs"][0].keys() == {"callback", "event", "calls", "seconds", "worst_seconds", "is_sampled"}
-    assert told[1]["slices"][0][0] in SPANS
+    recorded = json.loads(json.dumps([capture.reports[-1].to_dict(), capture.windows[-1].to_dict()]))
+    assert recorded[0]["costs"][0].keys() == {"callback", "event", "calls", "seconds", "worst_seconds", "is_sampled"}
+    assert recorded[1]["slices"][0][0] in SPANS
 
 
 def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,8 +199,8 @@ def test_who_hears_what_is_answered_the_same_in_a_window(tmp_path: Path) -> None
 
     @manager.register("on_train_step_end")
     def ask(ctx: Context) -> None:
-        heard = tuple(getattr(manager.has_listeners, event) for event in sorted(manager.events))
-        answers.add((heard, tuple(manager.has_callbacks(event) for event in sorted(manager.events))))
+        received = tuple(getattr(manager.has_listeners, event) for event in sorted(manager.events))
+        answers.add((received, tuple(manager.has_callbacks(event) for event in sorted(manager.events))))
 
     with small_trainer(tmp_path, callbacks=manager) as trainer:
         trainer.fit()
@@ -220,7 +220,7 @@ def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None
     manager = CallbackManager([Adds(), capture])
     with small_trainer(tmp_path, callbacks=manager, eval_interval=None) as trainer:
         trainer.fit()
-    assert late.heard["on_train_step_end"] == STEPS - 3
+    assert late.received["on_train_step_end"] == STEPS - 3
     assert ("Counts", "on_train_step_end") in {(cost.callback, cost.event) for cost in capture.reports[-1].costs}
 
 
@@ -229,14 +229,14 @@ def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.Mon
     now = [0.0]
     monkeypatch.setattr("callsheet.core.costs.perf_counter", lambda: now[0])
     manager.costs.reset()
-    told = []
+    recorded = []
     for second in range(100_000):
         now[0] = float(second)
         if manager.costs.should_publish(is_last=False):
-            told.append(second)
-    assert told[0] == 0
-    assert len(told) < 120
-    assert all(later - earlier <= 0.1 * later + 3 for earlier, later in pairwise(told))
+            recorded.append(second)
+    assert recorded[0] == 0
+    assert len(recorded) < 120
+    assert all(later - earlier <= 0.1 * later + 3 for earlier, later in pairwise(recorded))
     assert manager.costs.should_publish(is_last=True)
 
 

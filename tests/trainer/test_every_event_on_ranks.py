@@ -106,15 +106,15 @@ def test_every_event_reaches_every_rank_with_its_fields(tmp_path: Path) -> None:
     for rank, (_, shared) in enumerate(ends[1:], 1):
         for here, there in zip(first, shared, strict=True):
             assert here == there, f"rank {rank}"
-    heard = {
+    received = {
         (name, rank): [json.loads(line) for line in (tmp_path / f"{name}-{rank}.jsonl").read_text().splitlines()]
         for name in ("inline", "behind")
         for rank in range(RANKS)
     }
-    counts = [Counter(line["event"] for line in lines) for lines in heard.values()]
+    counts = [Counter(line["event"] for line in lines) for lines in received.values()]
     assert counts == [counts[0]] * len(counts)
     assert set(counts[0]) == set(EVENTS) - NOT_HERE
-    assert all(lines == heard["inline", rank] for (_, rank), lines in heard.items())
+    assert all(lines == received["inline", rank] for (_, rank), lines in received.items())
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:

@@ -145,13 +145,13 @@ def test_an_error_in_set_up_is_told_and_ends_the_run(changes: dict[str, Any], sp
 
 class Ends(Callback):
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.told.append(f"{type(ctx.exception).__name__} in {ctx.span}")
+        self.recorded.append(f"{type(ctx.exception).__name__} in {ctx.span}")
 
     def on_run_end(self, ctx: Context) -> None:
-        self.told.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
 
 
 def one_after_another(has_group: bool) -> list[Any]:
@@ -177,7 +177,7 @@ def one_after_another(has_group: bool) -> list[Any]:
                 trainer.fit()
         except LookupError:
             pass
-        found.append((way, ends.told, distributed.is_initialized()))
+        found.append((way, ends.recorded, distributed.is_initialized()))
     if has_group:  # as good as before
         total = torch.ones(1)
         distributed.all_reduce(total)

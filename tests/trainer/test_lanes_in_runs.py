@@ -43,11 +43,11 @@ class Ears(Callback):
     """Writes down everything it hears, and on which thread."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, int]] = []
+        self.received: list[tuple[str, int]] = []
         self.threads: set[str] = set()
 
     def on_event(self, ctx: Context) -> None:
-        self.heard.append((str(ctx.event), ctx.step))
+        self.received.append((str(ctx.event), ctx.step))
         self.threads.add(threading.current_thread().name)
 
 
@@ -60,16 +60,16 @@ def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Any:
 def test_a_lane_hears_what_the_others_hear_in_order_and_elsewhere(tmp_path: Path) -> None:
     inline, behind = Ears(), Ears()
     fit(tmp_path, inline, Background(behind))
-    assert behind.heard == inline.heard
+    assert behind.received == inline.received
     assert inline.threads == {"MainThread"}
     assert behind.threads == {"callsheet-lane-Ears"}
-    assert behind.heard[-1][0] == "on_run_end"
+    assert behind.received[-1][0] == "on_run_end"
 
 
 def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
     class Hesitant(Callback):
         def __init__(self) -> None:
-            self.heard: list[str] = []
+            self.received: list[str] = []
             self.loops: set[int] = set()
             self.at_once = self.most_at_once = 0
 
@@ -78,7 +78,7 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
             self.most_at_once = max(self.most_at_once, self.at_once)
             self.loops.add(id(asyncio.get_running_loop()))
             await asyncio.sleep(0.003 if str(ctx.event).endswith("_start") else 0)  # a start would come last, if it could
-            self.heard.append(str(ctx.event))
+            self.received.append(str(ctx.event))
             self.at_once -= 1
 
         async def on_train_step_start(self, ctx: Context) -> None:
@@ -89,7 +89,7 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
 
     hesitant = Hesitant()
     fit(tmp_path, Background(hesitant))
-    assert hesitant.heard == ["on_train_step_start", "on_train_step_end"] * STEPS
+    assert hesitant.received == ["on_train_step_start", "on_train_step_end"] * STEPS
     assert hesitant.most_at_once == 1
     assert len(hesitant.loops) == 1
 
@@ -275,7 +275,9 @@ def test_its_requests_are_carried_out(what: str, tmp_path: Path) -> None:
         assert asked[-1] == "Asks: from a lane"
         assert 2 <= trainer.state.timestamp.batch < STEPS
     else:
-        assert ("on_checkpoint_save_end" if what == "save" else "on_eval_all_end") in [str(told.event) for told in recorder.told]
+        assert ("on_checkpoint_save_end" if what == "save" else "on_eval_all_end") in [
+            str(noted.event) for noted in recorder.recorded
+        ]
 
 
 def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
@@ -402,7 +404,7 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
     took = time.monotonic() - began
     release.set()
     assert 0.9 < took < 3
-    assert well.heard[-1][0] == "on_run_end"
+    assert well.received[-1][0] == "on_run_end"
     for number in range(3):
         assert f"a lane has not delivered all events: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
 
@@ -417,7 +419,7 @@ def test_lanes_are_emptied_when_training_fails(end: str, tmp_path: Path) -> None
     ears = Ears()
     with pytest.raises(KeyboardInterrupt if end == "interrupt" else RuntimeError):
         fit(tmp_path, Background(ears), Fails())
-    assert ears.heard[-2:] == [("on_exception", 3), ("on_run_end", 3)]
+    assert ears.received[-2:] == [("on_exception", 3), ("on_run_end", 3)]
 
 
 def test_a_manager_alone_empties_its_lanes_when_it_is_closed() -> None:
@@ -431,7 +433,7 @@ def test_a_manager_alone_empties_its_lanes_when_it_is_closed() -> None:
         manager.fire("on_train_step_end", ctx)
     manager.close()
     manager.close()
-    assert [step for _, step in ears.heard] == list(range(1, 51))
+    assert [step for _, step in ears.received] == list(range(1, 51))
 
 
 def test_dropped_events_are_in_the_report(tmp_path: Path) -> None:
@@ -446,9 +448,9 @@ def test_dropped_events_are_in_the_report(tmp_path: Path) -> None:
             time.sleep(0.02)
 
     fit(tmp_path, Background(Slow(), queue=2, overflow="drop_oldest"), Takes())
-    (told,) = reports[-1].failures
-    assert (told.callback, told.count) == ("Slow", 0)
-    assert told.dropped > 0
+    (noted,) = reports[-1].failures
+    assert (noted.callback, noted.count) == ("Slow", 0)
+    assert noted.dropped > 0
 
 
 # --- state ---
@@ -662,7 +664,7 @@ def test_every_event_can_be_heard_in_a_lane(tmp_path: Path) -> None:
         trainer.save_checkpoint()
         trainer.test(data)
         trainer.predict(data)
-    missing = set(EVENTS) - {event for event, _ in ears.heard}
+    missing = set(EVENTS) - {event for event, _ in ears.received}
     assert missing == {"on_preempt", "on_exception"}
 
 

@@ -262,11 +262,11 @@ def run(plan: Plan, folder: Path, acts: Acts, witness: Witness, raised: Raised) 
     finally:
         trainer.close()
         trainer.close()
-        told = len(witness.seen)
+        recorded = len(witness.seen)
         for name in calls:
             with pytest.raises(RunEndedError):
                 calls[name](1)
-        assert len(witness.seen) == told, "something was told after the run's end"
+        assert len(witness.seen) == recorded, "something was told after the run's end"
 
 
 def check_pairs(events: list[str]) -> None:
@@ -369,7 +369,7 @@ def check(plan: Plan) -> list[str]:
     checker = GrammarChecker()
     kept: set[str] = set()  # outputs stay to the step's end for whoever declares so
     for seen in witness.seen:
-        checker.tell(seen.event)
+        checker.check(seen.event)
         if seen.event == "on_exception":
             assert {"exception", "span"} <= seen.readable
         else:

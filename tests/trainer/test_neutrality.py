@@ -187,10 +187,10 @@ def test_saving_does_not_move_the_end_of_training(tmp_path: Path) -> None:
 
 
 def test_a_function_on_every_event_changes_nothing(bare: Weights, tmp_path: Path) -> None:
-    told: list[str] = []
+    recorded: list[str] = []
     manager = CallbackManager()
-    manager.register("*", lambda ctx: told.append(str(ctx.event)))
+    manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
     assert same(weights_of(small_trainer(tmp_path, callbacks=manager, eval_interval=None)), bare)
-    assert told[0] == "on_run_start"
-    assert told[-1] == "on_run_end"
-    assert told.count("on_train_step_end") == 12
+    assert recorded[0] == "on_run_start"
+    assert recorded[-1] == "on_run_end"
+    assert recorded.count("on_train_step_end") == 12

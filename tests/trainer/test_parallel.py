@@ -429,13 +429,13 @@ def rejected() -> dict[str, str]:
 
 
 def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
-    for told in run_ranks(rejected, 2):
-        assert "parallel='single' among 2 ranks" in told["single"]
-        assert "'ddp' or 'fsdp'" in told["single"]
-        assert "shard_size=3 does not divide the 2 ranks" in told["shard_size"]
-        assert "shard_size=0" in told["no shard"]
-        assert "blocks Attention: the model has no such module; it has Linear, Sequential, Tanh" in told["blocks"]
-        assert "give a function instead" in told["optimizer"]
+    for recorded in run_ranks(rejected, 2):
+        assert "parallel='single' among 2 ranks" in recorded["single"]
+        assert "'ddp' or 'fsdp'" in recorded["single"]
+        assert "shard_size=3 does not divide the 2 ranks" in recorded["shard_size"]
+        assert "shard_size=0" in recorded["no shard"]
+        assert "blocks Attention: the model has no such module; it has Linear, Sequential, Tanh" in recorded["blocks"]
+        assert "give a function instead" in recorded["optimizer"]
 
 
 def test_the_argument_itself_is_checked() -> None:

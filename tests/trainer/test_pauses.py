@@ -18,10 +18,10 @@ class Pauses(Callback):
     """Looks at every fiftieth step."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.recorded: list[int] = []
 
     def on_forward_end(self, ctx: Context) -> None:
-        self.told.append(ctx.step)
+        self.recorded.append(ctx.step)
         if ahead := -ctx.step % WANTED:
             ctx.mute(self, "on_forward_end", until=ctx.step + ahead)
 
@@ -40,10 +40,10 @@ class PausesBetweenEpochs(Callback):
     """Hears nothing of the first half of an epoch but the first."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.recorded: list[int] = []
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.told.append(ctx.step)
+        self.recorded.append(ctx.step)
 
     def on_epoch_end(self, ctx: Context) -> None:
         ctx.mute(self, "on_train_step_end", until=ctx.step + 31)
@@ -53,11 +53,11 @@ class PausesBetweenSaves(Callback):
     """Asks for a checkpoint every sixty steps, and sleeps between."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.recorded: list[int] = []
 
     def on_checkpoint_due(self, ctx: Context) -> None:
         if ctx.boundary == "step":
-            self.told.append(ctx.step)
+            self.recorded.append(ctx.step)
             ctx.control.save("it is time", replicated=True)
             ctx.mute(self, "on_checkpoint_due", until=ctx.step + 60)
 
@@ -100,7 +100,7 @@ def in_a_loop_by_hand(manager: CallbackManager, folder: Path, log_interval: str,
 def test_a_pause_ends_at_its_step(train: Any, log_interval: str, costs: str, tmp_path: Path) -> None:
     pauses, counts = Pauses(), Counts()
     train(CallbackManager([pauses, counts], costs=costs), tmp_path, log_interval)
-    assert pauses.told == [1, 50, 51, 100, 101]
+    assert pauses.recorded == [1, 50, 51, 100, 101]
     assert counts.steps == STEPS
 
 
@@ -108,22 +108,22 @@ def test_a_pause_ends_at_its_step(train: Any, log_interval: str, costs: str, tmp
 def test_a_pause_that_begins_between_epochs_ends(train: Any, tmp_path: Path) -> None:
     pauses = PausesBetweenEpochs()
     train(CallbackManager([pauses], costs="off"), tmp_path, "1000ba", epochs=3, steps=60)
-    assert pauses.told == [*range(1, 61), *range(91, 121), *range(151, 181)]
+    assert pauses.recorded == [*range(1, 61), *range(91, 121), *range(151, 181)]
 
 
 @pytest.mark.parametrize("train", [in_the_trainer, in_a_loop_by_hand])
 def test_a_pause_that_begins_with_a_request_ends(train: Any, tmp_path: Path) -> None:
     pauses = PausesBetweenSaves()
     train(CallbackManager([pauses], costs="off"), tmp_path, "1000ba", steps=150)
-    assert pauses.told == [1, 61, 121]  # after the first step that it hears the beginning of
+    assert pauses.recorded == [1, 61, 121]  # after the first step that it hears the beginning of
 
 
 class HearsOneEvaluation(Callback):
     def __init__(self) -> None:
-        self.told = 0
+        self.recorded = 0
 
     def on_eval_end(self, ctx: Context) -> None:
-        self.told += 1
+        self.recorded += 1
         ctx.mute(self, "on_eval_end")
 
 
@@ -137,4 +137,4 @@ def test_in_an_evaluation_of_a_loop_by_hand_it_can_mute_too(tmp_path: Path) -> N
             optimizer.zero_grad()
         for _ in range(2):
             run.evaluated({"validation": {"loss": 1.0}})
-    assert once.told == 1
+    assert once.recorded == 1

@@ -421,16 +421,16 @@ def test_auto_passes_by_what_one_flipped_bit_damaged(
     content = bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
     path.write_bytes(content)
-    told: list[str] = []
+    recorded: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # a handler of one line
+    handler.emit = lambda record: recorded.append(record.getMessage())  # type: ignore[method-assign]  # a handler of one line
     logging.getLogger("callsheet").addHandler(handler)
     try:
         assert resumed_at(path.parent.parent) == 2
     finally:
         logging.getLogger("callsheet").removeHandler(handler)
         shutil.rmtree(folder)
-    [message] = told
+    [message] = recorded
     assert str(path.parent) in message
 
 
@@ -592,8 +592,8 @@ def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == {"outcome": "preempted", "events": ["on_preempt", "on_train_end", "on_run_end"], "step": 4}
     [path] = checkpoints(tmp_path)
-    told = read_manifest(path).info
-    assert (told["kind"], told["step"]) == ("preempt", 4)
+    recorded = read_manifest(path).info
+    assert (recorded["kind"], recorded["step"]) == ("preempt", 4)
     assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 

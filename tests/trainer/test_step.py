@@ -447,7 +447,9 @@ def test_outputs_are_kept_to_the_step_s_end_for_whoever_declares_it() -> None:
         [pytest.approx(3.0)],  # the last microbatch's
         [pytest.approx(6 * weight_after_one_step, rel=1e-5)],
     ]
-    assert all("outputs" not in told.fields for told in recorder.told if told.event in ("on_fetch_end", "on_train_step_start"))
+    assert all(
+        "outputs" not in noted.fields for noted in recorder.recorded if noted.event in ("on_fetch_end", "on_train_step_start")
+    )
 
 
 def test_outputs_are_let_go_before_backward_where_nobody_declares_it() -> None:
@@ -481,15 +483,15 @@ def test_steps_are_numbered_from_1_and_time_moves_just_before_the_end_events() -
         trainer.fit("2ep")
     inside = {"on_train_step_start", "on_microbatch_start", "on_loss_end", "on_optimizer_step_end"}
     for event in inside:
-        assert [(told.step, told.epoch, told.batch) for told in recorder.told if told.event == event] == [
+        assert [(noted.step, noted.epoch, noted.batch) for noted in recorder.recorded if noted.event == event] == [
             (1, 1, 0),
             (2, 1, 1),
             (3, 2, 2),
             (4, 2, 3),
         ]
-    ends = [(told.step, told.epoch, told.batch) for told in recorder.told if told.event == "on_train_step_end"]
+    ends = [(noted.step, noted.epoch, noted.batch) for noted in recorder.recorded if noted.event == "on_train_step_end"]
     assert ends == [(1, 1, 1), (2, 1, 2), (3, 2, 3), (4, 2, 4)]
-    fetches = [told.step for told in recorder.told if told.event == "on_fetch_start"]
+    fetches = [noted.step for noted in recorder.recorded if noted.event == "on_fetch_start"]
     assert fetches == [0, 1, 2, 2, 3, 4]  # between steps the last one
 
 
@@ -586,8 +588,8 @@ def test_a_record_comes_before_the_evaluation_of_its_boundary_and_the_evaluation
         linear(), data, logged, recorder, eval_dataloader={"a": data, "b": data}, eval_interval="2ba", log_interval="2ba"
     ) as trainer:
         trainer.fit("2ep")
-    told = [event for event in recorder.events if event in ("on_log", "on_eval_all_start", "on_eval_all_end")]
-    assert told == ["on_log", "on_eval_all_start", "on_eval_all_end", "on_log"]
+    noted = [event for event in recorder.events if event in ("on_log", "on_eval_all_start", "on_eval_all_end")]
+    assert noted == ["on_log", "on_eval_all_start", "on_eval_all_end", "on_log"]
     assert set(logged.records[1].values) == {"a/loss", "b/loss"}
     assert logged.records[1].step == 2
 
@@ -615,8 +617,8 @@ def test_stopped_at_a_record_a_run_is_evaluated_at_that_boundary_after_it() -> N
     data = [(column(1), column(0))] * 4
     with trainer_of(linear(), data, Stops(), recorder, eval_dataloader=data, eval_interval="1ep") as trainer:
         trainer.fit("9ep")
-    told = [event for event in recorder.events if event in ("on_log", "on_eval_all_start", "on_epoch_end", "on_train_end")]
-    assert told == ["on_log", "on_log", "on_eval_all_start", "on_log", "on_epoch_end", "on_train_end"]
+    noted = [event for event in recorder.events if event in ("on_log", "on_eval_all_start", "on_epoch_end", "on_train_end")]
+    assert noted == ["on_log", "on_log", "on_eval_all_start", "on_log", "on_epoch_end", "on_train_end"]
     assert trainer.run.outcome is Outcome.STOPPED
 
 
@@ -633,7 +635,7 @@ def test_evaluations_are_due_by_their_interval_and_at_the_end() -> None:
     data = [(column(1), column(0))]
     with trainer_of(linear(), data * 5, recorder, eval_dataloader=data, eval_interval="2ba") as trainer:
         trainer.fit("1ep")
-    assert [told.step for told in recorder.told if told.event == "on_eval_all_start"] == [2, 4, 5]
+    assert [noted.step for noted in recorder.recorded if noted.event == "on_eval_all_start"] == [2, 4, 5]
 
 
 def test_predictions_and_test_losses() -> None:

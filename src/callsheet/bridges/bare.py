@@ -368,7 +368,7 @@ class AttachedRun:
             samples, tokens = counts_of(batch) if self._counts_samples else (0, 0)
             ranks = self._run.ctx.run.world_size
             spent = perf_counter() - began
-            state.timestamp = state.timestamp.settled(samples=samples * ranks, tokens=tokens * ranks, seconds=spent)
+            state.timestamp = state.timestamp.with_counts(samples=samples * ranks, tokens=tokens * ranks, seconds=spent)
             if self._ends_step(given):
                 given = 0
                 self._count_step()

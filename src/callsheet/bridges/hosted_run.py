@@ -238,10 +238,10 @@ class HostedRun(Run):
     def finish_training(self) -> None:
         """Do the same without ending the run, for a host that may still evaluate or test. Make a last metrics record."""
         self.records.tally.stop()
-        self.records.tally.settle(self.state)
+        self.records.tally.update_timestamp(self.state)
         self.driver.end("train")
         self.manager.flush_lanes(self.ctx)
-        self.records.tell(self.ctx)
+        self.records.fire_log(self.ctx)
         self.boundaries.finish()
         self.boundaries.conclude()
 
@@ -267,8 +267,8 @@ class HostedRun(Run):
         ctx, made = self.ctx, self.made
         if made:
             self.made = []
-            self.records.tally.settle(self.state)
-            self.records.tell(ctx)
+            self.records.tally.update_timestamp(self.state)
+            self.records.fire_log(ctx)
             self._fire_evaluations(made)
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
             is_over = self.boundaries.reach("step")
@@ -282,7 +282,7 @@ class HostedRun(Run):
         """End the current epoch without its boundary, which the host reaches later, after the evaluation of the epoch."""
         for span in ("train_step", "fetch"):  # a step that the loop has left early, and a fetch that found no more data
             self.driver.end(span)
-        self.records.tally.settle(self.state)
+        self.records.tally.update_timestamp(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
         if self.ctx.has("batch"):
@@ -470,14 +470,14 @@ class HostedRun(Run):
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Do the same between two epochs or outside training, where a metrics record and a checkpoint may follow."""
-        self.records.tally.settle(self.state)
+        self.records.tally.update_timestamp(self.state)
         self._fire_evaluations([results])
         self.boundaries.fire_checkpoint_due("epoch")
 
     def _fire_evaluations(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
         for results in made:
             self.fire_evaluation(results, standalone=not self.driver.is_open("train"))
-        self.records.tell(self.ctx)
+        self.records.fire_log(self.ctx)
 
     # --- when the framework does something that the host does not expect ---
 
@@ -587,9 +587,9 @@ class _Records(Records):
 
     may_come: Callable[[str], bool]
 
-    def tell(self, ctx: Context) -> None:
+    def fire_log(self, ctx: Context) -> None:
         if self.may_come("L"):
-            super().tell(ctx)
+            super().fire_log(ctx)
 
 
 class _Boundaries(Boundaries):

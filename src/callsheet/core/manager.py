@@ -460,7 +460,7 @@ class CallbackManager:
             )
 
         if self._lanes is not None:
-            self._lanes.settle_states()
+            self._lanes.wait_for_states()
         reads = {member: partial(state_of, callback) for member, callback in self._stateful.items()}
         states: dict[str, dict[str, Any]] = {}
         for member, state in results_of(self._calls(reads), failed).items():
@@ -483,7 +483,7 @@ class CallbackManager:
             Exception: what an inline callback that is not isolated raised.
         """
         if self._lanes is not None:
-            self._lanes.settle_states(is_loading=True)
+            self._lanes.wait_for_states(is_loading=True)
         saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
         for label, reason in state.get("missing", {}).items():
             logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)

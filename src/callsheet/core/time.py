@@ -235,7 +235,7 @@ class Timestamp(NamedTuple):
         """Return the timestamp after one more round; `epoch_in_round` starts from 0."""
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
-    def settled(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
+    def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
         """Return the timestamp with the sums over the ranks added, in total and within the epoch."""
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds

@@ -194,7 +194,7 @@ class LaneSet:
         in_lanes = {member: call for member, call in calls.items() if not is_inline(member)}
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
 
-    def settle_states(self, *, is_loading: bool = False) -> None:
+    def wait_for_states(self, *, is_loading: bool = False) -> None:
         """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
         most = self._seconds_for_states
         stateful = {

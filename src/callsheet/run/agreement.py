@@ -77,7 +77,7 @@ class Agreement:
         self._evaluated += 1
         self.look(step)
 
-    def settle(self, step: int) -> None:
+    def agree(self, step: int) -> None:
         """At a point that all ranks reach: wait for the pending message and for one more, so that all requests are known."""
         if self._world.size == 1:
             self.published = self.durable()

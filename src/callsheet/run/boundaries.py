@@ -55,7 +55,7 @@ class Boundaries:
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
         self._next_due = 0  # before this step nothing but a log boundary can be due
-        self.is_making_way = False
+        self.is_preempted = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 
     @property
@@ -100,25 +100,25 @@ class Boundaries:
         self._guard.raise_if_lost()
         if boundary == "step" and ctx.step < self._next_due and self._is_unread:
             self._manager.process_lane_messages(ctx)
-            records.tally.settle(ctx.state)
-            records.tell(ctx)
+            records.tally.update_timestamp(ctx.state)
+            records.fire_log(ctx)
             self.fire_checkpoint_due(boundary)
             return False
         if boundary == "step":
             agreement.look(ctx.step)
         else:
-            agreement.settle(ctx.step)
+            agreement.agree(ctx.step)
         self._manager.process_lane_messages(ctx)
         self._checkpoints.publish(agreement.published)
         self._checkpoints.prepare(ctx.step)
         self._preempt()
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
-            records.tally.settle(ctx.state)
+            records.tally.update_timestamp(ctx.state)
         if self.is_over:  # this may be the last record
             self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # updating the counts may have reached the duration
-            records.tell(ctx)
+            records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)
 
@@ -135,7 +135,7 @@ class Boundaries:
             self._fire_before_evaluation()
             with self._training_stopped():
                 self._evaluate()
-            self._agreement.settle(ctx.step)
+            self._agreement.agree(ctx.step)
             self._preempt()
         is_over = self.is_over
         self.fire_checkpoint_due(boundary)
@@ -157,7 +157,7 @@ class Boundaries:
         """After training: save what was requested after the last boundary, such as at `on_train_end`; run the evaluation that a
         signal prevented, if it is still due; and wait for background saves."""
         self._manager.process_lane_messages(self._ctx)
-        self._agreement.settle(self._ctx.step)
+        self._agreement.agree(self._ctx.step)
         self._preempt()
         if self._due():
             self._end("round")
@@ -189,7 +189,7 @@ class Boundaries:
 
     def conclude(self) -> None:
         """After training: set the run's outcome, unless a signal has set it."""
-        if self.is_making_way:
+        if self.is_preempted:
             return
         stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
         self._lifetime.outcome = Outcome.FINISHED if stop is None else Outcome.STOPPED
@@ -215,7 +215,7 @@ class Boundaries:
     def _due(self) -> list[str]:
         """Return the evaluations that are due, including those that a signal prevents. A signal does not make an evaluation
         due."""
-        if self.is_making_way and not self._evaluation.is_resumed:
+        if self.is_preempted and not self._evaluation.is_resumed:
             return []
         ctx = self._ctx
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
@@ -247,14 +247,14 @@ class Boundaries:
     def _save_requested(self) -> None:
         requests = self._ctx.control.save_requests
         self._ctx.control.done("save")
-        self.save(requests, waits=self.is_making_way)
+        self.save(requests, waits=self.is_preempted)
 
     def _preempt(self) -> None:
         """If a signal came: fire `on_preempt`, once, and request a checkpoint."""
         received = self._agreement.signal
-        if received is None or self.is_making_way:
+        if received is None or self.is_preempted:
             return
-        self.is_making_way = True
+        self.is_preempted = True
         self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills ranks without a signal too
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED

@@ -71,8 +71,8 @@ class Records:
         """Return whether a log boundary has been reached since the last record."""
         return self.every.index(ctx.state.timestamp) > self._passed
 
-    def tell(self, ctx: Context) -> None:
-        """Fire `on_log` with what was logged since the last record, if anything was. `tally.settle` must have run. A
+    def fire_log(self, ctx: Context) -> None:
+        """Fire `on_log` with what was logged since the last record, if anything was. `tally.update_timestamp` must have run. A
         collective."""
         self._passed = self.every.index(ctx.state.timestamp)
         if not self.are_read:

@@ -41,26 +41,26 @@ class Tally:
             self._seconds += time.perf_counter() - self._running_since
             self._running_since = None
 
-    def settle(self, state: TrainState) -> None:
+    def update_timestamp(self, state: TrainState) -> None:
         """Add the counts of all ranks to the timestamp. A collective."""
         if self._running_since is not None:
             self.stop()
             self.start()
         counted = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
         samples, tokens, seconds = counted if self._world.size == 1 else self._world.sum(counted)
-        state.timestamp = state.timestamp.settled(samples=int(samples), tokens=int(tokens), seconds=seconds)
+        state.timestamp = state.timestamp.with_counts(samples=int(samples), tokens=int(tokens), seconds=seconds)
         before = self._record
         self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
         self.samples = self.tokens = 0
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Return the samples, tokens and seconds of training that were settled since the last call."""
+        """Return the samples, tokens and seconds of training that were added to the timestamp since the last call."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have counted since the last `settle`, and what was settled since the last record. A
+        """Return what all ranks have counted since the last `update_timestamp`, and what was added since the last record. A
         collective."""
         here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
         samples, tokens, seconds = self._world.sum(here)

@@ -78,7 +78,7 @@ def registers(subject: Subject, folder: Path) -> None:
         CallbackManager([subject.make(), subject.make()])
 
 
-def stands_side_by_side(subject: Subject, folder: Path) -> None:
+def two_work_in_one_run(subject: Subject, folder: Path) -> None:
     """Two callbacks with different names work in one run, or the second is rejected when the run starts, by a message with both names."""
     both = _named(subject)
     try:

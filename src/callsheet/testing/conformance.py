@@ -85,7 +85,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
         (
             checks.constructs,
             checks.registers,
-            checks.stands_side_by_side,
+            checks.two_work_in_one_run,
             checks.fits_twice,
             checks.closes_twice,
             checks.lets_errors_out,

@@ -227,8 +227,8 @@ class FakeLoop:
         run.end_evaluation()
         self.model.train()
         self._evaluations += 1
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         run.boundaries.fire_checkpoint_due("step")
 
     def _save(self, info: CheckpointInfo) -> None:
@@ -258,7 +258,7 @@ class FakeLoop:
         ctx.eval_losses = {"loss": torch.tensor(loss)}
         ctx.log({"test/loss": loss}, across="same")
         driver.end("test")
-        self._run.records.tell(self._run.ctx)
+        self._run.records.fire_log(self._run.ctx)
 
     def _predict(self) -> None:
         for _ in range(self._predictions):

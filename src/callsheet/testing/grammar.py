@@ -138,8 +138,8 @@ class GrammarChecker:
 
     Example:
         >>> checker = GrammarChecker()
-        >>> checker.tell("on_run_start")
-        >>> checker.tell("on_train_step_start")
+        >>> checker.check("on_run_start")
+        >>> checker.check("on_train_step_start")
         Traceback (most recent call last):
         callsheet.testing.grammar.GrammarError: event 2, on_train_step_start, cannot come inside run ...
     """
@@ -159,7 +159,7 @@ class GrammarChecker:
         self._failed = False
         self._count = 0
 
-    def tell(self, event: str) -> None:
+    def check(self, event: str) -> None:
         """Check the next event.
 
         Raises:
@@ -247,7 +247,7 @@ def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = No
     """
     checker = GrammarChecker(orders=orders, within=within)
     for event in events:
-        checker.tell(event)
+        checker.check(event)
     checker.finish()
 
 

@@ -33,18 +33,18 @@ class Recorder(Callback):
     def __init__(self, *, fields: tuple[str, ...] = ()) -> None:
         for name in fields:
             one_of("field", name, tuple(FIELDS))
-        self.told: list[RecordedEvent] = []
+        self.recorded: list[RecordedEvent] = []
         self.values: dict[str, list[tuple[str, Any]]] = {name: [] for name in fields}
 
     @property
     def events(self) -> list[str]:
         """The names of the events, in the order in which they were fired."""
-        return [told.event for told in self.told]
+        return [each.event for each in self.recorded]
 
     def on_event(self, ctx: Context) -> None:
         """Record the event."""
         readable = frozenset(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
-        self.told.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
+        self.recorded.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
         for name, values in self.values.items():
             if ctx.has(name):
                 values.append((str(ctx.event), getattr(ctx, name)))

@@ -55,7 +55,7 @@ def log_boundary(given: str | int | Time) -> Interval:
     return every
 
 
-def check_alike(
+def check_same_on_all_ranks(
     world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
     """Raise ConfigError if arguments differ between the ranks, which would later wait for each other in different places. A

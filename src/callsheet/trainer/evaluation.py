@@ -341,7 +341,7 @@ class Evaluation:
         try:
             yield
             if not self._may_be_called_off:  # called by the user, so no later code reads the pending reduction
-                self._agreement.settle(self.ctx.step)
+                self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:
                 module.training = training

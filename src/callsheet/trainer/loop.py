@@ -92,7 +92,7 @@ class TrainLoop:
                             ctx.epoch = state.timestamp.epoch + 1
                             with spans.epoch:
                                 is_whole = self._epoch()
-                                self._records.tally.settle(state)
+                                self._records.tally.update_timestamp(state)
                                 if is_whole:
                                     self._batches.end_epoch()
                                     state.timestamp = state.timestamp.next_epoch()
@@ -102,7 +102,7 @@ class TrainLoop:
                             state.timestamp = state.timestamp.next_round()
                     if is_full:
                         is_over = boundaries.reach("round") or is_over
-                self._records.tally.settle(state)
+                self._records.tally.update_timestamp(state)
         finally:
             self._records.tally.stop()
 

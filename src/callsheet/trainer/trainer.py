@@ -36,8 +36,8 @@ from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
-    check_alike,
     check_run_name,
+    check_same_on_all_ranks,
     checked_optimizer,
     checked_scheduler,
     duration,
@@ -214,7 +214,7 @@ class Trainer:
         config = dict(config or {})
         world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
-            check_alike(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
+            check_same_on_all_ranks(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
             name = run_name or world.of_rank_zero(new_name())
             data_seed = seed if seed is not None else world.of_rank_zero(secrets.randbits(31))
         except BaseException:

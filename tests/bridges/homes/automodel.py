@@ -145,24 +145,24 @@ class Recipe:
             signal.signal(signal.SIGTERM, earlier)
 
     def _loop(self) -> None:
-        model, scheduler, told = self.model_parts[0], self.step_scheduler, self.callback_runner
+        model, scheduler, recorded = self.model_parts[0], self.step_scheduler, self.callback_runner
         model.train()
-        told.on_train_start(self)
+        recorded.on_train_start(self)
         for epoch in scheduler.epochs:
             scheduler.epoch = epoch
             for batches in scheduler:
                 sample = self._run_train_optim_step(batches)
                 self.losses.append(sample.metrics["loss"])
-                told.on_train_batch_end(self, train_log_data=sample)
+                recorded.on_train_batch_end(self, train_log_data=sample)
                 found: dict[str, MetricsSample] = {}
                 if scheduler.is_val_step:
                     found = {name: self._run_validation_epoch(loader) for name, loader in self.val_dataloaders.items()}
                     self.evaluated.append({name: each.metrics["val_loss"] for name, each in found.items()})
-                    told.on_validation_end(self, val_results=found)
+                    recorded.on_validation_end(self, val_results=found)
                     model.train()
                 if scheduler.is_ckpt_step:
                     self._save(epoch, sample, found)
-        told.on_train_end(self)
+        recorded.on_train_end(self)
 
     def _run_train_optim_step(self, batches: list[Any]) -> MetricsSample:
         model, (optimizer,) = self.model_parts[0], self.optimizer
@@ -225,16 +225,16 @@ def train(
 ) -> nn.Module:
     """AutoModel validates whenever it saves, and it always saves at an epoch's end."""
     torch.manual_seed(3)
-    heard: list[Any] = []
+    received: list[Any] = []
     if callbacks == EMPTY:
-        heard = [Nothing()]
+        received = [Nothing()]
     elif callbacks is not None:
         assert not isinstance(callbacks, str)
-        heard = [host(callbacks, log_interval=f"{job.log_every}ba", strict=strict)]
+        received = [host(callbacks, log_interval=f"{job.log_every}ba", strict=strict)]
     recipe = Recipe(
         job,
         folder / "small",
-        heard,
+        received,
         dataloader=job.batches(steps_an_epoch=steps_an_epoch),
         num_epochs=epochs,
         sets=None if evaluate else {},

@@ -237,8 +237,8 @@ class Loop:
 
 def empty(names: ModuleType) -> Any:
     """A callback of that interface which hears what the host hears, and does nothing."""
-    heard = set(HOST_EVENTS) - {"on_data_init_start"}
-    return type("Empty", (names.Callback,), {event: (lambda self, context: None) for event in heard})()
+    received = set(HOST_EVENTS) - {"on_data_init_start"}
+    return type("Empty", (names.Callback,), {event: (lambda self, context: None) for event in received})()
 
 
 def train(

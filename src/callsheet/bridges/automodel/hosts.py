@@ -299,8 +299,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
             found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
             run.end_dataset(shown, found)
         run.end_evaluation()
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         self._fire_due(run)  # a checkpoint that is requested now is saved at this step
         self._stop_if_asked(run)
 
@@ -353,7 +353,7 @@ def _is_leaving(recipe: Any) -> bool:
 
 def _preempt(run: HostedRun) -> None:
     """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
-    if not run.boundaries.is_making_way:
+    if not run.boundaries.is_preempted:
         run.control.able.add("save")  # AutoModel saves now if it saves at all
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
         run.boundaries.finish()  # afterwards all ranks know the requests

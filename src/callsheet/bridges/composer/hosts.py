@@ -396,8 +396,8 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         if self._is_standalone:
             run.records.tally.stop()
         self._evaluation_requests.is_pending = False
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
 
     def _eval_standalone_end(self, state: Any) -> None:
         self._eval_after_all(state)

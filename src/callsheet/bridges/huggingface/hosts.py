@@ -455,8 +455,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
     def _end_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> None:
         if not self._close_evaluation(run, found):
             return
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         self._stop_if_asked(run)
         if run.driver.is_open("train"):  # otherwise it was the evaluation before training
             self._fire_due(run)

@@ -196,7 +196,7 @@ class IgniteHost(HostBase):
         self._last = None  # its state is older than the checkpoints that follow
 
     def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None or run.boundaries.is_making_way:
+        if run.control.stop_requested is not None or run.boundaries.is_preempted:
             assert self._trainer is not None
             self._trainer.terminate()
 
@@ -289,7 +289,7 @@ class IgniteHost(HostBase):
             if self._is_first:
                 self._is_first = False
                 self._check_first(run)
-            if run.control.pending or run.boundaries.is_making_way:
+            if run.control.pending or run.boundaries.is_preempted:
                 self._stop_if_asked(run)
         except Exception as error:
             self._leave(error)
@@ -414,8 +414,8 @@ class IgniteHost(HostBase):
         run.end_evaluation()
         if self._evaluates:  # the boundary that has asked for it does the rest
             return
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         if self._is_waiting:
             run.control.done("evaluate")  # this evaluation answers requests that were made since
             self._reach(run)

@@ -191,7 +191,7 @@ class HookedRun:
         samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
         self._totals = context.total_samples, context.total_tokens
         state.previous_timestamp = state.timestamp
-        state.timestamp = state.timestamp.next_batch().settled(samples=samples, tokens=tokens, seconds=seconds)
+        state.timestamp = state.timestamp.next_batch().with_counts(samples=samples, tokens=tokens, seconds=seconds)
         self._since = samples, tokens, seconds
 
     # --- records, evaluations, checkpoints ---

@@ -244,7 +244,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         run.step_skipped = not self._steps.has_stepped
         run.end_step()
         self._check_first_step(run)
-        if run.control.pending or run.boundaries.is_making_way:
+        if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run)
 
     def _close_epoch(self, run: HostedRun) -> None:
@@ -272,7 +272,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         self._stop_if_asked(run)
 
     def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None or run.boundaries.is_making_way:
+        if run.control.stop_requested is not None or run.boundaries.is_preempted:
             self.model.stop_training = True
 
     @observing
@@ -320,8 +320,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
             self._finish()
 
     def _fire_record(self, run: HostedRun) -> None:
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
 
     @observing
     def on_predict_begin(self, logs: Any = None) -> None:

@@ -457,8 +457,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
         run.end_evaluation()
         self._steps.remove()
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         if not run.driver.is_open("train"):
             self._finish()
             return
@@ -500,7 +500,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval_driver.end("test")
-        run.records.tell(run.ctx)
+        run.records.fire_log(run.ctx)
         self._finish()
 
     @observing

@@ -323,8 +323,8 @@ class MegatronBridgeHost(HostBase):
         self._end_observing()
         run.end_dataset("validation", self._found(run, context))
         run.end_evaluation()
-        run.records.tally.settle(run.state)
-        run.records.tell(run.ctx)
+        run.records.tally.update_timestamp(run.state)
+        run.records.fire_log(run.ctx)
         if self._settings.is_training:
             run.boundaries.fire_checkpoint_due("step")
             self._stop_if_asked(run)
@@ -358,7 +358,7 @@ class MegatronBridgeHost(HostBase):
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
         ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval_driver.end("test")
-        run.records.tell(run.ctx)
+        run.records.fire_log(run.ctx)
         if not self._settings.is_training:
             self._release()
 

@@ -310,7 +310,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             run.check_supported(strict=self._strict, logger=logger)
-        if run.control.pending or run.boundaries.is_making_way:
+        if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run, state)
 
     @observing
@@ -341,7 +341,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             self._stop_if_asked(run, state)
 
     def _stop_if_asked(self, run: HostedRun, state: State) -> None:
-        if (run.control.stop_requested is not None or run.boundaries.is_making_way) and not state.should_stop:
+        if (run.control.stop_requested is not None or run.boundaries.is_preempted) and not state.should_stop:
             state.stop()
 
     @observing
@@ -405,8 +405,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         if self._fires_eval:
             run.end_dataset(EVALUATED, found)
             run.end_evaluation()
-            run.records.tally.settle(run.state)
-            run.records.tell(run.ctx)
+            run.records.tally.update_timestamp(run.state)
+            run.records.fire_log(run.ctx)
             run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
         elif self._weight:  # within a step of several batches: the events are fired when the step is over
             run.made.append({EVALUATED: found})

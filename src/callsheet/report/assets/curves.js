@@ -227,8 +227,8 @@ function redraw() {
 function zoom(range, isTyped = false) {
   view.range = range;
   const rounded = (value) => (Math.abs(range[1] - range[0]) > 20 ? Math.round(value) : Number(value.toPrecision(4)));
-  const tell = (selector, value) => { for (const input of document.querySelectorAll(selector)) input.value = range ? rounded(range[value]) : ""; };
-  if (!isTyped) { tell("input.from", 0); tell("input.to", 1); }
+  const show = (selector, value) => { for (const input of document.querySelectorAll(selector)) input.value = range ? rounded(range[value]) : ""; };
+  if (!isTyped) { show("input.from", 0); show("input.to", 1); }
   for (const button of document.querySelectorAll("button.whole")) button.disabled = !range;
   redraw();
 }
@@ -313,8 +313,8 @@ function legendButton(chart, curve, place) {
 function summary(chart) {
   return chart.curves.map(({ name }) => {
     const { y, count: all } = data.curves[name];
-    const finite = y.filter((value) => value !== null), tell = (value) => metric(name, value, isBytes(chart));
-    const ends = finite.length ? `, from ${tell(Math.min(...finite))} to ${tell(Math.max(...finite))}, last ${tell(finite.at(-1))}` : "";
+    const finite = y.filter((value) => value !== null), show = (value) => metric(name, value, isBytes(chart));
+    const ends = finite.length ? `, from ${show(Math.min(...finite))} to ${show(Math.max(...finite))}, last ${show(finite.at(-1))}` : "";
     return `${name}: ${several(all, "value")}${ends}`;
   }).join("; ");
 }

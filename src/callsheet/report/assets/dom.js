@@ -1,7 +1,7 @@
 // Elements, and numbers as people read them. Whatever comes from a run becomes text, never markup.
 
-const told = JSON.parse(document.getElementById("told").textContent);
-let data = told.data;
+const pageData = JSON.parse(document.getElementById("page-data").textContent);
+let data = pageData.data;
 
 /** What the reader has chosen; it stays when news come in. */
 const view = {

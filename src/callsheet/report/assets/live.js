@@ -4,12 +4,12 @@ let answered = Date.now();
 let reachable = true;
 
 function request(path, options = {}) {
-  return fetch(path, { ...options, cache: "no-store", credentials: "same-origin", headers: { ...options.headers, "X-Callsheet-Token": told.live.token } });
+  return fetch(path, { ...options, cache: "no-store", credentials: "same-origin", headers: { ...options.headers, "X-Callsheet-Token": pageData.live.token } });
 }
 
 async function poll() {
   try {
-    const answer = await request(`${told.live.poll}?since=${encodeURIComponent(data.version)}`);
+    const answer = await request(`${pageData.live.poll}?since=${encodeURIComponent(data.version)}`);
     reachable = answer.ok || answer.status === 304;
     if (answer.status === 200) { data = await answer.json(); render(); }
     if (reachable) answered = Date.now();
@@ -17,7 +17,7 @@ async function poll() {
     reachable = false;
   }
   showLife();
-  const pause = told.live.seconds * (document.hidden ? 5 : reachable ? 1 : 2);
+  const pause = pageData.live.seconds * (document.hidden ? 5 : reachable ? 1 : 2);
   setTimeout(poll, 1000 * pause);
 }
 
@@ -31,11 +31,11 @@ function showLife() {
 }
 
 function why() {
-  return data.no_acts ?? told.live.no_acts ?? "";
+  return data.no_acts ?? pageData.live.no_acts ?? "";
 }
 
 function liveControls() {
-  if (told.live === null) return null;
+  if (pageData.live === null) return null;
   const off = why();
   const button = (act, text) => el("button", { type: "button", id: `act-${act}`, class: act, disabled: Boolean(off), on: { click: () => (act === "stop" ? confirmStop() : ask(act)) } }, text);
   return el("div", { class: "live" },
@@ -49,7 +49,7 @@ let said = "";
 async function ask(act) {
   say(`Asking the run: ${act} ...`);
   try {
-    const answer = await request(told.live.act, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ act }) });
+    const answer = await request(pageData.live.act, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ act }) });
     const text = await answer.text();
     let message = text;
     try { message = JSON.parse(text).message ?? text; } catch { /* a plain text, shown as it is */ }

@@ -57,7 +57,7 @@ function render() {
   const missing = parts.filter((part) => !part.has()).map((part) => part.title.toLowerCase());
   foot.replaceChildren(...[
     missing.length ? el("p", {}, `Of this run there is nothing on: ${missing.join(", ")}.`) : null,
-    el("p", {}, "Made by callsheet ", told.live === null ? `on ${moment(data.generated)} ` : "", "from ", el("span", { class: "mono" }, data.run.path), ". Times are those of this browser's time zone."),
+    el("p", {}, "Made by callsheet ", pageData.live === null ? `on ${moment(data.generated)} ` : "", "from ", el("span", { class: "mono" }, data.run.path), ". Times are those of this browser's time zone."),
   ].filter(Boolean));
   showLife();
   redraw();
@@ -65,4 +65,4 @@ function render() {
 }
 
 render();
-if (told.live !== null) setTimeout(poll, 1000 * told.live.seconds);
+if (pageData.live !== null) setTimeout(poll, 1000 * pageData.live.seconds);

@@ -106,18 +106,18 @@ function checkpointsSection() {
 
 function imagesSection() {
   const left = data.images_left_out ? [el("p", { class: "about" }, `${several(data.images_left_out, "image")} are not in this page: it would be too large, or they are no PNG files of this run.`)] : [];
-  const cards = Object.entries(data.images).map(([name, tellings]) => {
+  const cards = Object.entries(data.images).map(([name, logged]) => {
     const key = `image/${name}`;
     const pictures = el("div", { class: "pictures" });
     const label = el("span", { class: "soft" });
-    const last = tellings.length - 1;
+    const last = logged.length - 1;
     const range = el("input", { type: "range", min: 0, max: last, value: view.picked.get(key) ?? last, "aria-label": `Step of ${name}`, disabled: last === 0, on: { input: () => { view.picked.set(key, Number(range.value)); show(); } } });
     function show() {
-      const telling = tellings[Math.min(Number(range.value), last)];
-      label.textContent = `step ${number(telling.step)}`;
+      const shownStep = logged[Math.min(Number(range.value), last)];
+      label.textContent = `step ${number(shownStep.step)}`;
       range.setAttribute("aria-valuetext", label.textContent);
-      const sources = telling.files.map(imageSource).filter(Boolean);
-      pictures.replaceChildren(...sources.map((source, place) => el("img", { src: source, alt: `${name}, step ${telling.step}, image ${place + 1}`, on: { load: (event) => enlarge(event.target) } })));
+      const sources = shownStep.files.map(imageSource).filter(Boolean);
+      pictures.replaceChildren(...sources.map((source, place) => el("img", { src: source, alt: `${name}, step ${shownStep.step}, image ${place + 1}`, on: { load: (event) => enlarge(event.target) } })));
       if (!sources.length) pictures.replaceChildren(el("span", { class: "soft" }, "not in this page"));
     }
     show();
@@ -133,30 +133,30 @@ function enlarge(image) {
 }
 
 function imageSource(file) {
-  if (told.live === null) return Object.hasOwn(told.pixels, file) ? told.pixels[file] : null;
+  if (pageData.live === null) return Object.hasOwn(pageData.pixels, file) ? pageData.pixels[file] : null;
   return /^images\//.test(file) ? file.split("/").map(encodeURIComponent).join("/") : null;
 }
 
 function tablesSection() {
-  return Object.entries(data.tables).map(([name, tellings]) => {
+  return Object.entries(data.tables).map(([name, logged]) => {
     const key = `table/${name}`;
     const shown = el("div");
     const show = (place) => {
-      const found = tellings[place] ?? tellings[0];
+      const found = logged[place] ?? logged[0];
       const width = Math.max(found.columns.length, ...found.rows.map((row) => row.length));
       const columns = Array.from({ length: width }, (_, at) => ({
         title: found.columns[at] ?? "", numeric: found.rows.every((row) => typeof row[at] === "number"), value: (row) => row[at],
         cell: (row) => (typeof row[at] === "number" ? number(row[at]) : el("div", { class: "cell" }, row[at] ?? "")),
       }));
-      shown.replaceChildren(table(`told-${name}`, columns, found.rows, { caption: name }));
+      shown.replaceChildren(table(`logged-${name}`, columns, found.rows, { caption: name }));
       if (found.in_all > found.rows.length) shown.append(el("p", { class: "soft small" }, `${number(found.rows.length)} of ${number(found.in_all)} rows`));
     };
-    const select = el("select", { "aria-label": `Step of the table ${name}`, on: { change: () => { view.picked.set(key, tellings[Number(select.value)].step); show(Number(select.value)); } } },
-      tellings.map((each, place) => el("option", { value: place }, `step ${number(each.step)}`)));
-    const chosen = Math.max(0, tellings.findIndex((each) => each.step === view.picked.get(key)));
+    const select = el("select", { "aria-label": `Step of the table ${name}`, on: { change: () => { view.picked.set(key, logged[Number(select.value)].step); show(Number(select.value)); } } },
+      logged.map((each, place) => el("option", { value: place }, `step ${number(each.step)}`)));
+    const chosen = Math.max(0, logged.findIndex((each) => each.step === view.picked.get(key)));
     select.value = String(chosen);
     show(chosen);
-    return el("div", { class: "card" }, el("div", { class: "tools" }, el("h3", {}, named(name)), tellings.length > 1 ? select : el("span", { class: "soft" }, `step ${number(tellings[0].step)}`)), shown);
+    return el("div", { class: "card" }, el("div", { class: "tools" }, el("h3", {}, named(name)), logged.length > 1 ? select : el("span", { class: "soft" }, `step ${number(logged[0].step)}`)), shown);
   });
 }
 

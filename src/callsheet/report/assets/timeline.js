@@ -174,7 +174,7 @@ function flameChart(shown) {
       el("span", { class: "keys" },
         [["span-fetch", "fetch"], ["span-forward", "forward"], ["span-loss", "loss"], ["span-backward", "backward"], ["span-optimizer", "optimizer step"], ["span", "other spans"], ["callback", "callbacks"]]
           .map(([tint, text]) => el("span", {}, el("i", { style: { background: `var(--${tint})` } }), text))),
-      el("span", { class: "soft" }, `began ${moment(shown.began)}${shown.is_whole ? "" : "; more was told in it than is kept"}`)),
+      el("span", { class: "soft" }, `began ${moment(shown.began)}${shown.is_whole ? "" : "; it had more events than are kept"}`)),
     whereItWent(slices, whole),
   ];
 }

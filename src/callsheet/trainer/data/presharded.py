@@ -37,7 +37,7 @@ _END: Any = object()
 _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "torch": "torch's random state"}
 
 
-class OwnData:
+class PreshardedData:
     """The rank's own dataloader, unchanged, or with parts replaced so that a resumed run gets the same batches.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. Any other is restarted with the

@@ -22,7 +22,7 @@ from callsheet.trainer.data.splitting import Share, ShareSampler, Split, digest
 from callsheet.trainer.data.strategies import SharedBatches
 
 
-class SplitData:
+class ResampledData:
     """A DataLoader's samples, in an order that depends only on `seed` and the epoch, split between the ranks.
 
     The dataset is wrapped in a `SeededDataset`. The position in an epoch is how much of the order all ranks have taken together.

@@ -22,7 +22,7 @@ from callsheet.trainer.data.seeded import RandomStream, mixed
 from callsheet.trainer.data.strategies import CountSamples, SharedBatches
 
 
-class DealtData:
+class RoundRobinData:
     """An iterable that is the same on all ranks: of every n batches, for n ranks, each rank keeps one.
 
     It is iterated over with its own random states, seeded by `seed` and the epoch. So it is the same on all ranks, whatever else

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import batching, datasets, has_items, length_of, no_batches, rebuilt, samplers
-from callsheet.trainer.data.presharded import OwnData
-from callsheet.trainer.data.resampled import SplitData
-from callsheet.trainer.data.round_robin import DealtData
+from callsheet.trainer.data.presharded import PreshardedData
+from callsheet.trainer.data.resampled import ResampledData
+from callsheet.trainer.data.round_robin import RoundRobinData
 from callsheet.trainer.data.strategies import CountSamples, SharedBatches, Sharing
 
 logger = logging.getLogger("callsheet")
@@ -42,13 +42,13 @@ def sharing_of(
     """
     sharing: Sharing
     if (world.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
-        sharing = OwnData(loader, world, argument, seed)
+        sharing = PreshardedData(loader, world, argument, seed)
     elif isinstance(loader, DataLoader) and has_items(loader) and length_of(batching(loader)[0]) is not None:
-        sharing = SplitData(loader, world, seed, argument)
+        sharing = ResampledData(loader, world, seed, argument)
     elif (node_loader := _split_by_node(loader, world)) is not None:
-        sharing = OwnData(node_loader, world, argument, seed)
+        sharing = PreshardedData(node_loader, world, argument, seed)
     else:
-        sharing = DealtData(loader, world, seed, argument, count_samples)
+        sharing = RoundRobinData(loader, world, seed, argument, count_samples)
     if sharing.in_all == 0:
         raise no_batches(argument)
     logger.debug("%s, a %s: its batches are %s on %d ranks", argument, type(loader).__name__, sharing.way, world.size)
