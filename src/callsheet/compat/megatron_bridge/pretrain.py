@@ -254,6 +254,6 @@ def _resume(load: str | None, folder: Path) -> str:
         return "auto"
     found = newest(Path(load) / "checkpoints") or newest(load)
     if found is None:
-        logger.warning("checkpoint.load: there is no checkpoint in %s; training begins anew", load)
+        logger.warning("checkpoint.load: there is no checkpoint in %s; training begins from the start", load)
         return "new"
     return str(found.path)
