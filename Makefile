@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.ready-for-demo
+TEST := $(VENV)/.ready-for-tests
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: demo test slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs bench clean help
+.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,11 +34,24 @@ $(DEMO): pyproject.toml constraints.txt
 demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes with its install; RESUME=new starts again
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
-test: $(READY)  ## all tests; those with other frameworks, and those with a browser, in runs of their own
+$(TEST): pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
+
+test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: under five minutes with its install
+	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" --ignore tests/bridges --ignore tests/compat
+	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
+
+test-all: test $(READY)  ## make test, and then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
 	$(BIN)/python tools/composer_venv.py
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/bridges --ignore tests/compat
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/bridges tests/compat
-	$(BIN)/python -m pytest -n auto --maxprocesses 2 -m browser tests/report
+	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" --ignore tests/bridges --ignore tests/compat
+	$(PYTEST) --maxprocesses 4 tests/bridges tests/compat $(ONE_FRAMEWORK:%=--deselect %)
+	$(PYTEST) --maxprocesses 2 -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow

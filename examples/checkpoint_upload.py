@@ -17,9 +17,10 @@ from pathlib import Path
 
 import fsspec
 
-from callsheet import Background, Callback, CheckpointError, Context
+from callsheet import Background, Callback, Context
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import MANIFEST, read_manifest
+from callsheet.errors import CheckpointError
 from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 logger = logging.getLogger("upload")

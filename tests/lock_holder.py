@@ -6,7 +6,8 @@
 import logging
 import sys
 
-from callsheet import RunInUseError, RunLockLostError
+from callsheet import RunInUseError
+from callsheet.errors import RunLockLostError
 from callsheet.run import run_lock
 
 

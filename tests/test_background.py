@@ -104,6 +104,7 @@ def test_fire_and_close_at_once_delivers_everything_in_order(kind: Any, is_open:
         assert callback.steps == list(range(1, 51))
 
 
+@pytest.mark.test_all
 def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Callback):
         def __init__(self) -> None:
@@ -310,6 +311,7 @@ def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_p
     assert "The program ends, and a lane has not delivered all events: Writes: 49 waiting, and one has not returned" in ran.stderr
 
 
+@pytest.mark.test_all
 def test_a_manager_that_nobody_holds_any_more_is_emptied_all_the_same() -> None:
     steps = Steps()
 

@@ -39,11 +39,13 @@ torch.set_num_threads(1)  # more would only wait for each other
 # --- that they do ---
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("check", ON_ONE_RANK)
 def test_a_built_in_conforms(built_in: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
     check(subjects[built_in], tmp_path)
 
 
+@pytest.mark.test_all
 @pytest.mark.timeout(900)
 def test_all_conform_on_two_ranks(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
     """One test, since one pair of processes is there for all of them: a second worker of pytest would make another."""
@@ -62,6 +64,7 @@ def test_a_logger_conforms_in_a_lane(name: str, check: Check, subjects: Mapping[
     check(Subject(partial(in_lane, subjects[name])), tmp_path)
 
 
+@pytest.mark.test_all
 def test_all_of_them_together_change_nothing(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
     """But those that are to act, and those that need another model."""
     every = [subject.make() for subject in subjects.values() if subject.trainer is small_trainer]
@@ -82,6 +85,7 @@ def neutral(subject: Subject, folder: Path) -> None:
     next(check for check in CONFORMANCE if check.__name__ == "is_neutral")(subject, folder)
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("name", IMPORTING)
 def test_what_it_imports_when_it_is_first_used_changes_nothing(
     name: str, subjects: Mapping[str, Subject], tmp_path: Path

@@ -92,7 +92,7 @@ def test_a_callback_keeps_no_state_unless_it_says_so() -> None:
 
 def test_the_words_have_defaults_that_cost_nothing() -> None:
     plain = Plain()
-    assert (plain.phase, plain.ranks, plain.lane, plain.on_error) == ("measure", "all", "inline", "")
+    assert (plain.phase, plain.ranks, plain.lane, plain.on_error) == ("measure", "all", "inline", None)
     assert (plain.collective, plain.draws_random, plain.keep_fields, plain.snapshot_fields) == (False, False, (), ())
 
 
@@ -138,7 +138,7 @@ def test_an_unknown_phase_is_rejected_where_it_is_written() -> None:
     with pytest.raises(
         RegistrationError, match=r"unknown phase 'mesure'; did you mean 'measure'\? .*on_log, test_callback.py:\d+\)"
     ):
-        at("mesure")(on_log)
+        at("mesure")(on_log)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

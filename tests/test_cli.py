@@ -39,6 +39,7 @@ class Misspelt(Callback):
     def on_train_stepend(self, ctx: Context) -> None: ...
 
 
+@pytest.mark.test_all
 def test_a_callback_is_found_in_the_current_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("shouting.py").write_text(
         "from callsheet import Callback\nclass Shout(Callback):\n    def on_run_end(self, ctx):\n        print('LOUD', ctx.run.outcome)\n"
@@ -131,7 +132,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
         (["train", "broken.yaml"], "broken.yaml is not YAML"),
         (["train", "nameless.yaml"], "its key `recipe` must name one of "),
-        (["train", "misspelt.yaml"], "misspelt.yaml: there is no key 'max_durtion'; did you mean 'max_duration'?"),
+        (["train", "misspelt.yaml"], "misspelt.yaml:19: there is no key 'max_durtion'; did you mean 'max_duration'?"),
     ],
 )
 def test_bad_input_is_named_with_its_mend(
@@ -225,7 +226,7 @@ def test_show_prints_the_call_sheet_and_makes_nothing(recipe: Path, capsys: pyte
     assert ["on_checkpoint_due", "save", "CheckpointSaver", "all", "inline"] in rows
     assert ["on_log", "measure", "LRMonitor", "all", "inline"] in rows
     words = " ".join(printed.split())
-    for setting in ("max_duration 9ba", "hidden_size 16", "The run would lie in runs/tiny, where there is nothing yet."):
+    for setting in ("max_duration 9ba", "hidden_size 16", "Run folder: runs/tiny (does not exist yet)"):
         assert setting in words
     assert printed.endswith(f"Start it: callsheet train {' '.join(arguments)}\n")
 
@@ -236,7 +237,7 @@ def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     sheet = Path("runs/tiny/call_sheet.txt").read_text()
     assert printed.count(sheet) == 1
-    assert "where there is a run already (resume: auto)" in printed
+    assert "Run folder: runs/tiny (has a run already; resume: auto)" in printed
 
 
 @pytest.mark.parametrize(

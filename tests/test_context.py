@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, CheckpointInfo, Context, FieldNotAvailable, RequestRejected, RunInfo, TrainState
+from callsheet import CallsheetError, CheckpointInfo, Context, RunInfo, TrainState
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS
 from callsheet.core.ranks import Ranks
 from callsheet.core.time import Time, Timestamp
+from callsheet.errors import FieldNotAvailable, RequestRejected
 from callsheet.run.metrics import MetricLog
 
 WINDOWED = [name for name in FIELDS if name not in ALWAYS]

@@ -1,11 +1,13 @@
-"""Requests: sticky, with their asker, refused where they could not be carried out."""
+"""Requests: kept with the name of the callback, and rejected where they cannot be carried out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from callsheet import Callback, CallbackManager, Context, RunInfo
 from callsheet.core.control import SAVE_KINDS, Control
-from callsheet.errors import ConfigError, RequestRejected
+from callsheet.errors import ConfigError, RegistrationError, RequestRejected
 
 ALL = frozenset({"stop", "save", "evaluate", "set_gradient_accumulation", "load"})
 
@@ -180,3 +182,32 @@ def test_a_misspelt_done_drops_no_stop() -> None:
     with pytest.raises(ConfigError, match="there is no request 'set_gradient_accumulation'"):
         control.done("set_gradient_accumulation")
     assert control.stop_requested is not None
+
+
+class Saves(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        ctx.control.save("now")
+        ctx.control.set_gradient_accumulation(2)
+
+
+def test_in_the_loop_of_a_host_an_unsupported_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    control = Control(("stop",), host="Some Trainer")
+    control.hints = {"save": "give host(checkpoints=...) a folder"}
+    ctx = Context(RunInfo("test"), control=control)
+    manager = CallbackManager([Saves()])
+    for _ in range(3):
+        manager.fire("on_train_step_end", ctx)
+    assert (control.save_requested, control.accumulation, control.pending) == (None, None, False)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert caplog.messages[0] == (
+        "Saves calls ctx.control.save, which Some Trainer does not support here; it supports stop. The request is ignored, and training "
+        "continues; give host(checkpoints=...) a folder"
+    )
+    control.stop("a function may stop it")
+    assert control.stop_requested is not None
+
+
+@pytest.mark.parametrize("declared", [{"requests": ("halt",)}, {"required_fields": ("modle",)}])
+def test_a_wrong_declaration_is_rejected(declared: dict[str, Any]) -> None:
+    with pytest.raises(RegistrationError, match=r"ctx\.control\.halt|called 'modle'; did you mean 'model'"):
+        CallbackManager([type("Wrong", (Callback,), declared)()])

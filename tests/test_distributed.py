@@ -110,6 +110,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.test_all
 def test_two_processes_gather_in_the_order_of_ranks_and_the_process_group_has_the_word(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -197,6 +197,7 @@ def test_every_option_is_explained(built_in: str) -> None:
     assert missing == []
 
 
+@pytest.mark.test_all
 def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
     built_in: str, subjects: Mapping[str, Subject], plain: set[str], tmp_path: Path
 ) -> None:

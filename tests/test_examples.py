@@ -70,6 +70,7 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"train/loss\D+([\d.]+)", output)]
 
 
+@pytest.mark.test_all
 def test_a_loop_of_one_s_own_runs_and_learns(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "own_loop.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -159,6 +160,7 @@ def test_fine_tuning_on_eight_ranks_under_torchrun(tmp_path: Path) -> None:
     assert done.stderr.count("[arithmetic] step 10: loss") == 1
 
 
+@pytest.mark.test_all
 def test_a_reporter_posts_what_the_run_does(tmp_path: Path, server: Server) -> None:
     run_here("http_reporter.py", server.url, str(tmp_path))
     records = [post for post in server.posts if post["event"] == "record"]
@@ -170,6 +172,7 @@ def test_a_reporter_posts_what_the_run_does(tmp_path: Path, server: Server) -> N
     assert server.posts[-1] == {"event": "end", "run": "http-reporter", "step": 40, "outcome": "finished"}  # the last is not lost
 
 
+@pytest.mark.test_all
 def test_an_endpoint_that_rejects_costs_records_and_not_the_run(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,6 +213,7 @@ def test_people_are_told_how_the_run_fares(tmp_path: Path, server: Server, monke
     assert server.posts[-1]["outcome"] == "finished"
 
 
+@pytest.mark.test_all
 def test_a_cluster_is_told_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_ID", "blue")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
@@ -224,6 +228,7 @@ def test_a_cluster_is_told_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert recorded[-1]["outcome"] == "finished"
 
 
+@pytest.mark.test_all
 def test_the_average_by_hand_finds_what_the_built_in_one_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_here("moving_average.py", str(tmp_path))
     found = dict(re.findall(r"^(.+?) +(validation/loss [\d.]+  test/loss [\d.]+)$", capsys.readouterr().out, re.MULTILINE))
@@ -231,6 +236,7 @@ def test_the_average_by_hand_finds_what_the_built_in_one_finds(tmp_path: Path, c
     assert float(found["built-in"].split()[1]) < float(found["no average"].split()[1]) - 0.01
 
 
+@pytest.mark.test_all
 def test_the_learning_rate_falls_on_a_plateau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_here("plateau.py", str(tmp_path))
     output = capsys.readouterr().out

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from callsheet import ConfigError
 from callsheet.core.lane_options import LaneOptions
+from callsheet.errors import ConfigError
 from callsheet.lanes.queue import Lane, close, drain
 
 
@@ -140,7 +140,7 @@ def test_a_full_queue_that_stands_still_is_not_waited_for_for_ever(
     began = time.monotonic()
     for item in range(10):
         lane.put(item)
-    assert 0.2 < time.monotonic() - began < 2
+    assert 0.2 < time.monotonic() - began < 10
     assert lane.dropped >= 6
     assert caplog.text.count("The lane of Stuck has made no progress") == 1
     close([lane])
@@ -157,8 +157,8 @@ def test_lanes_that_hang_delay_the_end_by_the_deadline_and_no_more(lanes: int, g
     until(lambda: all(lane.waiting == 1 for lane in stuck))
     well.put(1)
     began = time.monotonic()
-    left = drain([*stuck, well], 0.5)
-    assert 0.5 <= time.monotonic() - began < 1.5
+    left = drain([*stuck, well], 1.0)
+    assert 1.0 <= time.monotonic() - began < 4  # five, if each lane were waited for in turn
     assert [str(each) for each in left] == [f"stuck {number}: 1 waiting, and one has not returned" for number in range(lanes)]
     assert done == [1]
     close([*stuck, well])
@@ -298,6 +298,7 @@ def test_items_are_told_apart_without_being_compared(overflow: str, gate: thread
     close([lane])
 
 
+@pytest.mark.test_all
 def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,7 @@ def expected_in_full(actions: list[str]) -> list[int]:
     return list(range(len(actions)))
 
 
+@pytest.mark.test_all
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @settings(max_examples=250, deadline=None)
 @given(

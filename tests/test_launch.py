@@ -20,12 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from callsheet import Callback, ConfigError
+from callsheet import Callback
 from callsheet.callbacks import History
 from callsheet.checkpoint import find_checkpoints, newest
+from callsheet.errors import ConfigError
 from callsheet.launcher import LaunchError, RankFailure, launch
 from callsheet.transport import TransportError
 from callsheet.transport.payload import KEY, PAYLOAD
+
+pytestmark = pytest.mark.test_all
+
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PATIENCE = 240.0  # seconds, on a busy machine

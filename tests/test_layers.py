@@ -193,3 +193,15 @@ def test_the_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:
     assert imports(file, inside_functions=True) >= {"numpy"}
     assert own(imports(file)) == {"core.manager", "core.control"}
     assert layer_of("trainer.loop") > layer_of("run.records") > layer_of("core.context") > layer_of("errors")
+
+
+def test_the_package_exports_what_a_user_writes() -> None:
+    """The other exceptions are in `callsheet.errors`; these four are those that a program would catch."""
+    exported = {name: getattr(callsheet, name) for name in callsheet.__all__}
+    errors = {name for name, each in exported.items() if isinstance(each, type) and issubclass(each, BaseException)}
+    assert errors == {"CallsheetError", "DistributedError", "NonFiniteError", "RunInUseError"}
+    assert set(exported) - errors == {
+        *("Background", "Callback", "CallbackManager", "CallbackSpec", "CheckpointInfo", "Context", "Event", "Interval"),
+        *("MetricsRecord", "Outcome", "Process", "RunInfo", "Time", "Timestamp", "TrainState", "Trainer"),
+        *("at", "attach", "every", "launch", "local_rank_zero_only", "normalize_callbacks", "rank_zero_only", "should_fire"),
+    }

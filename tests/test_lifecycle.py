@@ -17,6 +17,7 @@ from callsheet.core.lifecycle import (
     SPANS,
     canonical_order,
     description,
+    events_within,
     fields_available,
     names_in,
     tree,
@@ -237,3 +238,19 @@ def test_the_tree_draws_everything_once_with_its_depth() -> None:
     assert "   train" in lines
     assert "            train_step" in lines  # run, train, round, epoch
     assert lines[-1] == "anywhere: on_checkpoint_published, on_preempt, on_exception"
+
+
+def test_the_events_within_spans() -> None:
+    assert events_within("test") == (
+        *(
+            "on_test_start",
+            "on_test_step_start",
+            "on_test_forward_start",
+            "on_test_forward_end",
+            "on_test_step_end",
+            "on_test_end",
+        ),
+    )
+    assert events_within("predict", "eval_step")[:2] == ("on_eval_step_start", "on_eval_forward_start")
+    assert set(events_within("run")) <= set(EVENTS)
+    assert {"on_train_step_end", "on_log", "on_epoch_start"} <= set(events_within("train"))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Outcome, RunEndedError, RunInfo
+from callsheet import Callback, CallbackManager, Context, Outcome, RunInfo
 from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.errors import ConfigError, RunEndedError
 from callsheet.run.lifetime import Lifetime
 
 

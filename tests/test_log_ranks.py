@@ -89,6 +89,7 @@ _TIMES = ("before", "set-up", "training", "end", "after")
 _ALL = ["error", "info", "warning"]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("log_ranks", "fails"), WAYS)
 def test_other_ranks_say_errors_alone_while_the_run_lasts(place: str, log_ranks: str, fails: bool) -> None:

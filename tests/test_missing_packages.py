@@ -163,6 +163,7 @@ def test_the_others_say_what_to_install_in_one_line(bare: dict[str, Any], extra:
     assert re.fullmatch(rf"callsheet: .* needs \w+, which is not installed: pip install 'callsheet\[{extra}\]'\n", err), err
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("hidden", ["torch", "yaml", "numpy"])
 def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -> None:
     found = probed(sys.executable, tmp_path, hidden=hidden, commands=[["recipes"], ["--help"], ["show", "pretrain"]])
@@ -175,6 +176,7 @@ def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -
     assert re.fullmatch(rf"callsheet: callsheet show needs {hidden}, .*: pip install 'callsheet\[(hf|train)\]'\n", err), err
 
 
+@pytest.mark.test_all
 def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
     """Keras takes TensorFlow if nobody names a backend, and its error then names neither torch nor the bridge."""
     (tmp_path / "without").mkdir()

@@ -97,6 +97,7 @@ def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
         manager.fire("on_train_step_end", ctx)
 
 
+@pytest.mark.test_all
 def test_processes_end_at_the_same_time() -> None:
     manager, ctx = opened(*(Process(Lingers(name=f"lingers-{number}", seconds=3.0), deadline=60) for number in range(4)))
     tell(manager, ctx, range(1, 2))
@@ -106,6 +107,7 @@ def test_processes_end_at_the_same_time() -> None:
     assert 2 < time.monotonic() - began < 11  # and not four times three
 
 
+@pytest.mark.test_all
 def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> None:
     far = [Process(Lingers(name=f"lingers-{number}", seconds=60.0), deadline=60) for number in range(3)]
     manager, ctx = opened(*far)
@@ -121,6 +123,7 @@ def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> 
             os.kill(pid, 0)
 
 
+@pytest.mark.test_all
 def test_a_line_that_somebody_else_holds_open_ends_all_the_same(tmp_path: Path) -> None:
     far = Process(WritesAtEnd(path=str(tmp_path / "ended")), deadline=60)
     manager, ctx = opened(far)
@@ -133,6 +136,7 @@ def test_a_line_that_somebody_else_holds_open_ends_all_the_same(tmp_path: Path) 
     assert (tmp_path / "ended").read_text() == "ended"  # it saw the end by itself
 
 
+@pytest.mark.test_all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_no_part_in_it() -> None:
@@ -162,6 +166,7 @@ def test_a_forked_child_has_no_part_in_it() -> None:
     manager.close()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("is_by_class", [True, False])
 def test_one_that_is_removed_and_added_again_goes_on_where_it_was(is_by_class: bool) -> None:
     counts = Counts()
@@ -195,6 +200,7 @@ def exceptions() -> list[BaseException]:
     return [Inside("a text"), InMain("a text"), Strange(3, hint="a text"), kept]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("place", range(4), ids=["of a function", "of the script", "not from its text", "of Python"])
 def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: int, caplog: pytest.LogCaptureFixture) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))

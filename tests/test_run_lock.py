@@ -11,7 +11,8 @@ from typing import IO
 
 import pytest
 
-from callsheet import RunInUseError, RunLockLostError
+from callsheet import RunInUseError
+from callsheet.errors import RunLockLostError
 from callsheet.run.run_lock import RunLock
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
@@ -102,6 +103,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[...,
     assert "is gone" in line
 
 
+@pytest.mark.test_all
 def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.says() == "acquired"
@@ -117,6 +119,7 @@ def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Hold
     assert start().says().startswith("rejected")
 
 
+@pytest.mark.test_all
 def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable[..., Holder]) -> None:
     first = start(machine="a")
     assert first.says() == "acquired"
@@ -129,6 +132,7 @@ def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable
     assert "no heartbeat" in second.logged[-1]
 
 
+@pytest.mark.test_all
 def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.says() == "acquired"

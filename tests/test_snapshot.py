@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from callsheet import Background, Callback, CallbackManager, Context, Process, RequestRejected, RunInfo
+from callsheet import Background, Callback, CallbackManager, Context, Process, RunInfo
 from callsheet.core.control import Control, Request
 from callsheet.core.run_state import TrainState
 from callsheet.core.time import Timestamp
-from callsheet.errors import FieldNotAvailable
+from callsheet.errors import FieldNotAvailable, RequestRejected
 
 READ = (
     "able",
@@ -32,13 +32,15 @@ OF_THE_LOOP = (
     *(
         "agree",
         "ask",
-        "check",
         "done",
+        "hints",
+        "host",
         "in_gate",
         "is_hurried",
         "is_rescheduled",
         "look_again",
         "pending",
+        "supports",
         "switch_off",
         "switched_off",
     ),

@@ -14,6 +14,7 @@ import torch
 
 from callsheet import Background, Callback, CallbackManager, Context, Process, RunInfo, Trainer
 from callsheet.callbacks import CheckpointSaver
+from callsheet.core.callback import OnError
 
 
 class Counts(Callback):
@@ -115,6 +116,7 @@ def test_the_other_states_are_there(kind: type[Callback], reason: str) -> None:
     manager.close()
 
 
+@pytest.mark.test_all
 def test_a_process_that_hangs_in_its_state_gives_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
     manager, ctx = opened(Process(HangsInItsState(), deadline=2.0), Counts())
     manager.fire("on_train_step_end", ctx)
@@ -187,6 +189,7 @@ def test_a_run_saves_and_resumes_without_the_state_that_hung(tmp_path: Path, cap
     assert "The checkpoint has no state of callback HangsInItsState" in caplog.text
 
 
+@pytest.mark.test_all
 def test_training_that_waits_for_a_full_queue_is_named_with_the_figure(caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -213,14 +216,14 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize("in_lane", [False, True])
 def test_an_error_without_a_text_is_isolated_like_any_other(in_lane: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Callback):
-        on_error = "isolate"
+        on_error: OnError | None = "isolate"
 
         def on_train_step_end(self, ctx: Context) -> None:
             raise Unspeakable
 
     callback = Fails()
     if in_lane:
-        callback.on_error = ""
+        callback.on_error = None
     manager, ctx = opened(Background(callback) if in_lane else callback)
     for _ in range(2):
         manager.fire("on_train_step_end", ctx)

@@ -110,6 +110,7 @@ def arrived(payload: Payload) -> list[Callback]:
 # --- what arrives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.test_all
 def test_what_is_sent_arrives_as_it_was() -> None:
     """One payload with all kinds of things, through the real preflight check in a fresh interpreter and out of the real file."""
     shared: list[Any] = [1]
@@ -143,6 +144,7 @@ def test_what_is_sent_arrives_as_it_was() -> None:
     assert (got[9].lane_options.queue, got[9].callback.given, got[9].name) == (7, 5, "Keeps")
 
 
+@pytest.mark.test_all
 def test_lambdas_closures_and_local_classes_arrive_where_pickles_are_allowed() -> None:
     counts: list[int] = []
     factor = 3
@@ -185,6 +187,7 @@ def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
     assert differences(fingerprint({"it": value}), fingerprint({"it": back})) == []
 
 
+@pytest.mark.test_all
 @given(PLAIN, PLAIN)
 @settings(max_examples=100, deadline=None)
 def test_any_two_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
@@ -398,6 +401,7 @@ class HalfState(Keeps):
         self.seen = {"a": state["seen"]["a"]}
 
 
+@pytest.mark.test_all
 def test_what_each_process_makes_for_itself_is_let_through(tmp_path: Path) -> None:
     callbacks: list[Callback] = [Innocent({f"name {i}" for i in range(50)}, str(tmp_path / "file"))]  # sets differ in their order
     ema, monitor = EMA(), SystemMetricsMonitor()
@@ -408,6 +412,7 @@ def test_what_each_process_makes_for_itself_is_let_through(tmp_path: Path) -> No
     assert names == ["Innocent", "EMA", "SystemMetricsMonitor", "CheckpointSaver"]
 
 
+@pytest.mark.test_all
 def test_what_would_be_lost_is_named() -> None:
     changed = Changed([1])
     changed.value = "another"
@@ -462,6 +467,7 @@ class Exits(Callback):
             os._exit(7)
 
 
+@pytest.mark.test_all
 def test_a_callback_that_cannot_be_rebuilt_is_rejected_with_its_error() -> None:
     with pytest.raises(
         TransportError,
@@ -780,6 +786,7 @@ def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -
         swapping.join()
 
 
+@pytest.mark.test_all
 def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

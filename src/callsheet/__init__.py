@@ -5,36 +5,17 @@ A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires 
 
 from typing import TYPE_CHECKING
 
+from callsheet.core import registration as _registration
 from callsheet.core.background import Background
 from callsheet.core.callback import Callback, at, every, local_rank_zero_only, rank_zero_only
 from callsheet.core.context import Context
-from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
 from callsheet.core.on_demand import attributes
 from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.core.spec import CallbackSpec
-from callsheet.core.time import Interval, Time, Timestamp, TimeUnit
-from callsheet.errors import (
-    CallsheetError,
-    CheckpointError,
-    ConfigError,
-    DistributedError,
-    FieldNotAvailable,
-    HangError,
-    MissingPackage,
-    MixedUnitsError,
-    NonFiniteError,
-    NotACallbackError,
-    NotSupported,
-    RegistrationError,
-    RequestRejected,
-    RunEndedError,
-    RunInUseError,
-    RunLockLostError,
-    UnknownArgument,
-    UnknownEventError,
-)
+from callsheet.core.time import Interval, Time, Timestamp
+from callsheet.errors import CallsheetError, DistributedError, NonFiniteError, RunInUseError
 
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
@@ -50,37 +31,21 @@ __all__ = [
     "CallbackManager",
     "CallbackSpec",
     "CallsheetError",
-    "CheckpointError",
     "CheckpointInfo",
-    "ConfigError",
     "Context",
-    "Control",
     "DistributedError",
     "Event",
-    "FieldNotAvailable",
-    "HangError",
     "Interval",
     "MetricsRecord",
-    "MissingPackage",
-    "MixedUnitsError",
     "NonFiniteError",
-    "NotACallbackError",
-    "NotSupported",
     "Outcome",
     "Process",
-    "RegistrationError",
-    "RequestRejected",
-    "RunEndedError",
     "RunInUseError",
     "RunInfo",
-    "RunLockLostError",
     "Time",
-    "TimeUnit",
     "Timestamp",
     "TrainState",
     "Trainer",
-    "UnknownArgument",
-    "UnknownEventError",
     "at",
     "attach",
     "every",
@@ -90,6 +55,15 @@ __all__ = [
     "rank_zero_only",
     "should_fire",
 ]
+
+
+def _guest_hint(thing: object) -> str:
+    from callsheet.bridges import guest_hint
+
+    return guest_hint(thing)
+
+
+_registration.foreign_hint = _guest_hint
 
 __getattr__ = attributes(  # imported at first use, since these modules import torch or start processes
     __name__,

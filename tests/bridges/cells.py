@@ -14,9 +14,10 @@ from types import ModuleType
 
 import torch
 
-from callsheet import Callback, CallsheetError, Context, NotSupported, RequestRejected
+from callsheet import Callback, CallsheetError, Context
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import DiskSpaceGuard, EarlyStopper, LossSpikeDetector, SaveOnTrigger, ThresholdStopper, TimeLimit
+from callsheet.errors import NotSupported, RequestRejected
 from callsheet.run.run_marker import MARKER
 from callsheet.testing import Subject
 

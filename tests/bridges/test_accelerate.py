@@ -19,10 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, Context, NotSupported, RegistrationError, RequestRejected, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.bridges.accelerate import AcceleratedRun, guest, host
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.errors import NotSupported, RegistrationError, RequestRejected
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events, run_ranks
 

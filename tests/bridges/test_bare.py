@@ -17,9 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, NotSupported, RequestRejected, attach, every
+from callsheet import Callback, CallbackManager, Context, attach, every
 from callsheet.bridges.bare import AttachedRun
-from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.callbacks import (
+    CheckpointSaver,
+    EarlyStopper,
+    GradientAccumulationScheduler,
+    History,
+    LRMonitor,
+    OptimizerMonitor,
+    SpeedMonitor,
+)
+from callsheet.errors import ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
@@ -272,7 +281,7 @@ def test_the_loop_s_evaluations_are_told(within: bool, tmp_path: Path) -> None:
     assert recorder.recorded[-1].epoch < 5
 
 
-def test_a_callback_asks_for_an_evaluation() -> None:
+def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     class Asks(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 3:
@@ -282,8 +291,8 @@ def test_a_callback_asks_for_an_evaluation() -> None:
     attached(1, [Asks(), recorder], evaluate=lambda: {"held out": {"accuracy": 0.5}})
     assert recorder.values["eval_results"] == [("on_eval_all_end", {"held out": {"accuracy": 0.5}})]
     check_events(recorder.events)
-    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate"):
-        attached(1, [Asks()])
+    attached(1, [Asks()])
+    assert "Asks calls ctx.control.evaluate, which this loop does not support here; it supports save, stop." in caplog.text
 
 
 class Nothing(Callback):
@@ -821,3 +830,10 @@ def test_a_dataloader_without_a_length(tmp_path: Path) -> None:
                 model(batch).sum().backward()
                 optimizer.step()
     assert run.ctx.state.timestamp.batch == 8
+
+
+def test_a_callback_whose_request_the_loop_does_not_support_is_rejected_at_the_start() -> None:
+    model, optimizer, _ = parts()
+    scheduler = GradientAccumulationScheduler(schedule={2: 4})
+    with pytest.raises(NotSupported, match=r"GradientAccumulationScheduler asks for ctx\.control\.set_gradient_accumulation"):
+        attach(model=model, optimizer=optimizer, callbacks=[scheduler])

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import NotSupported, RegistrationError, Trainer
+from callsheet import Trainer
 from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest
 from callsheet.bridges.composer.names import Callback, Event
 from callsheet.core.lifecycle import EVENTS
+from callsheet.errors import NotSupported, RegistrationError
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-composer" / ("Scripts" if sys.platform == "win32" else "bin") / "python"

@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
-from callsheet import Callback, Context, NotSupported
+from callsheet import Callback, Context
 from callsheet.bridges.huggingface import FIRED_AT, GUEST_EVENTS, NOT_FIRED, guest, host
 from callsheet.callbacks import EMA, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.core.lifecycle import EVENTS
+from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 

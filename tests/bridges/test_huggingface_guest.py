@@ -30,10 +30,11 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.integrations.integration_utils import KubeflowCallback
 from transformers.trainer_callback import ExportableState
 
-from callsheet import Callback, ConfigError, Context, NotSupported, RegistrationError, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.bridges.huggingface import guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
+from callsheet.errors import ConfigError, NotSupported, RegistrationError
 from callsheet.trainer import Task
 
 from .rows import hold

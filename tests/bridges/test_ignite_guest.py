@@ -29,10 +29,11 @@ from ignite.handlers import (
 from ignite.metrics import Loss, MeanAbsoluteError, RunningAverage
 from torch import nn
 
-from callsheet import Callback, Context, NotSupported, RegistrationError, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.bridges.ignite import GuestEngine, guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
+from callsheet.errors import NotSupported, RegistrationError
 
 from .homes.job import POINTS
 from .rows import hold

@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, Context, NotSupported, RegistrationError, Trainer, loggers
+from callsheet import Callback, CallbackManager, Context, Trainer, loggers
 from callsheet.bridges.instructlab import EVENT_MAP, NOT_FIRED, NOT_SEEN, guest, host
 from callsheet.bridges.instructlab import names as instructlab_names
 from callsheet.bridges.instructlab.names import HOOK_NAMES
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, Heartbeat, History, NaNMonitor, RuntimeEstimator
 from callsheet.core.lifecycle import EVENTS
-from callsheet.errors import RunInUseError
+from callsheet.errors import NotSupported, RegistrationError, RunInUseError
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.run.run_lock import RunLock
 from callsheet.testing import Recorder, Subject, check_events, run_ranks
@@ -296,6 +296,8 @@ class HearsTestsToo(HearsTestsAlone):
 
 
 class ReadsTheModel(Callback):
+    required_fields = ("model",)
+
     def on_train_step_end(self, ctx: Context) -> None:
         self.mode = ctx.model.training
 
@@ -306,6 +308,8 @@ class ReadsItWhereItIs(Callback):
 
 
 class Stops(Callback):
+    requests = ("stop",)
+
     def on_train_step_end(self, ctx: Context) -> None:
         ctx.control.stop("enough")
 
@@ -339,7 +343,23 @@ def test_a_request_that_was_accepted_is_a_warning(tmp_path: Path, caplog: pytest
     loop = hosted(tmp_path, [Stops()], strict=False)
     loop.run()
     assert loop.done == 6
-    assert caplog.text.count("control.stop(): InstructLab Training supports no requests") == 6
+    text = "Stops calls ctx.control.stop, which InstructLab Training does not support here; it supports no request."
+    assert caplog.text.count(text) == 1
+
+
+def test_a_callback_that_declares_nothing_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Undeclared(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                ctx.control.save("asked")
+            self.mode = ctx.model.training
+
+    loop = hosted(tmp_path, [Undeclared(), history := History()])
+    loop.run()
+    assert loop.done == 6
+    assert history.records
+    assert caplog.text.count("Undeclared calls ctx.control.save") == 1
+    assert caplog.text.count("reads ctx.model at on_train_step_end, and InstructLab Training has not provided it there") == 1
 
 
 TAKEN = {

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, NotSupported, RequestRejected, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.testing import Recorder, check_events
 
 from .homes import keras as home  # before keras: it chooses the backend
@@ -184,15 +185,15 @@ class Ends(Callback):
         self.noted.append(str(ctx.run.outcome))
 
 
-def test_requests_are_carried_out(tmp_path: Path) -> None:
+def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(fields=("checkpoint",))
     model = trained([hosted(tmp_path, Asks("save", 2), Asks("stop", 7), recorder)])
     assert int(model.optimizer.iterations) == 7
     told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
     assert ("on_checkpoint_published", 2, "requested") in told
     check_events(recorder.events)
-    with pytest.raises(RequestRejected, match=r"does not support ctx\.control\.evaluate"):
-        trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
+    trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
+    assert "Asks calls ctx.control.evaluate, which Keras does not support here" in caplog.text
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])

@@ -25,10 +25,11 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
-from callsheet import Callback, CallbackManager, NotACallbackError, NotSupported, RegistrationError
+from callsheet import Callback, CallbackManager
 from callsheet.bridges.lightning import guest
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
+from callsheet.errors import NotACallbackError, NotSupported, RegistrationError
 from callsheet.trainer import Trainer
 
 from .homes.job import POINTS
@@ -122,7 +123,7 @@ def at_home(foreign: Any, folder: Path) -> Ended:
     return Ended(foreign, trainer.global_step, module, logged, error)
 
 
-def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: str = "measure") -> Ended:
+def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: Any = "measure") -> Ended:
     history, model, error = History(), made_model(), ""
     torch.manual_seed(3)
     trainer = Trainer(

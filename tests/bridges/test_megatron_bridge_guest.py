@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from callsheet import CallbackManager as OwnManager
-from callsheet import NotSupported, Trainer
+from callsheet import Trainer
 from callsheet.bridges.megatron_bridge import GUEST_EVENTS, guest
 from callsheet.bridges.megatron_bridge import names as ours
 from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import CheckpointSaver, History
+from callsheet.errors import NotSupported
 
 from .homes.job import POINTS
 from .homes.megatron_bridge import configuration, interface

@@ -45,10 +45,11 @@ from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers.in_memory import InMemoryLogger
 from tqdm import tqdm  # type: ignore[import-untyped]  # it has none
 
-from callsheet import Callback, CheckpointError, Context, NotSupported
+from callsheet import Callback, Context
 from callsheet.bridges.matrix import Cell
 from callsheet.bridges.torchtnt import guest, host
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.errors import CheckpointError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .homes import torchtnt as home

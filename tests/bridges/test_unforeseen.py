@@ -21,7 +21,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 from transformers.trainer_callback import CallbackHandler
 
-from callsheet import Callback, Context, FieldNotAvailable, attach
+from callsheet import Callback, Context, attach
 from callsheet.bridges.accelerate import host as accelerate_host
 from callsheet.bridges.automodel import host as automodel_host
 from callsheet.bridges.hosted_run import HostedRun
@@ -35,7 +35,7 @@ from callsheet.bridges.megatron_bridge import names as megatron_names
 from callsheet.bridges.torchtnt import host as torchtnt_host
 from callsheet.callbacks import EMA, History, NaNMonitor
 from callsheet.core.lifecycle import FIELDS, is_available
-from callsheet.errors import HostError
+from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
 from .homes import automodel as automodel_home

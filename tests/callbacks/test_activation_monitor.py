@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.activation_monitor import ActivationMonitor
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

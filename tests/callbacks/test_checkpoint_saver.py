@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.trainer import Evaluator
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.disk_space_guard import DiskSpaceGuard
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 FILLING, NOISE = 1 << 30, 1 << 29  # bytes; others write to this disk, too

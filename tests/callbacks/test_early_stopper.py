@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.early_stopper import EarlyStopper
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import FakeLoop, run_ranks
 from callsheet.trainer import Evaluator
 

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, CallbackManager, CheckpointError, ConfigError, Context, RunInfo, Trainer
+from callsheet import Callback, CallbackManager, Context, RunInfo, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.ema import EMA
 from callsheet.checkpoint import find_checkpoints, read_checkpoint
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import run_ranks
 
 Weights = dict[str, Tensor]
@@ -203,6 +204,7 @@ def test_a_further_fit_trains_on_with_the_weights(tmp_path: Path) -> None:
     assert same(whole(trained.model), once)
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> None:
@@ -343,6 +345,7 @@ def parameters(weights: Weights) -> Weights:
     return {name: tensor for name, tensor in weights.items() if "running" not in name}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_average_alike_and_resume_exactly(tmp_path: Path, parallel: str) -> None:
     plain = run_ranks(on_a_rank, 2, str(tmp_path), parallel, False)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, CallbackManager, CheckpointError, ConfigError, Context, MissingPackage, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver
 from callsheet.callbacks.export_for_inference import ExportForInferenceCallback
+from callsheet.errors import CheckpointError, ConfigError, MissingPackage
 from callsheet.loggers.logger import Logger
 from callsheet.testing import run_ranks
 from callsheet.trainer import ForwardStepTask
@@ -115,6 +116,7 @@ def test_a_program_of_torch_says_what_the_trained_model_says(tmp_path: Path) -> 
     assert not torch.equal(program(inputs()), answer(Net(), inputs()))
 
 
+@pytest.mark.test_all
 def test_onnx_says_what_the_trained_model_says(tmp_path: Path) -> None:
     files = Files()
     path = tmp_path / "there" / "net.onnx"
@@ -181,6 +183,7 @@ def test_a_folder_for_transformers(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).vocab == {"one": 0, "two": 1}
 
 
+@pytest.mark.test_all
 def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
     trained = train_llama(tmp_path, ExportForInferenceCallback(dynamic_shapes="all"))
     assert llama_of(trained).config.use_cache
@@ -192,6 +195,7 @@ def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
         assert torch.equal(recorded["logits"], answer(trained.model, **tokens(samples, length)).logits)
 
 
+@pytest.mark.test_all
 def test_a_language_model_as_onnx(tmp_path: Path) -> None:
     trained = train_llama(tmp_path, ExportForInferenceCallback(save_format="onnx", dynamic_shapes="all", output_names=["logits"]))
     batch = tokens(3, 11)
@@ -262,6 +266,7 @@ def test_the_average_where_there_is_one(tmp_path: Path) -> None:
     assert not torch.equal(recorded, answer(plain.model, inputs()))
 
 
+@pytest.mark.test_all
 def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
     ends = []
     for exporting in (False, True):
@@ -333,6 +338,7 @@ class NoOnnx(nn.Linear):
         return values.real
 
 
+@pytest.mark.test_all
 def test_what_onnx_has_no_words_for(tmp_path: Path) -> None:
     export = ExportForInferenceCallback(save_format="onnx")
 
@@ -468,6 +474,7 @@ def on_ranks(folder: str, parallel: str, save_format: str, exports: bool) -> Any
         return {"shards": shards, "weights": weights, "files": sorted(files.files), "modes": trained.model.training}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize("save_format", ["torch_export", "huggingface"])
 def test_on_two_ranks(parallel: str, save_format: str, tmp_path: Path) -> None:
@@ -501,6 +508,7 @@ def failing(folder: str) -> str:
     return "nothing"
 
 
+@pytest.mark.test_all
 def test_what_fails_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(failing, 2, str(tmp_path))
     assert first == second

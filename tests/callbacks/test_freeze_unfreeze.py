@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.freeze_unfreeze import FreezeUnfreeze
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 Weights = dict[str, list[float]]
@@ -139,6 +140,7 @@ def test_evaluation_does_not_thaw_it_and_the_end_leaves_the_model_as_it_was(tmp_
     assert all(module.training for module in trained.model.modules())
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("until", ["1ep", "4ba", None])
 def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, until: str | None) -> None:
     def frozen() -> FreezeUnfreeze:
@@ -187,6 +189,7 @@ def on_a_rank(folder: str, parallel: str) -> dict[str, Any]:
     return {"moves": moves(steps, first), "last": steps.weights[-1], "norms": steps.norms}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_freeze_alike_and_stay_together(tmp_path: Path, parallel: str) -> None:
     one, other = run_ranks(on_a_rank, 2, str(tmp_path), parallel)

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks.garbage_collection import GarbageCollection
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
+
+pytestmark = pytest.mark.test_all
+
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 12
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver
 from callsheet.callbacks.generate import Generate
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
 from callsheet.testing import run_ranks
 
@@ -210,6 +211,7 @@ def test_options_reach_generate(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("interval", ["5sp", "2ba", "1ep", "0.4dur"])
 def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, interval: str) -> None:
     def made() -> Generate:
@@ -427,6 +429,7 @@ def on_ranks(folder: str, parallel: str, generates: bool, options: Mapping[str, 
     return {"tables": tables.tables, "weights": weights, "seen": [seen[0] for seen in modes.seen], "shards": set(shards)}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize(
     "options",

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, CallbackSpec, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, CallbackSpec, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 BATCHES = [(torch.randn(2, 3, generator=torch.Generator().manual_seed(i)), torch.ones(2, 1)) for i in range(8)]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import hang_detector
 from callsheet.callbacks.hang_detector import HangDetector
 from callsheet.core.costs import PATH_EVENTS
-from callsheet.errors import HangError
+from callsheet.errors import ConfigError, HangError
 from callsheet.testing import RankProcesses, run_ranks
 
 AT = 40  # the step that hangs: until then, steps of 20 ms are looked at seven times
@@ -84,6 +84,7 @@ def detector(**options: Any) -> HangDetector:
     return HangDetector(**({"min_seconds": 1.0, "factor": 10.0} | options))
 
 
+@pytest.mark.test_all
 def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert fit(tmp_path, detector(), Hangs()).run.outcome == "finished"
@@ -96,6 +97,7 @@ def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path,
     assert caplog.text.count("rank 0 continues after") == 1
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("where", ["evaluation", "save"])
 def test_evaluating_and_saving_are_life(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -103,24 +105,28 @@ def test_evaluating_and_saving_are_life(where: str, tmp_path: Path, caplog: pyte
     assert "made no progress" not in caplog.text
 
 
+@pytest.mark.test_all
 def test_they_hang_too_after_their_own_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(pause_seconds=1.5), Hangs("evaluation"))
     assert "made no progress" in caplog.text
 
 
+@pytest.mark.test_all
 def test_the_first_step_may_take_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(), Hangs(at=1))
     assert "made no progress" not in caplog.text
 
 
+@pytest.mark.test_all
 def test_the_learned_time_stretches_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(factor=200.0), Hangs(seconds=2.0))  # 200 times 20 ms
     assert "made no progress" not in caplog.text
 
 
+@pytest.mark.test_all
 def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
@@ -134,6 +140,7 @@ def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest
     assert f"around step {AT + 6}" in caplog.text
 
 
+@pytest.mark.test_all
 def test_raises_in_the_midst_of_a_sleep(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(HangError, match=f"around step {AT} on rank 0"):
@@ -143,6 +150,7 @@ def test_raises_in_the_midst_of_a_sleep(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGRTMAX - 3) == signal.SIG_DFL
 
 
+@pytest.mark.test_all
 def test_does_nothing_where_a_step_came_after_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +160,7 @@ def test_does_nothing_where_a_step_came_after_all(
     assert caplog.text.count("made no progress") == 1
 
 
+@pytest.mark.test_all
 def test_raises_off_the_main_thread_where_python_runs(tmp_path: Path) -> None:
     class Spins(Callback):
         def on_train_step_start(self, ctx: Context) -> None:
@@ -179,6 +188,7 @@ def killed(folder: str) -> None:
     fit(folder, detector(action="kill", exit_code=77, min_seconds=min_seconds), Hangs(seconds=60, rank=1))
 
 
+@pytest.mark.test_all
 def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
     with RankProcesses(killed, 2, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
@@ -212,6 +222,7 @@ def killed_with_the_log(folder: str) -> None:
     fit(folder, detector(action="kill", exit_code=77), HoldsTheLog())
 
 
+@pytest.mark.test_all
 def test_kills_though_nothing_can_be_logged(tmp_path: Path) -> None:
     with RankProcesses(killed_with_the_log, 1, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
@@ -219,6 +230,7 @@ def test_kills_though_nothing_can_be_logged(tmp_path: Path) -> None:
     assert "in stuck_here" in (tmp_path / "run" / "hangs" / f"rank0-step{AT}.txt").read_text()
 
 
+@pytest.mark.test_all
 def test_raises_though_nothing_can_be_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detector, "_ACTION_SECONDS", 1.0)
     began = time.monotonic()
@@ -237,6 +249,7 @@ def two_of_them(folder: str) -> None:
     fit(folder, detector(), other, Hangs(rank=1))
 
 
+@pytest.mark.test_all
 def test_two_stand_side_by_side_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(two_of_them, 2, str(tmp_path))
     for folder in (tmp_path / "run" / "hangs", tmp_path / "other"):
@@ -258,6 +271,7 @@ def test_rejects_what_cannot_be() -> None:
         HangDetector(action="rais")
 
 
+@pytest.mark.test_all
 def test_the_main_thread_is_told_among_many_others(tmp_path: Path) -> None:
     release = threading.Event()
     others = [threading.Thread(target=release.wait, args=(60,), daemon=True) for _ in range(120)]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.heartbeat import Heartbeat
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

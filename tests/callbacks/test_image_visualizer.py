@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.image_visualizer import ImageVisualizer
 from callsheet.callbacks.support.pictures import PALETTE
+from callsheet.errors import ConfigError
 from callsheet.loggers import Logger
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.testing import run_ranks

@@ -9,19 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import (
-    Callback,
-    CallbackManager,
-    ConfigError,
-    Context,
-    RegistrationError,
-    Trainer,
-    UnknownEventError,
-    every,
-    rank_zero_only,
-)
+from callsheet import Callback, CallbackManager, Context, Trainer, every, rank_zero_only
 from callsheet.callbacks.lambda_ import Lambda
 from callsheet.core.spec import CallbackSpec
+from callsheet.errors import ConfigError, RegistrationError, UnknownEventError
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4

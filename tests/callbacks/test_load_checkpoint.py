@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet import Callback, CallbackManager, CheckpointError, ConfigError, Trainer
+from callsheet import Callback, CallbackManager, Trainer
 from callsheet.callbacks.load_checkpoint import LoadCheckpoint
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import RanksFailed, run_ranks
 
 Weights = dict[str, Tensor]

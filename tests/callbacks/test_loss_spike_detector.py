@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.loss_spike_detector import LossSpikeDetector
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 CALM = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]
@@ -162,6 +163,7 @@ def on_a_rank(folder: str, bad: float) -> tuple[int, str]:
     return trained.state.timestamp.batch, str(trained.run.outcome)
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("bad", [20.0, math.nan, math.inf])
 def test_two_ranks_see_what_one_of_them_has(tmp_path: Path, bad: float) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), bad) == [(11, "stopped")] * 2

@@ -99,6 +99,7 @@ def fit(folder: Path, *callbacks: Callback) -> None:
         trainer.fit()
 
 
+@pytest.mark.test_all
 def test_a_run_has_it_drawn_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draws_here(path: Path) -> list[Path]:
         raise AssertionError("in the training process")
@@ -111,6 +112,7 @@ def test_a_run_has_it_drawn_in_another_process(tmp_path: Path, monkeypatch: pyte
     assert shown_in(tmp_path / PAGES[0])[1] == SNAPSHOT
 
 
+@pytest.mark.test_all
 def test_what_cannot_be_drawn_is_said_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, files = tmp_path / "memory.pickle", Files()
     path.write_bytes(b"torn")

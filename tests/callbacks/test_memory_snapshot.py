@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import ConfigError, Trainer
+from callsheet import Trainer
 from callsheet.callbacks.memory_snapshot import MemorySnapshot
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

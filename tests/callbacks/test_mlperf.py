@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, RunInfo, Trainer
+from callsheet import Callback, CallbackManager, Context, RunInfo, Trainer
 from callsheet.callbacks.checkpoint_saver import CheckpointSaver
 from callsheet.callbacks.mlperf import MLPerfCallback
 from callsheet.callbacks.support.mlperf_result import ResultFile, found, now_ms, samples
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(4, 2), torch.ones(4, 1))] * 4
@@ -215,6 +216,7 @@ def test_what_the_checker_would_reject_ends_the_run_after_its_first_step(
     assert status(tmp_path) == "aborted"
 
 
+@pytest.mark.test_all
 def test_the_checker_leaves_no_trace_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "import logging, pathlib, sys\n"
@@ -232,6 +234,7 @@ def test_the_checker_leaves_no_trace_in_this_process(tmp_path: Path, capsys: pyt
 # --- the file ---
 
 
+@pytest.mark.test_all
 def test_the_clock_starts_before_the_data_is_made_and_stops_at_the_target(tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
@@ -602,7 +605,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "sys.modules['mlperf_logging'] = None\n"
-        "from callsheet import MissingPackage\n"
+        "from callsheet.errors import MissingPackage\n"
         "from callsheet.callbacks.mlperf import MLPerfCallback\n"
         "MLPerfCallback()\n"
         "try:\n"
@@ -641,6 +644,7 @@ def _leaves_no_handlers() -> Iterator[None]:
     assert {name: list(logging.getLogger(name).handlers) for name in before} == before
 
 
+@pytest.mark.test_all
 def test_the_example_makes_a_result_that_the_checker_accepts(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "mlperf.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.model_summary import ModelSummary
+from callsheet.errors import ConfigError
 from callsheet.loggers import Logger
 from callsheet.testing import run_ranks
 
@@ -79,6 +80,7 @@ def test_as_deep_as_it_was_told_and_without_printing(tmp_path: Path, capsys: pyt
     assert not capsys.readouterr().out
 
 
+@pytest.mark.test_all
 def test_a_compiled_model_stays_compiled_and_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from callsheet import Callback, CallbackManager, Context, Control, MetricsRecord, NonFiniteError, RunInfo, Trainer
+from callsheet import Callback, CallbackManager, Context, MetricsRecord, NonFiniteError, RunInfo, Trainer
 from callsheet.callbacks import NaNMonitor
+from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.ranks import Ranks
 
@@ -138,6 +139,7 @@ def two_ranks(rank: int, folder: str, event: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("event", [Event.LOG, pytest.param(Event.CHECKPOINT_SAVE_START, marks=pytest.mark.slow)])
 def test_all_ranks_raise_together(tmp_path: Path, event: Event) -> None:
     spawn = multiprocessing.get_context("spawn")

@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.notify import Notify
 from callsheet.callbacks.support.delivery import why_not_delivered
@@ -33,6 +33,7 @@ from callsheet.callbacks.support.destinations import NotDelivered, Notification
 from callsheet.checkpoint import find_checkpoints
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.spec import CallbackSpec
+from callsheet.errors import ConfigError
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 
@@ -285,6 +286,7 @@ def test_a_metric_that_nobody_told_is_named(hook: Hook, tmp_path: Path, caplog: 
     ]
 
 
+@pytest.mark.test_all
 def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on": (), "every": "3ba", "when": ["some/number < 2", "some/number > 1e0"]}
 
@@ -545,6 +547,7 @@ def test_one_that_does_not_answer_holds_nobody_up(hook: Hook, tmp_path: Path, ca
     assert any("'start' did not reach" in message and "timed out" in message for message in caplog.messages)
 
 
+@pytest.mark.test_all
 def test_what_waits_is_bounded_and_so_is_the_end(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hook.lets_go.clear()
     notify = Notify(to=hook.url, every="1ba", timeout=60)
@@ -556,7 +559,9 @@ def test_what_waits_is_bounded_and_so_is_the_end(hook: Hook, tmp_path: Path, cap
     assert time.monotonic() - start < 30
     assert trained.run.outcome == "finished"
     assert len(memory.history("train/loss")[0]) == 80
-    (said,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
+    found = [message for message in caplog.messages if "a lane has not delivered all events" in message]
+    assert len(found) == 1, caplog.messages
+    (said,) = found
     assert said.endswith(": Notify: 4 waiting, and one has not returned")
     assert memory.costs is not None
     (lost,) = [each for each in memory.costs.failures if each.callback == "Notify"]
@@ -687,6 +692,7 @@ def on_a_rank(folder: str, url: str, failing: int) -> str:
     return "finished"
 
 
+@pytest.mark.test_all
 def test_rank_zero_alone_tells(hook: Hook, tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), hook.url, -1) == ["finished"] * 2
     assert hook.events == ["start", "crossing", "end"]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
 from callsheet.callbacks.support.listeners import LISTENERS, listeners_in
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

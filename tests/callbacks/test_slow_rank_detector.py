@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import slow_rank_detector
 from callsheet.callbacks.slow_rank_detector import SlowRankDetector
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 Result = tuple[list[dict[str, float]], list[str]]
@@ -127,6 +128,7 @@ def test_names_the_slow_rank_and_where_it_is_slow(stage: str, tmp_path: Path) ->
     assert told_by_second == []
 
 
+@pytest.mark.test_all
 def test_waiting_for_each_other_in_the_backward_is_nobodys_slowness(tmp_path: Path) -> None:
     (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "backward", 10_000, False)
     assert recorded == []

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.speed_monitor import SpeedMonitor
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 from callsheet.trainer import Task
 
@@ -531,6 +532,7 @@ def on_ranks(folder: str, parallel: str, watched: bool) -> tuple[list[float], li
     return flops_per_sample(records), [whole / 2 / 1e9, device / 1e9, mfu], weights
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_flops_of_all_ranks_are_told_and_nothing_changes(parallel: str, tmp_path: Path) -> None:
     """The ranks have batches of different sizes."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.system_metrics_monitor import SystemMetricsMonitor
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

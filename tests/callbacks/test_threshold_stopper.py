@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.threshold_stopper import ThresholdStopper
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4

@@ -10,26 +10,49 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.time_limit import TimeLimit
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 BATCH = (torch.ones(2, 2), torch.ones(2, 1))
 
 
-class Slow(Callback):
-    """Makes an event take some time."""
+class Clock:
+    """Stands in for the module `time`: only `Slow` makes it advance, so that a busy machine changes no test."""
 
-    def __init__(self, event: str, seconds: float, *, rank: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("callsheet.callbacks.time_limit.time", clock)
+    return clock
+
+
+class Slow(Callback):
+    """Makes an event take some time: of a clock, or real time."""
+
+    def __init__(self, event: str, seconds: float, *, clock: Clock | None = None, rank: int | None = None) -> None:
         self.event = event
         self.seconds = seconds
+        self.clock = clock
         self.rank = rank
 
     def on_event(self, ctx: Context) -> None:
-        if ctx.event == self.event and self.rank in (None, ctx.run.rank):
+        if ctx.event != self.event or self.rank not in (None, ctx.run.rank):
+            return
+        if self.clock is None:
             time.sleep(self.seconds)
+        else:
+            self.clock.now += self.seconds
 
 
 def endless() -> Iterator[Any]:
@@ -55,13 +78,20 @@ def kinds(folder: Path) -> dict[int, str]:
     return {checkpoint.step: checkpoint.seal.info["kind"] for checkpoint in found}
 
 
-def test_stops_in_time_with_a_checkpoint(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with trainer(tmp_path, TimeLimit(limit=2.0, margin=1.6), Slow("on_train_step_end", 0.02)) as trained:
+def test_stops_in_time_with_a_checkpoint(tmp_path: Path, clock: Clock) -> None:
+    limit = TimeLimit(limit=2.0, margin=1.5)
+    with trainer(tmp_path, limit, Slow("on_train_step_end", 0.125, clock=clock)) as trained:
         trained.fit()
-    assert 0.4 < time.monotonic() - began < 2.0
+    assert (trained.run.outcome, trained.state.timestamp.batch, clock.now) == ("stopped", 4, 0.5)
+    assert kinds(tmp_path) == {4: "final"}
+
+
+def test_stops_by_the_real_clock(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with trainer(tmp_path, TimeLimit(limit=0.5), Slow("on_train_step_end", 0.02), max_duration="100ep") as trained:
+        trained.fit()
+    assert time.monotonic() - began > 0.5
     assert trained.run.outcome == "stopped"
-    assert kinds(tmp_path) == {trained.state.timestamp.batch: "final"}
 
 
 def test_a_run_that_is_done_in_time_is_left_alone(tmp_path: Path) -> None:
@@ -71,66 +101,67 @@ def test_a_run_that_is_done_in_time_is_left_alone(tmp_path: Path) -> None:
     assert kinds(tmp_path) == {}
 
 
-def test_leaves_saving_to_others(tmp_path: Path) -> None:
-    with trainer(tmp_path, TimeLimit(limit=0.1, save=False), Slow("on_train_step_end", 0.02)) as trained:
+def test_leaves_saving_to_others(tmp_path: Path, clock: Clock) -> None:
+    limit = TimeLimit(limit=0.5, save=False)
+    with trainer(tmp_path, limit, Slow("on_train_step_end", 0.125, clock=clock)) as trained:
         trained.fit()
     assert trained.run.outcome == "stopped"
     assert kinds(tmp_path) == {}
 
 
-def test_the_set_up_counts(tmp_path: Path) -> None:
-    with trainer(tmp_path, TimeLimit(limit=0.2), Slow("on_data_init_start", 0.25)) as trained:
+def test_the_set_up_counts(tmp_path: Path, clock: Clock) -> None:
+    with trainer(tmp_path, TimeLimit(limit=0.25), Slow("on_data_init_start", 0.25, clock=clock)) as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 0
     assert kinds(tmp_path) == {}  # there is nothing new to save
 
 
-def test_an_evaluation_counts(tmp_path: Path) -> None:
-    limit, slow = TimeLimit(limit=0.4), Slow("on_eval_step_end", 0.5)
+def test_an_evaluation_counts(tmp_path: Path, clock: Clock) -> None:
+    limit, slow = TimeLimit(limit=0.5), Slow("on_eval_step_end", 0.5, clock=clock)
     with trainer(tmp_path, limit, slow, eval_dataloader=[BATCH], eval_interval="5ba") as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 5
     assert kinds(tmp_path) == {5: "final"}
 
 
-def saved_after(folder: Path, seconds: float) -> None:
-    """A run that took at least so long, and was saved and stopped after a step."""
-    with trainer(folder, TimeLimit(limit="1h"), CheckpointSaver(), Slow("on_data_init_start", seconds)) as trained:
+def saved_after(folder: Path, clock: Clock, seconds: float) -> None:
+    """A run that took so long, and was saved and stopped after a step."""
+    slow = Slow("on_data_init_start", seconds, clock=clock)
+    with trainer(folder, TimeLimit(limit="1h"), CheckpointSaver(), slow) as trained:
         trained.fit("1ba")
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_what_earlier_processes_took_counts_if_it_is_to(tmp_path: Path, across: bool) -> None:
-    saved_after(tmp_path, 0.8)
-    began = time.monotonic()
-    limit = TimeLimit(limit=0.9, across_resumes=across)
-    with trainer(tmp_path, limit, Slow("on_train_step_end", 0.02), resume="auto") as trained:
+@pytest.mark.parametrize(("across", "steps"), [(True, 2), (False, 8)])
+def test_what_earlier_processes_took_counts_if_it_is_to(tmp_path: Path, clock: Clock, across: bool, steps: int) -> None:
+    saved_after(tmp_path, clock, 0.75)
+    limit = TimeLimit(limit=1.0, across_resumes=across)
+    with trainer(tmp_path, limit, Slow("on_train_step_end", 0.125, clock=clock), resume="auto") as trained:
         trained.fit()
-    assert trained.run.outcome == "stopped"
-    assert (time.monotonic() - began < 0.8) == across
+    assert (trained.run.outcome, trained.state.timestamp.batch - 1) == ("stopped", steps)
 
 
-def test_a_run_that_is_over_trains_no_further_when_it_is_resumed(tmp_path: Path) -> None:
-    saved_after(tmp_path, 0.5)
-    with trainer(tmp_path, TimeLimit(limit=0.4), resume="auto") as trained:
+def test_a_run_that_is_over_trains_no_further_when_it_is_resumed(tmp_path: Path, clock: Clock) -> None:
+    saved_after(tmp_path, clock, 0.5)
+    with trainer(tmp_path, TimeLimit(limit=0.5), resume="auto") as trained:
         trained.fit()
     assert (trained.run.outcome, trained.state.timestamp.batch) == ("stopped", 1)
 
 
-def test_the_clock_begins_anew_with_a_new_run_and_stands_between_them(tmp_path: Path) -> None:
-    limit = TimeLimit(limit=0.6)
+def test_the_clock_starts_again_with_a_new_run_and_stops_between_runs(tmp_path: Path, clock: Clock) -> None:
+    limit = TimeLimit(limit=0.5)
     for name in ("run", "other"):
-        with trainer(tmp_path, limit, Slow("on_data_init_start", 0.3), run_name=name) as trained:
+        slow = Slow("on_data_init_start", 0.375, clock=clock)
+        with trainer(tmp_path, limit, slow, run_name=name) as trained:
             trained.fit("3ba")
         assert trained.run.outcome == "finished"
-        time.sleep(0.3)
-        assert limit.state_dict()["seconds"] < 0.6
+        clock.now += 0.375
+        assert limit.state_dict()["seconds"] == 0.375
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
-    job, run = TimeLimit(limit=0.3, across_resumes=False), TimeLimit(limit="1h")
+def test_two_limits_of_one_run(tmp_path: Path, clock: Clock) -> None:
+    job, run = TimeLimit(limit=0.25, across_resumes=False), TimeLimit(limit="1h")
     job.name = "job"
-    with trainer(tmp_path, job, run, Slow("on_train_step_end", 0.02)) as trained:
+    with trainer(tmp_path, job, run, Slow("on_train_step_end", 0.125, clock=clock)) as trained:
         trained.fit()
     assert trained.run.outcome == "stopped"
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.profiler import profile, record_function
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks.torch_profiler import TorchProfiler
+from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
+from callsheet import Callback, Context, RunInfo, Trainer
 from callsheet.callbacks.save_on_trigger import SaveOnTrigger
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError
 from callsheet.report import leave_request, withdraw_request
 
 

@@ -136,6 +136,7 @@ if len(sys.argv) > 2:
 """
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("code", [[], ["3"]], ids=["end", "exit"])
 def test_a_process_that_ends_writes_to_the_end_first(tmp_path: Path, code: list[str]) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}

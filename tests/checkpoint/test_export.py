@@ -90,6 +90,7 @@ def published(root: str) -> Any:
         return whole(model(torch.arange(8)[None]).logits), raised(lambda: export_huggingface(model, "memory://x", group=group))
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sharded_language_model_is_exported_for_transformers(tmp_path: Path, ranks: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

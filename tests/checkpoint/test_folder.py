@@ -236,6 +236,7 @@ def test_a_sealed_checkpoint_is_not_written_over_unasked(tmp_path: Path) -> None
         assert len(names(tmp_path / "ck")) == 5
 
 
+@pytest.mark.test_all
 def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     write(tmp_path / "ck", {"a": 1}, {"step": 1})
     before = names(tmp_path / "ck")
@@ -388,6 +389,7 @@ else:
 """
 
 
+@pytest.mark.test_all
 def test_a_folder_that_we_may_not_write_to(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     run(NO_PERMISSION, tmp_path / "root")
@@ -426,6 +428,7 @@ refused("manifest.json", 2500, {}, {"x": "x" * 100_000})
 """
 
 
+@pytest.mark.test_all
 def test_a_file_that_the_system_cuts_off_leaves_nothing_and_the_old_one_whole(tmp_path: Path) -> None:
     run(LIMITED_FILES, tmp_path)
 
@@ -516,6 +519,7 @@ all_kills(lambda: publish(1), lambda: delete_checkpoint(path), {None, 1})
 """
 
 
+@pytest.mark.test_all
 def test_a_kill_before_any_call_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
     run(KILLED_BEFORE_EVERY_CALL, tmp_path)
 
@@ -557,5 +561,6 @@ assert sealed
 """
 
 
+@pytest.mark.test_all
 def test_a_kill_at_any_moment_leaves_whole_checkpoints_or_none(tmp_path: Path) -> None:
     run(KILLED_AT_RANDOM, tmp_path)

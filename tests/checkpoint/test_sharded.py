@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,6 +70,7 @@ def own_parts(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not isinstance(tensor, DTensor)}
 
 
+@pytest.mark.test_all
 def test_four_ranks_to_two_to_one_to_four(tmp_path: Path) -> None:
     first, seal = run_ranks(saved, 4, str(tmp_path / "4"))[0]
     assert seal.world_size == 4

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from callsheet import Callback, ConfigError
+from callsheet import Callback
 from callsheet.cli.main import main
 from callsheet.cli.names import with_calls, with_names
 from callsheet.cli.recipe import Prepared, prepared
+from callsheet.errors import ConfigError
 
 SHOWN = ["show", "tiny.yaml"]
 
@@ -105,14 +106,14 @@ def test_a_wrong_value_and_a_near_name_are_told(
     )
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "many")
     assert main(SHOWN) == 2
-    assert "batch_size=many: give int (the environment variable CALLSHEET_BATCH_SIZE)" in capsys.readouterr().err
+    assert "\ncallsheet: CALLSHEET_BATCH_SIZE: batch_size=many: give int (" in capsys.readouterr().err
 
 
 def test_parts_of_a_value_that_is_none_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CALLSHEET_LORA__R", "4")
     assert resolved("--lora.alpha", "9", recipe="finetune")["lora"]["r"] == 4
     monkeypatch.setenv("CALLSHEET_LORA__R", "x")
-    with pytest.raises(ConfigError, match=r"^lora.r=x: give int \(the environment variable CALLSHEET_LORA__R\)"):
+    with pytest.raises(ConfigError, match=r"^CALLSHEET_LORA__R: lora\.r=x: give int \(callsheet"):
         resolved(recipe="finetune")
     monkeypatch.setenv("CALLSHEET_LORA__R", "4")
     with pytest.raises(ConfigError, match=r"^lora.r=y: give int \(callsheet"):
@@ -189,7 +190,10 @@ def test_names_in_other_places_are_left_alone() -> None:
         (["--optimizer", "Adamm"], "optimizer: there is no class 'Adamm'; did you mean 'Adam'?"),
         (["--optimizer", "3"], "optimizer: 3 is not a class; give a class_path such as torch.optim.AdamW"),
         (["--optimizer", "callsheet.callbacks.EMA"], "optimizer: callsheet.callbacks.EMA is not a subclass of Optimizer"),
-        (["--optimizer", '{"class_path": "torch.optim.SGD", "name": "x"}'], "optimizer: only callbacks and loggers have a name"),
+        (
+            ["--optimizer", '{"class_path": "torch.optim.SGD", "name": "x"}'],
+            "there is no key 'optimizer.name' (there are class_path, init_args",
+        ),
         (["--scheduler.step_size", "3"], "scheduler.step_size is given without a class before it; give --scheduler"),
         (["--scheduler", "torch.optim.lr_scheduler.StepLR"], "scheduler: StepLR needs 'step_size' among its init_args"),
         (
@@ -202,6 +206,7 @@ def test_names_in_other_places_are_left_alone() -> None:
             "callbacks.keep=x: CheckpointSaver expects int or null",
         ),
         (["--callbacks+=callsheet.callbacks.LoadCheckpoint"], "callbacks: LoadCheckpoint needs 'path' among its init_args"),
+        (["--batch_size"], "argument --batch_size: expected one argument"),
         (["--batch_size", "many"], "batch_size=many: give int"),
         (["--eval_batch_size", "x"], "eval_batch_size=x: give int or null"),
         (["--data.validation_windows=x"], "data.validation_windows=x: give int"),
@@ -210,7 +215,7 @@ def test_names_in_other_places_are_left_alone() -> None:
         (["--model.hiden_size", "8"], "there is no key 'model.hiden_size'; did you mean 'model.hidden_size'?"),
         (
             ["--config", "wrong.yaml"],
-            "wrong.yaml: callbacks[1].save_intervall: CheckpointSaver does not take 'save_intervall'; did you mean",
+            "wrong.yaml:1: callbacks[1].save_intervall: CheckpointSaver does not take 'save_intervall'; did you mean",
         ),
     ],
 )
@@ -234,14 +239,17 @@ def test_a_value_that_does_not_fit_is_told_in_a_line(
             "optimizer: {class_path: torch.optim.SGD, init_args: {lrr: 1}}",
             "optimizer.lrr: SGD does not take 'lrr'; did you mean 'lr'?",
         ),
-        ("optimizer: {class_pth: torch.optim.SGD}", "optimizer: there is no class_path; did you mean 'class_path'?"),
+        (
+            "optimizer: {class_pth: torch.optim.SGD}",
+            "there is no key 'optimizer.class_pth'; did you mean 'optimizer.class_path'?",
+        ),
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, nme: x}]",
-            "callbacks[0]: beside class_path there are init_args and name, not 'nme'",
+            "there is no key 'callbacks[0].nme'; did you mean 'callbacks[0].name'?",
         ),
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, init_args: {decay: x}}]",
-            "callbacks[0].decay='x': EMA expects float or null",
+            "callbacks[0].decay=x: EMA expects float or null",
         ),
         ("callbacks: [callsheet.callbacks.EMAs]", "callbacks[0]: callsheet.callbacks has no 'EMAs'; did you mean 'EMA'?"),
         (
@@ -252,29 +260,66 @@ def test_a_value_that_does_not_fit_is_told_in_a_line(
         ("batch_size: many", "batch_size=many: give int"),
     ],
 )
-def test_so_is_one_of_the_file(place: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
+def test_a_wrong_value_in_a_file_names_the_file_and_the_line(
+    place: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
     Path("wrong.yaml").write_text(f"recipe: pretrain\n{content}\n")
     assert main(["show", "wrong.yaml"]) == 2
     err = capsys.readouterr().err
-    assert said in err
-    assert "wrong.yaml" in err
+    assert err.startswith(f"callsheet: wrong.yaml:2: {said}")
     assert err.count("\n") == 1
+    Path("wrong.yaml").write_text(f"\n\n{content}\n")
+    assert main(["show", "pretrain", "--config", "wrong.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"callsheet: wrong.yaml:3: {said}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--batch_sze", "4"], "there is no key 'batch_sze'; did you mean 'batch_size'?"),
+        (["--batch_size", "many"], "batch_size=many: give int"),
+        (["--config", "other.yaml", "--seed", "2"], "other.yaml:2: there is no key 'sed'; did you mean 'seed'?"),
+    ],
+)
+def test_the_variable_of_a_near_or_overridden_key_is_not_blamed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
+    monkeypatch.setenv("CALLSHEET_SEED", "1")
+    Path("other.yaml").write_text("batch_size: 3\nsed: 2\n")
+    with pytest.raises(ConfigError) as rejected:
+        prepared("pretrain", arguments, command="show")
+    assert str(rejected.value).startswith(said)
+    assert "CALLSHEET_" not in str(rejected.value)
+
+
+def test_a_value_that_a_class_rejects_is_blamed_on_the_source_that_gave_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("other.yaml").write_text("seed: 1\nparallel: fsdb\n")
+    with pytest.raises(ConfigError, match=r"^other\.yaml:2: unknown parallel 'fsdb'"):
+        prepared("pretrain", ["--config", "other.yaml"], command="show")
+    monkeypatch.setenv("CALLSHEET_PARALLEL", "fsdc")
+    with pytest.raises(ConfigError, match=r"^CALLSHEET_PARALLEL: unknown parallel 'fsdc'"):
+        prepared("pretrain", command="show")
+    with pytest.raises(ConfigError, match=r"^unknown parallel 'fsdd'"):
+        prepared("pretrain", ["--parallel", "fsdd"], command="show")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "list.yaml"], "list.yaml: [3] is not a mapping; give keys and values"),
         (["--lora.rr", "3"], "there is no key 'lora.rr'; did you mean 'lora.r'?"),
         (["--lora", "x"], "lora=x: give Lora or null"),
         (["--train.pathh", "x"], "there is no key 'train.pathh'; did you mean 'train.path'?"),
         (["--train.path", "x", "--train.limit", "y"], "train.limit=y: give int or null"),
         (['--validation={"a": {"pth": "x"}}'], "there is no key 'validation.a.pth'; did you mean 'validation.a.path'?"),
-        (['--validation={"a": {"split": "x"}}'], "validation.a needs 'path'"),
-        (["--config", "wrong.yaml"], "wrong.yaml: there is no key 'validation.a.pathh'; did you mean 'validation.a.path'?"),
+        (['--validation={"a": {"split": "x"}}'], "validation.a: Rows needs 'path'"),
+        (["--config", "wrong.yaml"], "wrong.yaml:1: there is no key 'validation.a.pathh'; did you mean 'validation.a.path'?"),
     ],
 )
 def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: str) -> None:
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
+    Path("list.yaml").write_text("- 3")
     with pytest.raises(ConfigError) as rejected:
         prepared("finetune", arguments, command="show")
     assert str(rejected.value).startswith(said)

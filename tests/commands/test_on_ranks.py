@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 import callsheet
-from callsheet import ConfigError
 from callsheet.callbacks import LRMonitor
+from callsheet.errors import ConfigError
 from callsheet.loggers import read_metrics
 from callsheet.recipes import PretrainConfig
 from callsheet.recipes.data.byte_files import ByteFiles
@@ -31,6 +31,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=280)
 
 
+@pytest.mark.test_all
 def test_torchrun_trains_and_one_rank_speaks(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--parallel", "ddp")
     assert done.returncode == 0, done.stderr

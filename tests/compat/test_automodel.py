@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from callsheet import Callback as OurCallback
-from callsheet import ConfigError, Context
+from callsheet import Context
 from callsheet.bridges.automodel import guest
 from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.callbacks import History
@@ -30,6 +30,7 @@ from callsheet.compat.automodel import (
     TrainFinetuneRecipeForSequenceClassification,
     rank_zero_only,
 )
+from callsheet.errors import ConfigError
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.finetune import FinetuneConfig
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer

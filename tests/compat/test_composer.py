@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from callsheet import Callback as OurCallback
-from callsheet import ConfigError, Context, NotSupported
+from callsheet import Context
 from callsheet.bridges.composer.names import COMPOSER_EVENTS
 from callsheet.compat.composer import (
     Callback,
@@ -50,6 +50,7 @@ from callsheet.compat.composer.callbacks import (
     ThresholdStopper,
 )
 from callsheet.compat.composer.loggers import ConsoleLogger, FileLogger, InMemoryLogger, ProgressBarLogger
+from callsheet.errors import ConfigError, NotSupported
 
 torch.set_num_threads(1)
 

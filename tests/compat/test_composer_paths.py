@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet import ConfigError, NotSupported
 from callsheet.compat import composer
 from callsheet.compat.composer import DataSpec, Evaluator, Trainer
 from callsheet.compat.composer.models import ComposerClassifier, ComposerModel, HuggingFaceModel
 from callsheet.compat.composer.precision import Precision
+from callsheet.errors import ConfigError, NotSupported
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from bridges.homes import instructlab as home  # type: ignore[import-not-found]  # pytest has its folder on the path
-from callsheet import ConfigError, NotSupported
 from callsheet.compat.instructlab import (
     HOOK_NAMES,
     CallbackManager,
@@ -34,6 +33,7 @@ from callsheet.compat.instructlab import (
     run_training,
     serialize_callback,
 )
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.transport import TransportError
 

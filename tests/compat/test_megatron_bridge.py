@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridges.homes.megatron_bridge import interface  # type: ignore[import-not-found]  # pytest has its folder on the path
-from callsheet import NotSupported
 from callsheet.bridges.megatron_bridge import names as ours
 from callsheet.callbacks import History
 from callsheet.compat.megatron_bridge import (
@@ -33,7 +32,7 @@ from callsheet.compat.megatron_bridge import (
     should_fire,
 )
 from callsheet.compat.megatron_bridge.pretrain import job_of
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, NotSupported
 from callsheet.recipes.pretrain import Pretrain
 from callsheet.testing import run_ranks
 

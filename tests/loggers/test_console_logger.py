@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import ConsoleLogger
 from callsheet.testing import run_ranks
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import callsheet
-from callsheet import Callback, ConfigError, Context, RunInfo, Trainer
+from callsheet import Callback, Context, RunInfo, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import ConsoleLogger, FileLogger
 from callsheet.testing import run_ranks
 
@@ -317,6 +318,7 @@ def ran(how: str, folder: Path) -> tuple[str, int]:
 TOLD = {"early", "python", "from höher up", "from a child", "from c", "from a worker", "late"}
 
 
+@pytest.mark.test_all
 def test_descriptors_hear_what_c_and_children_print(tmp_path: Path) -> None:
     seen, code = ran("plainly", tmp_path)
     assert code == 0, seen
@@ -337,6 +339,7 @@ def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
     assert sorted(seen.splitlines()) == sorted([*TOLD, *TOLD, "after"])
 
 
+@pytest.mark.test_all
 def test_descriptors_hear_the_last_words_of_a_crash(tmp_path: Path) -> None:
     seen, code = ran("crash", tmp_path)
     assert code == -signal.SIGSEGV

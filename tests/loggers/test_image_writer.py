@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.loggers.support.image_writer import ImageWriter
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 

@@ -19,7 +19,8 @@ from PIL import Image
 from torch import nn
 
 import callsheet
-from callsheet import Callback, ConfigError, Context, MetricsRecord, RunInfo, Trainer
+from callsheet import Callback, Context, MetricsRecord, RunInfo, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import run_ranks
 

@@ -27,8 +27,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
-from callsheet.errors import MissingPackage
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.errors import ConfigError, MissingPackage
 from callsheet.loggers.mlflow_logger import MLflowLogger
 from callsheet.loggers.support.mlflow_runs import active_run, patience
 from callsheet.testing import run_ranks
@@ -401,6 +401,7 @@ def server() -> Iterator[Server]:
     made.close()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("state", ["down", "silent"])
 def test_a_server_that_is_away_for_a_while_loses_nothing(
     tmp_path: Path, server: Server, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -426,6 +427,7 @@ def test_a_server_that_is_away_for_a_while_loses_nothing(
         assert path.is_dir() or b"hunter2" not in path.read_bytes()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("state", ["nobody", "down", "silent"])
 def test_a_server_that_is_never_there_ends_nothing(
     tmp_path: Path, server: Server, state: str, caplog: pytest.LogCaptureFixture

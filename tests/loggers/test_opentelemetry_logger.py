@@ -26,8 +26,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.core.registration import handlers_of
+from callsheet.errors import ConfigError
 from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger
 from callsheet.testing import run_ranks
 

@@ -64,6 +64,7 @@ def test_streams_do_not_run_into_each_other(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "out one\nerr two\n"
 
 
+@pytest.mark.test_all
 def test_a_bar_that_is_rewritten_for_hours_takes_no_memory(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "log")
     for number in range(100_000):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.loggers.support.pixels import as_pixels, png
 
 

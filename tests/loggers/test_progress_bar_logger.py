@@ -15,7 +15,8 @@ from torch import nn
 
 import callsheet.loggers.progress_bar_logger
 import callsheet.loggers.support.silence_watch
-from callsheet import Callback, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import ProgressBarLogger
 from callsheet.loggers.support.silence_watch import SilenceWatch
 
@@ -121,6 +122,7 @@ def test_an_exception_is_told_as_the_outcome(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.splitlines()[-1].startswith("run failed: epoch 1  step 20")
 
 
+@pytest.mark.test_all
 def test_a_terminal_has_a_bar_and_lines_above_it(tmp_path: Path) -> None:
     seen = on_a_terminal("finish", tmp_path)
     assert seen.count(HIDES) == seen.count(SHOWS) == 1
@@ -132,6 +134,7 @@ def test_a_terminal_has_a_bar_and_lines_above_it(tmp_path: Path) -> None:
     assert (tmp_path / "stdout").read_text() == "somebody prints\n"
 
 
+@pytest.mark.test_all
 def test_the_bar_is_down_before_the_traceback(tmp_path: Path) -> None:
     seen = on_a_terminal("fail", tmp_path)
     assert seen.count(HIDES) == seen.count(SHOWS) == 1

@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
-from callsheet.errors import MissingPackage
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.errors import ConfigError, MissingPackage
 from callsheet.loggers.tensorboard_logger import TensorboardLogger
 from callsheet.testing import run_ranks
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Background, ConfigError, Context, Trainer
+from callsheet import Background, Context, Trainer
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import Outcome
+from callsheet.errors import ConfigError
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
 
 HANGS = ("open", "write", "close")
@@ -103,6 +104,7 @@ def test_it_is_told_all_in_its_lane(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("stuck", HANGS, indirect=True)
 def test_one_that_hangs_delays_no_step_and_the_end_by_its_deadline(
     stuck: Stuck, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import nn
 from trackio.sqlite_storage import SQLiteStorage
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
-from callsheet.errors import MissingPackage
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.errors import ConfigError, MissingPackage
 from callsheet.loggers.trackio_logger import TrackioLogger
 from callsheet.testing import run_ranks
 
@@ -315,6 +315,7 @@ def rank_fits(folder: str) -> str | None:
     return fit(Path(folder), Acts(at_2=save), max_duration="1ep").run_id
 
 
+@pytest.mark.test_all
 def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     assert [run.id for run in runs()] == [first]

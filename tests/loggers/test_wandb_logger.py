@@ -22,8 +22,8 @@ from PIL import Image
 from torch import nn
 from wandb.proto import wandb_internal_pb2
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
-from callsheet.errors import MissingPackage
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.errors import ConfigError, MissingPackage
 from callsheet.loggers.wandb_logger import WandBLogger
 from callsheet.testing import run_ranks
 
@@ -214,6 +214,7 @@ def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
 # --- how it ended ---
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(
     ("act", "outcome", "exit_code"),
     [(stop, "stopped", 0), (raises(KeyboardInterrupt()), "interrupted", 255), (raises(MemoryError("full")), "failed", 1)],
@@ -327,6 +328,7 @@ def test_a_server_that_is_down_does_not_end_training(
     assert logger.state_dict() == {}
 
 
+@pytest.mark.test_all
 def test_a_run_that_could_not_be_opened_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = fit(tmp_path, Acts(at_2=save, at_3=stop)).run_id
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -376,6 +378,7 @@ def rank_fits(folder: str) -> str | None:
     return fit(Path(folder), Acts(at_2=save), max_duration="1ep").run_id
 
 
+@pytest.mark.test_all
 def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     (run,) = written(tmp_path)

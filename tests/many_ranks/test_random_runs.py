@@ -44,6 +44,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         Path(path).write_text(table([run.result() for run in begun.values() if not run.cancelled()]))
 
 
+@pytest.mark.test_all
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_ranks_end_alike_or_name_the_one_that_did_not(seed: int, runs: dict[int, Future[Played]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.recipes.data.byte_files import ByteFiles
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from callsheet import Callback, ConfigError, Context
+from callsheet import Callback, Context
 from callsheet.callbacks import CheckpointSaver
 from callsheet.cli.main import main
 from callsheet.core.randomness import seed_all
+from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger
 from callsheet.recipes.classify import Classify, ClassifyConfig, classify
 from callsheet.recipes.data.class_labels import ClassLabels, class_weights
@@ -193,6 +194,7 @@ def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
     return logged.found, recipe.evaluated, said
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_as_one_with_the_whole_batch(data: Path, tmp_path: Path, parallel: str) -> None:
     from transformers import AutoModelForSequenceClassification
@@ -280,6 +282,7 @@ def test_bad_input_is_rejected_by_its_place_before_anything_runs(
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.test_all
 def test_the_shipped_file_runs_and_its_run_can_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--pieces.most_pieces", "8", "--pieces.packages", "[email, json, logging]", "--batch_size", "4", "--threads", "1"]
     assert main(["train", "classify", "--runs_folder", str(tmp_path), "--max_duration", "3ba", *small]) == 0

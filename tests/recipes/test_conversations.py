@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.recipes.data.conversations import Conversations
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 

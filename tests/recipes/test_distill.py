@@ -17,10 +17,11 @@ import yaml
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from callsheet import Callback, CheckpointError, ConfigError, Context
+from callsheet import Callback, Context
 from callsheet.callbacks import CheckpointSaver
 from callsheet.cli.main import main
 from callsheet.core.randomness import seed_all
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.loggers import JSONLLogger
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.distill import Distill, DistillConfig, distill
@@ -191,6 +192,7 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, teacher: Path, tmp
     assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
 
 
+@pytest.mark.test_all
 def test_a_teacher_is_trained_first_and_found_again(data: Path, tmp_path: Path) -> None:
     def run(**values: Any) -> tuple[Distill, int]:
         given = {"max_duration": "4ba", "teacher_duration": "5ba", "packing": True, "batch_size": 2, **values}
@@ -242,6 +244,7 @@ def test_the_interval_of_evaluations_is_the_student_s(data: Path, tmp_path: Path
     assert evaluations(recipe.folder / "teacher") == [4]
 
 
+@pytest.mark.test_all
 def test_a_run_that_had_got_no_further_than_its_teacher_keeps_it(data: Path, tmp_path: Path) -> None:
     def run(**values: Any) -> Distill:
         given = {"teacher_duration": "2ba", "batch_size": 2, "max_duration": "1ba", **values}
@@ -284,6 +287,7 @@ def test_half_a_teacher_is_not_taken(data: Path, tmp_path: Path, monkeypatch: py
     assert not exported.with_name("export.new").exists()
 
 
+@pytest.mark.test_all
 def test_a_signal_in_the_teacher_s_training_makes_way_and_it_goes_on(data: Path, tmp_path: Path) -> None:
     def config() -> DistillConfig:
         return config_of(data, tmp_path, TEACHER, teacher_duration="90ba", batch_size=2, max_duration="1ba", log_interval=1)
@@ -333,6 +337,7 @@ def on_a_rank(data: Path, runs: Path, teacher: Path | None, parallel: str, ranks
     return logged.found, recipe.evaluated, sharded, here / sum(p.numel() for p in recipe.teacher.parameters())
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(("parallel", "has_teacher"), [pytest.param("ddp", True, marks=pytest.mark.slow), ("fsdp", False)])
 def test_two_ranks_learn_what_one_process_does(
     data: Path, teacher: Path, tmp_path: Path, parallel: str, has_teacher: bool

@@ -12,10 +12,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from callsheet import Callback, ConfigError, Context
+from callsheet import Callback, Context
 from callsheet.callbacks import CheckpointSaver
 from callsheet.cli.main import main
 from callsheet.core.randomness import seed_all
+from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.finetune import Finetune, FinetuneConfig, finetune
@@ -93,6 +94,7 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
 IDS = torch.arange(97, 117)[None]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("packing", [False, True])
 def test_it_is_the_plain_loop(data: Path, tmp_path: Path, packing: bool) -> None:
     config = config_of(data, tmp_path, max_duration="50ba", packing=packing, clip_grad_norm=None)
@@ -118,6 +120,7 @@ def test_it_is_the_plain_loop(data: Path, tmp_path: Path, packing: bool) -> None
     assert losses.found[-1] < 0.6 * losses.found[0]
 
 
+@pytest.mark.test_all
 def test_results_stand_beside_baselines_and_metrics_are_named_after_the_datasets(data: Path, tmp_path: Path) -> None:
     config = config_of(data, tmp_path, max_duration="60ba", packing=True, batch_size=8, test=Rows(str(data / "easy.jsonl")))
     recipe = finetune(config, loggers=[JSONLLogger()])
@@ -137,6 +140,7 @@ def test_results_stand_beside_baselines_and_metrics_are_named_after_the_datasets
     assert "32 examples in " in recipe.found()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("lora", [None, Lora(dropout=0.1)], ids=["full", "lora"])
 def test_a_resumed_run_ends_with_the_same_weights(data: Path, base: Path, tmp_path: Path, lora: Lora | None) -> None:
     def weights(folder: str, *durations: str) -> dict[str, Tensor]:
@@ -283,6 +287,7 @@ def on_a_rank(data: Path, runs: Path, base: Path, ranks: int) -> list[Any]:
     return found
 
 
+@pytest.mark.test_all
 def test_two_ranks_learn_and_export_what_one_process_does(data: Path, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -11,11 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from callsheet import Callback, ConfigError
+from callsheet import Callback
 from callsheet.callbacks import CheckpointSaver
 from callsheet.cli.main import main
 from callsheet.core.context import Context
 from callsheet.core.randomness import seed_all
+from callsheet.errors import ConfigError
 from callsheet.recipes import FinetuneVLM, FinetuneVLMConfig, finetune_vlm
 from callsheet.recipes.data.image_batches import ImageBatches
 from callsheet.recipes.data.image_text import ImageText
@@ -194,6 +195,7 @@ def test_parquet_with_a_column_of_images(tmp_path: Path, streaming: bool) -> Non
 # --- training ---
 
 
+@pytest.mark.test_all
 def test_losses_and_answers_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     kept = Kept()
     config = small(tmp_path, max_duration="50ba", answered_rows=12, optimizer=lambda some: torch.optim.AdamW(some, lr=0.02))
@@ -250,6 +252,7 @@ def train_on_ranks(folder: str) -> dict[str, Any]:
     return ends
 
 
+@pytest.mark.test_all
 def test_two_ranks_train_evaluate_answer_and_export_as_one_process(tmp_path: Path) -> None:
     make_rows(tmp_path)
     ranks = run_ranks(train_on_ranks, 2, str(tmp_path))

@@ -19,7 +19,7 @@ from transformers import (
     LlamaModel,
 )
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.recipes.models.byte_processor import byte_processor
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel

@@ -10,9 +10,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from callsheet import CheckpointError
 from callsheet.cli.export import export
 from callsheet.cli.main import main
+from callsheet.errors import CheckpointError
 from callsheet.testing import run_ranks
 
 from .tiny import sums
@@ -54,6 +54,7 @@ def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
         return f"refused: {error}"
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("overrides", [pytest.param([], marks=pytest.mark.slow), SHARDED], ids=["ddp", "fsdp"])
 def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp_path: Path, overrides: list[str]) -> None:
     said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)

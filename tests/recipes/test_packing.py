@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet import ConfigError
+from callsheet.errors import ConfigError
 from callsheet.recipes.data.packing import Pack, check_kept_apart, packed, plan
 from callsheet.recipes.data.padding import Padding
 

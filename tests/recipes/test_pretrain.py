@@ -180,6 +180,7 @@ def on_ranks(folder: str, parallel: str) -> dict[str, float]:
     return dict(pretrain(given, callbacks=[CheckpointSaver(save_interval="3ba")]).results)
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
     alone = pretrain(config(tmp_path)).results

@@ -9,15 +9,9 @@ import torch
 from torch import nn
 
 import callsheet.callbacks
-from callsheet import (
-    Callback,
-    CallbackManager,
-    Context,
-    Event,
-    RegistrationError,
-    Trainer,
-)
+from callsheet import Callback, CallbackManager, Context, Event, Trainer
 from callsheet.callbacks import CheckpointSaver, LRMonitor, SpeedMonitor
+from callsheet.errors import RegistrationError
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import Recorder
 

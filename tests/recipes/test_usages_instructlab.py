@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 import callsheet.callbacks
-from callsheet import (
-    Background,
-    Callback,
-    CallbackManager,
-    CallbackSpec,
-    Context,
-    NotACallbackError,
-    RunEndedError,
-)
+from callsheet import Background, Callback, CallbackManager, CallbackSpec, Context
 from callsheet.callbacks import CheckpointSaver, LRMonitor
+from callsheet.errors import NotACallbackError, RunEndedError
 from callsheet.testing import Recorder
 
 from .usages import Threshold, train

@@ -12,17 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from callsheet import (
-    Callback,
-    CallbackManager,
-    Context,
-    FieldNotAvailable,
-    RunInfo,
-    Trainer,
-    normalize_callbacks,
-    should_fire,
-)
+from callsheet import Callback, CallbackManager, Context, RunInfo, Trainer, normalize_callbacks, should_fire
 from callsheet.callbacks import CheckpointSaver
+from callsheet.errors import FieldNotAvailable
 from callsheet.recipes import Pretrain, pretrain
 from callsheet.testing import Recorder
 

@@ -18,6 +18,8 @@ from callsheet.testing import Recorder
 
 from .usages import Threshold, train
 
+pytestmark = pytest.mark.test_all
+
 
 class OnRanks(Callback):
     """Each way to have something happen on some ranks only."""

@@ -57,6 +57,7 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
     assert (curve["count"], curve["odd"], curve["odd_at"]) == (100_000, 1, [(54_321, "NaN")])
 
 
+@pytest.mark.test_all
 def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
     names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
     records = [MetricsRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]

@@ -350,6 +350,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.test_all
 def test_several_processes_at_once(folder: Path) -> None:
     """Two list the runs again and again, while runs come and go and the index is deleted under their feet."""
     code = _LOOKS_OFTEN.format(path=[path for path in sys.path if path])

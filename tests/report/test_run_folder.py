@@ -318,6 +318,7 @@ KEYS = (
 )
 
 
+@pytest.mark.test_all
 @settings(max_examples=60, deadline=None)
 @given(
     lines=st.lists(st.dictionaries(st.sampled_from(KEYS.split()), anything, max_size=12), max_size=12),

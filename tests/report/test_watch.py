@@ -26,10 +26,11 @@ import pytest
 import torch
 from torch import nn
 
-from callsheet import Callback, ConfigError, Context, RequestRejected, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import SaveOnTrigger
 from callsheet.callbacks.support.listeners import LISTENERS, announce, withdraw
 from callsheet.checkpoint import find_checkpoints
+from callsheet.errors import ConfigError, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.report import live_run, watch
 from callsheet.report.live_run import LiveRun

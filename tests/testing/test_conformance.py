@@ -21,7 +21,8 @@ from unittest import SkipTest
 import pytest
 import torch
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.errors import ConfigError
 from callsheet.loggers import Logger
 from callsheet.testing import (
     CONFORMANCE,
@@ -72,15 +73,18 @@ class Sound(Callback):
 # --- the public face ---
 
 
+@pytest.mark.test_all
 def test_a_sound_one_passes_all_of_it(tmp_path: Path) -> None:
     check_callback(partial(Sound, factor=2.0), tmp_path)
 
 
+@pytest.mark.test_all
 def test_a_lambda_is_taken_to_other_processes_by_cloudpickle(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     CHECKS["runs_on_ranks"](lambda: Sound(factor=2.0), tmp_path)
 
 
+@pytest.mark.test_all
 def test_without_cloudpickle_a_lambda_is_checked_in_all_else_and_the_rest_is_skipped_aloud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +541,7 @@ class LeavesOnFailure(Callback):
         self.hook.remove()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(
     ("what", "found"),
     [
@@ -630,6 +635,7 @@ def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> 
     assert [error.callback for error in errors if error is not None][-1] == "WaitsForEver"
 
 
+@pytest.mark.test_all
 def test_check_on_ranks_tells_of_all_that_do_not_pass(tmp_path: Path) -> None:
     with pytest.raises(
         ConformanceError, match=r"(?s)TellsItsRank, NudgesOnRanks does not pass runs_on_ranks: TellsItsRank.*NudgesOnRanks"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from callsheet import Callback, ConfigError, Context, NonFiniteError
+from callsheet import Callback, Context, NonFiniteError
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -22,6 +22,7 @@ from callsheet.callbacks import (
     ThresholdStopper,
 )
 from callsheet.core.lifecycle import EVENTS
+from callsheet.errors import ConfigError
 from callsheet.testing import FakeLoop, Recorder, check_events
 
 NEVER = {"on_exception", "on_preempt", "on_checkpoint_published", "on_checkpoint_save_start", "on_checkpoint_save_end"}

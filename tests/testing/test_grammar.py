@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet import Callback, CallsheetError, ConfigError, Context, RunInfo, UnknownEventError
+from callsheet import Callback, CallsheetError, Context, RunInfo
 from callsheet.core.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_available
 from callsheet.core.manager import CallbackManager
+from callsheet.errors import ConfigError, UnknownEventError
 from callsheet.testing import GrammarChecker, GrammarError, Recorder, check_events
 from callsheet.testing.grammar import NONE, read_order
 

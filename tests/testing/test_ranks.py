@@ -6,6 +6,8 @@ import pytest
 
 from callsheet.testing import run_ranks
 
+pytestmark = pytest.mark.test_all
+
 
 def recorded() -> tuple[str | None, str | None, str]:
     return os.environ.get("TOLD"), os.environ.get("TOLD_BEFORE"), os.environ["RANK"]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from callsheet import Callback, CheckpointError, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import run_ranks
 
 
@@ -115,6 +116,7 @@ def stopped_alone(folder: str) -> str:
     return " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
+@pytest.mark.test_all
 def test_ranks_that_wait_in_different_places_say_where(tmp_path: Path) -> None:
     for recorded in run_ranks(stopped_alone, 2, str(tmp_path)):
         assert "replicated=True" in recorded or "not at the same step" in recorded, recorded

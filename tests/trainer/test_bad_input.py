@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from callsheet import Callback, CallsheetError, ConfigError, Context, NotACallbackError, Outcome, RequestRejected, Trainer
+from callsheet import Callback, CallsheetError, Context, Outcome, Trainer
 from callsheet.callbacks import Lambda
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
+from callsheet.errors import ConfigError, NotACallbackError, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.testing import Recorder, check_events
 from callsheet.trainer import Task

@@ -216,6 +216,7 @@ def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["split", "dealt", "dealt stateful"])
 def test_another_number_of_ranks_goes_on(kind: str) -> None:
     """From 4 ranks to 2 with batches of twice the size, and to a single process."""
@@ -334,6 +335,7 @@ class Inputs(Dataset[Tensor]):
         return self.noisy[index][0]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["plain", "plain seeded", "stateful seeded"])
 def test_augmentation_in_workers_is_exact_in_one_process(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Any:
@@ -347,6 +349,7 @@ def test_augmentation_in_workers_is_exact_in_one_process(kind: str, caplog: pyte
     assert not caplog.records
 
 
+@pytest.mark.test_all
 def test_persistent_workers_of_another_interpreter_hear_of_the_epoch() -> None:
     """They are not forked from here: what they know was pickled before the first epoch."""
     there, here = SeededDataset(Numbers(), 4), SeededDataset(Numbers(), 4)

@@ -74,6 +74,7 @@ class Poison(Callback):
             ctx.loss = ctx.loss + float("inf")
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_they_change_nothing_and_write_once(parallel: str, tmp_path: Path) -> None:
     plain = run_ranks(trained, 2, str(tmp_path), parallel, False)

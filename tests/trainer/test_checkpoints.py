@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import callsheet
-from callsheet import Callback, CheckpointError, ConfigError, Context, Trainer
+from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints, read_checkpoint, read_manifest
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .small_run import History, SavesAt, result, run_small, small_trainer
@@ -282,6 +283,7 @@ run_small(Path(sys.argv[1]), SavesAt("step"))
 """
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("file", ["checkpoint.txt", "shard-00000.safetensors"])
 def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
     file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -345,6 +347,7 @@ def exported_of_shards(folder: str) -> None:
             torch.testing.assert_close(read(input_ids=ids).logits, logits, rtol=0, atol=0)
 
 
+@pytest.mark.test_all
 def test_a_sharded_hugging_face_model_is_exported_whole(tmp_path: Path) -> None:
     run_ranks(exported_of_shards, 2, str(tmp_path))
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "exported").iterdir()}

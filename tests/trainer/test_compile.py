@@ -143,6 +143,7 @@ def test_activations_are_computed_again_and_the_losses_are_the_same() -> None:
     assert (once, twice) == (4, 8)
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_activations_are_computed_again_on_ranks(parallel: str) -> None:
     for found, expected in zip(

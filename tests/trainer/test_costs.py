@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from callsheet import Callback, CallbackManager, ConfigError, Context, every
+from callsheet import Callback, CallbackManager, Context, every
 from callsheet.core.costs import PATH_EVENTS, WINDOW_STEPS, CostReport, Window
 from callsheet.core.lifecycle import POINTS, SPANS
+from callsheet.errors import ConfigError
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events
 
@@ -61,7 +62,7 @@ class Sleeps(Callback):
         time.sleep(SLEEP)
 
 
-def run(folder: Path, *callbacks: Callback, costs: str = "sampled", **changes: Any) -> Taker:
+def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: Any) -> Taker:
     """A small run; who took its costs."""
     capture = Taker()
     manager = CallbackManager([*callbacks, capture], costs=costs, warn_share=changes.pop("warn_share", 0.05))
@@ -151,6 +152,7 @@ def test_reports_are_plain_data(tmp_path: Path) -> None:
     assert recorded[1]["slices"][0][0] in SPANS
 
 
+@pytest.mark.test_all
 def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run(tmp_path, Sleeps(), Counts(), costs="sampled", eval_interval=None, max_duration="250ep")
@@ -159,6 +161,7 @@ def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCapt
     assert named[0].startswith("Callback Sleeps takes ")
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("share", [None, 1000.0])
 def test_nobody_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):

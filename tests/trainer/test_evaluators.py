@@ -246,6 +246,7 @@ def train_until_the_signal(folder: Path) -> dict[str, Any]:
 _ORDER = ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end", "on_preempt", "on_checkpoint_save_end")
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp_path: Path) -> None:
     ranks = run_ranks(train_until_the_signal, world_size, tmp_path)

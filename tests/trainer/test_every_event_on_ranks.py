@@ -98,6 +98,7 @@ def trained(folder: str) -> tuple[list[str], list[Any]]:
     return checker.faults, checker.shared
 
 
+@pytest.mark.test_all
 def test_every_event_reaches_every_rank_with_its_fields(tmp_path: Path) -> None:
     ends = run_ranks(trained, RANKS, str(tmp_path), timeout=200)
     assert [faults for faults, _ in ends] == [[]] * RANKS

@@ -15,23 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from callsheet import (
-    Background,
-    Callback,
-    CallbackManager,
-    CallbackSpec,
-    ConfigError,
-    Context,
-    NotACallbackError,
-    Outcome,
-    Process,
-    RegistrationError,
-    RequestRejected,
-    RunInfo,
-    Trainer,
-    every,
-)
+from callsheet import Background, Callback, CallbackManager, CallbackSpec, Context, Outcome, Process, RunInfo, Trainer, every
 from callsheet.core.lifecycle import EVENTS
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, run_ranks
 
@@ -327,7 +313,7 @@ def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: py
     class Says(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 1:
-                ctx.log({"says": 1.0}, over="avg")
+                ctx.log({"says": 1.0}, over="avg")  # type: ignore[arg-type]
 
     manager = CallbackManager([Background(Says())])
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.02))
@@ -355,6 +341,7 @@ def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) 
     assert reads.seen == [float(step) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.test_all
 def test_a_process_that_hangs_holds_up_no_checkpoint_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     far = Process(Far(hang_at=2), deadline=2.0)
     with small_trainer(tmp_path, far, eval_interval=None) as trainer:
@@ -384,6 +371,7 @@ def test_what_cannot_be_copied_is_the_callbacks_failure(tmp_path: Path, caplog: 
     assert "cannot pickle" in caplog.text
 
 
+@pytest.mark.test_all
 def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 
@@ -393,7 +381,7 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
 
         def on_train_step_end(self, ctx: Context) -> None: ...
 
-    hanging = [Background(Hangs(), deadline=1.0) for _ in range(3)]
+    hanging = [Background(Hangs(), deadline=2.0) for _ in range(3)]
     for number, callback in enumerate(hanging):
         callback.name = f"hangs-{number}"
     well = Ears()
@@ -403,7 +391,7 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
     trainer.close()
     took = time.monotonic() - began
     release.set()
-    assert 0.9 < took < 3
+    assert 1.9 < took < 5.5  # six, if each lane were waited for in turn
     assert well.received[-1][0] == "on_run_end"
     for number in range(3):
         assert f"a lane has not delivered all events: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
@@ -565,6 +553,7 @@ def failing_on_one_rank(folder: str, in_lane: bool) -> list[int]:
     return [len(steps), callback.calls, int(off[0])]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("in_lane", [False, True])
 def test_one_that_fails_on_one_rank_is_switched_off_on_all(in_lane: bool, tmp_path: Path) -> None:
     ends = run_ranks(failing_on_one_rank, 2, str(tmp_path), in_lane)
@@ -580,6 +569,7 @@ def test_one_that_fails_on_one_rank_is_switched_off_on_all(in_lane: bool, tmp_pa
 # --- in a process of its own ---
 
 
+@pytest.mark.test_all
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     records: dict[int, float] = {}
     far = Process(Far(bias=100))
@@ -604,6 +594,7 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
         assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS
 
 
+@pytest.mark.test_all
 def test_a_process_that_dies_is_counted_and_started_again_with_its_last_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -618,6 +609,7 @@ def test_a_process_that_dies_is_counted_and_started_again_with_its_last_state(
     assert "SystemExit: enough" in caplog.text
 
 
+@pytest.mark.test_all
 def test_a_process_that_hangs_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
     far = Process(Far(hang_at=1), deadline=2.0)
     trainer = small_trainer(tmp_path, far, eval_interval=None)
@@ -628,11 +620,12 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(tmp_path: Path) ->
         time.sleep(0.01)
     began = time.monotonic()
     trainer.close()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
+@pytest.mark.test_all
 def test_a_process_can_stop_the_run_and_a_class_can_say_that_it_wants_one(tmp_path: Path) -> None:
     manager = CallbackManager([FarByClass(stop_at=2)])
     asked: list[str] = []
@@ -689,6 +682,7 @@ def test_what_is_logged_at_the_last_step_stands_in_the_last_record(tmp_path: Pat
     assert records == [(STEPS, STEPS)]
 
 
+@pytest.mark.test_all
 def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -> None:
     class Hangs(Callback):
         let_go = threading.Event()

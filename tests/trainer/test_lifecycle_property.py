@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from callsheet import Callback, ConfigError, Context, FieldNotAvailable, Outcome, RunEndedError, Trainer
+from callsheet import Callback, Context, Outcome, Trainer
 from callsheet.core.lifecycle import EVENTS, FIELDS, POINTS, SPAN_OF, SPANS
+from callsheet.errors import ConfigError, FieldNotAvailable, RunEndedError
 from callsheet.testing import GrammarChecker
 
 ERRORS: tuple[type[BaseException], ...] = (RuntimeError, StopIteration, KeyboardInterrupt, SystemExit)
@@ -397,6 +398,7 @@ def check(plan: Plan) -> list[str]:
     return events
 
 
+@pytest.mark.test_all
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans)
 def test_any_run_follows_the_lifecycle(plan: Plan) -> None:

@@ -185,6 +185,7 @@ ALWAYS = {
 """What `make test` runs of them; `make slow` runs the rest."""
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(
     ("kind", "world_size", "name"),
     [
@@ -306,6 +307,7 @@ def bare_llama(case: Case) -> dict[str, Any]:
     return {"weights": weights_of(model), "losses": losses}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("name", TOKEN_CASES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_language_model_s_ranks_train_the_mean_over_all_labelled_tokens(kind: str, name: str) -> None:
@@ -428,6 +430,7 @@ def rejected() -> dict[str, str]:
     return found
 
 
+@pytest.mark.test_all
 def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
     for recorded in run_ranks(rejected, 2):
         assert "parallel='single' among 2 ranks" in recorded["single"]

@@ -97,7 +97,7 @@ def in_a_loop_by_hand(manager: CallbackManager, folder: Path, log_interval: str,
 @pytest.mark.parametrize("costs", ["sampled", "off"])
 @pytest.mark.parametrize("log_interval", ["7ba", "1000ba"])
 @pytest.mark.parametrize("train", [in_the_trainer, in_a_loop_by_hand])
-def test_a_pause_ends_at_its_step(train: Any, log_interval: str, costs: str, tmp_path: Path) -> None:
+def test_a_pause_ends_at_its_step(train: Any, log_interval: str, costs: Any, tmp_path: Path) -> None:
     pauses, counts = Pauses(), Counts()
     train(CallbackManager([pauses, counts], costs=costs), tmp_path, log_interval)
     assert pauses.recorded == [1, 50, 51, 100, 101]

@@ -261,6 +261,7 @@ def test_an_overflow_in_one_shard_is_left_out_by_all() -> None:
     assert zero == one
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(("precision", "kind"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
 def test_a_sharded_model_computes_in_the_same_type(precision: str, kind: str) -> None:
     """Near what replicas compute: both round to 8 or 11 bits, perhaps at other places."""

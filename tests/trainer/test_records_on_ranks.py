@@ -18,7 +18,7 @@ from callsheet.testing.ranks import run_ranks
 WAYS = [(over, across) for over in OVER for across in ACROSS]
 BOUNDARIES, STEPS = 3, 5
 
-Logged = list[tuple[int, str, str, str, float, float | None]]
+Logged = list[tuple[int, str, Any, Any, float, float | None]]
 """Boundary, name, over, across, value, weight."""
 
 

@@ -23,6 +23,7 @@ def check(folder: Path, rendezvous: str, ranks: int, deaths: list[Death], wanted
     assert found.weights == wanted, found.output
 
 
+@pytest.mark.test_all
 def test_restarted_by_torchrun(tmp_path: Path) -> None:
     check(tmp_path, "standalone", 2, ONE)
 

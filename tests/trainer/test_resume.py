@@ -24,8 +24,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, CheckpointError, ConfigError, Context, Outcome, Trainer
+from callsheet import Callback, Context, Outcome, Trainer
 from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
+from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import Recorder, check_events
 
 from .small_run import (
@@ -53,6 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     return {loader: run_small(tmp_path_factory.mktemp("undisturbed"), loader=loader, seed=0) for loader in LOADERS}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(
     ("loader", "boundaries", "count"),
     [
@@ -85,6 +87,7 @@ def test_the_undisturbed_runs_can_differ(undisturbed: dict[str, dict[str, Any]],
     assert [step for step, values in undisturbed["dataloader"]["records"] if "noisy/loss" in values] == [4, 8, 12]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_chain_of_processes_of_one_boundary_each_gives_the_undisturbed_run(
     loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
@@ -263,6 +266,7 @@ class Meter(Callback):
         self.count, self.total = state["count"], state["total"]
 
 
+@pytest.mark.test_all
 def test_callbacks_and_user_state_come_back(tmp_path: Path) -> None:
     straight = Meter(1.5)
     with small_trainer(tmp_path, straight) as first:
@@ -406,6 +410,7 @@ def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogC
     assert "state.json is missing" in caplog.text
 
 
+@pytest.mark.test_all
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(["state.json", "index.json", "local-00000.json", "shard-00000.safetensors", "manifest.json"]),
@@ -567,6 +572,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
     raise AssertionError(f"step {step} never came")
 
 
+@pytest.mark.test_all
 def test_killed_at_any_moment_the_curve_goes_on(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     seen = 0
     for _ in range(2):
@@ -582,6 +588,7 @@ def test_killed_at_any_moment_the_curve_goes_on(undisturbed: dict[str, dict[str,
     assert run_small(tmp_path, seed=seed_for(tmp_path), resume="auto") == undisturbed["dataloader"]
 
 
+@pytest.mark.test_all
 def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     process = start_script(tmp_path, "--until-sigterm", "4")
     wait_for_step(process, tmp_path, 4)
@@ -597,6 +604,7 @@ def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp
     assert run_small(tmp_path, seed=9, resume="auto")["losses"] == undisturbed["dataloader"]["losses"]
 
 
+@pytest.mark.test_all
 def test_sigterm_with_persistent_workers_in_the_second_epoch(tmp_path: Path) -> None:
     """Their order and augmentation, dropout, losses and weights are those of a run that was left alone."""
     straight = run_small(tmp_path / "straight", loader="workers")

@@ -31,6 +31,7 @@ def check(survival: Survival, wanted: list[dict[str, object]], *, records: bool 
             assert found["records"] == good["records"]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS])
 def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]

@@ -20,6 +20,7 @@ PLACES = [(1, 2), (2, 0), (2, 3), (2, STEPS), (3, 1)]
 PERSISTENT: Mapping[str, Any] = {"workers": 2, "persistent": True, "context": "fork"}
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(("epoch", "place"), PLACES)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_persistent_workers_are_resumed_exactly(epoch: int, place: int, seeded: bool) -> None:
@@ -48,6 +49,7 @@ def test_an_order_that_depends_on_what_training_draws_is_told() -> None:
     assert "train_dataloader: LazyTorch did not repeat the batches" in result.message
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("data", ["stream", "stream of epoch", "stream with generator"])
 def test_iterables_are_resumed_exactly(data: str) -> None:
     for case in (Case(data, ""), Case(data, "", **PERSISTENT), Case(data, "", epoch=3, place=0, **PERSISTENT)):
@@ -68,6 +70,7 @@ def test_an_iterable_that_counts_in_persistent_workers_is_told_while_training() 
     assert "CountingStream has changed attributes of its own in persistent workers" in result.message
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("number", range(6))
 def test_no_random_dataloader_differs_in_silence(number: int) -> None:
     case = random_case(random.Random())

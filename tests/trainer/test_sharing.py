@@ -37,6 +37,9 @@ from callsheet.trainer.data import SeededDataset, shared
 from callsheet.trainer.data.seeded import mixed, seeded
 from callsheet.trainer.data.splitting import Split, drawn_order
 
+pytestmark = pytest.mark.test_all
+
+
 SMALL = st.integers(1, 5)
 RANKS = 3
 

@@ -18,18 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from callsheet import (
-    Callback,
-    Context,
-    FieldNotAvailable,
-    MetricsRecord,
-    Outcome,
-    RegistrationError,
-    RequestRejected,
-    RunEndedError,
-    Time,
-    Trainer,
-)
+from callsheet import Callback, Context, MetricsRecord, Outcome, Time, Trainer
+from callsheet.errors import FieldNotAvailable, RegistrationError, RequestRejected, RunEndedError
 from callsheet.testing import Recorder
 from callsheet.trainer import HuggingFaceTask, SupervisedTask, Task
 
@@ -687,6 +677,7 @@ def test_a_trainer_that_is_forgotten_tells_its_end() -> None:
     assert recorder.events.count("on_run_end") == 1
 
 
+@pytest.mark.test_all
 def test_a_script_that_never_closes_tells_the_end_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

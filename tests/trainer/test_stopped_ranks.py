@@ -23,6 +23,9 @@ from callsheet.testing.ranks import RankProcesses
 
 from .restarts import free_port
 
+pytestmark = pytest.mark.test_all
+
+
 TIMEOUT = 4.0
 MARGIN = 4.0
 """Seconds that a busy machine may take besides."""

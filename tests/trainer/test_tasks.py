@@ -151,6 +151,7 @@ def train_opaque(kind: str) -> list[float]:
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["samples", pytest.param("list", marks=pytest.mark.slow)])
 def test_batches_of_any_kind_are_trained_on(kind: str) -> None:
     model = linear()
@@ -199,6 +200,7 @@ def evaluate_list_states(numbers: list[int]) -> list[dict[str, dict[str, float]]
         return [trainer.evaluate(data), {"test": trainer.test(data[str(numbers[0])])}]
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize(
     ("function", "numbers"),
     [
@@ -344,6 +346,7 @@ def test_labels_of_a_step_are_counted(options: dict[str, Any]) -> None:
     assert label_tokens("sequences", options) == [None, None, None]
 
 
+@pytest.mark.test_all
 def test_labels_of_all_ranks_are_counted() -> None:
     assert run_ranks(label_tokens, 2, "causal", {}) == [[10.0] * 3] * 2
     assert label_tokens("causal", {"gradient_accumulation_steps": 3}) == [30.0]

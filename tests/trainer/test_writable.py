@@ -16,6 +16,9 @@ from callsheet import Callback, Context, Trainer
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer import Parallel
 
+pytestmark = pytest.mark.test_all
+
+
 LR, WEIGHT = 0.1, 0.5
 WRITTEN = ("nothing", "batch", "microbatch", "outputs", "loss", "halved")
 

@@ -1,1 +1,20 @@
 """Bridges: hosts run callsheet's callbacks in other frameworks' loops; guests run other frameworks' callbacks in callsheet's loop."""
+
+_FRAMEWORKS = {
+    "transformers": "huggingface",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "ignite": "ignite",
+    "torchtnt": "torchtnt",
+    "composer": "composer",
+    "keras": "keras",
+    "accelerate": "accelerate",
+}
+"""Which bridge wraps a foreign callback, by the package of its class."""
+
+
+def guest_hint(thing: object) -> str:
+    """Return the hint how to wrap a callback of another framework, or the empty string if it is of none that has a bridge."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
+    bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
+    return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""

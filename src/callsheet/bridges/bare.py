@@ -219,6 +219,7 @@ class AttachedRun:
         self._epoch: int | None = None  # the epoch of the last call of `steps`
         self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
+        run.reject((), strict=strict, logger=logger)
 
     @property
     def ctx(self) -> Context:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from callsheet.core.call_sheet import Handler, InTurn
-from callsheet.core.callback import Callback
+from callsheet.bridges import guest_hint
+from callsheet.core.call_sheet import CompositeHandler, HandlerEntry, Registration
+from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS as OURS
-from callsheet.core.registration import bridge_of
-from callsheet.errors import NotSupported, RegistrationError
+from callsheet.core.wrappers import Handler
+from callsheet.errors import NotSupported, RegistrationError, where
 
 logger = logging.getLogger("callsheet")
 
@@ -61,6 +63,42 @@ class Common:
     """Whether it belongs to one guest alone."""
 
 
+class SharedFirst(CompositeHandler):
+    """A guest's handler, preceded by the method of its `common` for the same event.
+
+    Of all guests that share a `common`, only the first to be called at an event calls that method.
+
+    Args:
+        guest: the guest.
+        event: the event, and the name of the method.
+        rest: the guest's own handler; None if it has none.
+    """
+
+    def __init__(self, guest: Guest, event: str, rest: Handler | None) -> None:
+        self._guest, self._event, self._rest = guest, event, rest
+
+    @property
+    def first(self) -> Handler:
+        """The method of the guest's `common`, which can change when the guest is added to a call sheet."""
+        method: Handler = getattr(self._guest.common, self._event)
+        return method
+
+    def __call__(self, ctx: Context) -> None:
+        """Call both."""
+        self.first(ctx)
+        if self._rest is not None:
+            self._rest(ctx)
+
+    def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
+        """Yield the shared method's entry, unless it is called earlier already, and the guest's own."""
+        first = self.first
+        if all(each.handler != first for each in earlier):
+            registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
+            yield replace(entry, handler=first, registration=registration, on_error="raise", ranks="all", every=None)
+        if self._rest is not None:
+            yield replace(entry, handler=self._rest)
+
+
 class Guest(Callback):
     """A callback of another framework. It listens only to the events of the methods that it overrides, so that other events cost nothing.
 
@@ -91,9 +129,11 @@ class Guest(Callback):
     NEVER: ClassVar[tuple[str, ...]] = ()
     """Foreign methods that are never called in callsheet."""
 
+    common: Any = None
+    """The state that it shares with the other guests of its call sheet, of class `COMMON`."""
     transport_ignore = ("common",)
 
-    def __init__(self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True) -> None:
+    def __init__(self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> None:
         if self.BASE is not None and not isinstance(foreign, self.BASE):
             raise no_guest(foreign, f"an instance of {self.BASE.__module__}.{self.BASE.__qualname__}")
         self.foreign = foreign
@@ -115,7 +155,7 @@ class Guest(Callback):
                 and hasattr(self.COMMON, event)
                 and (handler is not None or event not in self.COMMON.LISTEN_ONLY)
             ):
-                setattr(self, event, InTurn(self, event, handler))
+                setattr(self, event, SharedFirst(self, event, handler))
             elif handler is not None:
                 setattr(self, event, handler)
 
@@ -128,6 +168,16 @@ class Guest(Callback):
     def handler(self, theirs: str, method: Any) -> Handler:
         """Return a handler that calls `method` with its framework's arguments. `method` is None if the callback has no such attribute."""
         raise NotImplementedError
+
+    def share_with(self, others: Sequence[Callback]) -> None:
+        """Take the `common` of an earlier guest of the same framework. The first guest of a call sheet gets a new one."""
+        if self.common is None or self.common.is_alone:
+            return
+        guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
+        kind = type(self.common)
+        self.common = (
+            next((each.common for each in guests if type(each.common) is kind and not each.common.is_alone), None) or kind()
+        )
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the foreign callback's state, or an empty one if it has no `state_dict`."""
@@ -146,7 +196,7 @@ class Guest(Callback):
 
 def is_another_s(given: Any) -> bool:
     """Return whether `given` is no callback of this framework, whatever methods it has: a class, a callback of ours or of another bridge."""
-    return isinstance(given, (type, Callback)) or bool(bridge_of(given))
+    return isinstance(given, (type, Callback)) or bool(guest_hint(given))
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
@@ -158,7 +208,7 @@ def no_guest(given: Any, wanted: str) -> RegistrationError:
     elif isinstance(given, Callback):
         hint = "; it is already a callback of callsheet, and needs no guest"
     else:
-        hint = bridge_of(given)
+        hint = guest_hint(given)
     return RegistrationError(f"{given!r} is not {wanted}{hint}")
 
 

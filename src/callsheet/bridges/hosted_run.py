@@ -16,7 +16,6 @@ from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.reads import reads_of, writes_to_run_folder
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
@@ -109,7 +108,7 @@ class HostedRun(Run):
             info,
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
-            control=Control(able=able, is_shared=ranks.world_size > 1),
+            control=Control(able=able, is_shared=ranks.world_size > 1, host=host),
             signals=SignalWatch(signals),
             world=world,
             log_every=log_every,
@@ -180,7 +179,6 @@ class HostedRun(Run):
         """The results of the current evaluation so far, by dataset name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the current step. Their events are fired when the step has ended."""
-        self.hints: Mapping[str, str] = {}
         """By the name of an unsupported request: what to do so that the host supports it."""
         self.parts: dict[str, Stateful] = {}
         """The host's own state in a checkpoint, besides model, optimizer, scheduler and callbacks. Each rank has its own."""
@@ -205,7 +203,7 @@ class HostedRun(Run):
 
     def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
         ctx = self.ctx
-        is_writing = self._writes_checkpoints or any(writes_to_run_folder(each) for each in self.manager.callbacks)
+        is_writing = self._writes_checkpoints or any(inner(each).writes_to_run_folder for each in self.manager.callbacks)
         if self._has_own_name and is_writing:
             try:
                 self.guard.acquire()
@@ -379,21 +377,22 @@ class HostedRun(Run):
             if each in served and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._listeners(event))
                 logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self.host)
-        if self.control.able and _REQUESTS - self.control.able:  # a run that supports no request at all does not train
+        if self.control.able:  # a run that supports no request at all does not train
             self._reject_requests(strict=strict, logger=logger)
 
     def _reject_requests(self, *, strict: bool, logger: Any) -> None:
         for each in self.manager.callbacks:
-            asked = _REQUESTS & {read.removeprefix("control.") for read in reads_of(each) if read.startswith("control.")}
+            asked = set(inner(each).requests)
             if cannot := sorted(asked - self.control.able):
                 missed = ", ".join(f"ctx.control.{request}" for request in cannot)
                 if not asked & self.control.able:
                     message = f"{label_of(each)} asks for {missed}, which {self.host} does not support here"
                     if strict:
                         hint = next(
-                            (self.hints[request] for request in cannot if request in self.hints), "leave the callback out"
+                            (self.control.hints[request] for request in cannot if request in self.control.hints),
+                            "leave the callback out",
                         )
-                        raise NotSupported(f"{message}; {hint}, or pass strict=False to get the error only if it asks")
+                        raise NotSupported(f"{message}; {hint}, or pass strict=False to log an error only if it asks")
                     logger.warning("%s", message)
                 else:
                     logger.info("%s may ask for %s, which %s does not support here", label_of(each), missed, self.host)
@@ -613,8 +612,6 @@ _CAUSES: Mapping[str, str] = {
     "optimizer_step": ": the loop did not step the optimizer that the bridge was given",
 }
 """By a span of the first step that was not fired: the probable cause, and what to do."""
-
-_REQUESTS = frozenset({"stop", "save", "evaluate"})
 
 
 def _name_of(listener: Any) -> str:

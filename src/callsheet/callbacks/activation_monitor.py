@@ -48,6 +48,8 @@ class ActivationMonitor(Callback):
         ConfigError: an argument is invalid, or, when training starts, a pattern matches no module.
     """
 
+    required_fields = ("model",)
+
     def __init__(
         self, *, batch_log_interval: int = 200, modules: Iterable[str] | None = None, ignore_types: Iterable[str] = ()
     ) -> None:

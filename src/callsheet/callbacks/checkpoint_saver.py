@@ -36,6 +36,7 @@ class CheckpointSaver(Callback):
 
     phase = "save"
     collective = True
+    requests = ("save",)
 
     def __init__(
         self,
@@ -130,7 +131,6 @@ class CheckpointSaver(Callback):
         return {"best_score": self._best_score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._best_score = state["best_score"]
 
     def _take(self, ctx: Context) -> bool:

@@ -40,6 +40,7 @@ class DiskSpaceGuard(Callback):
 
     phase = "decide"
     ranks = "local_zero"
+    requests = ("stop", "save")
 
     def __init__(
         self, *, warn_below: int = 10 * 2**30, stop_below: int = 2**30, path: str | os.PathLike[str] | None = None
@@ -91,7 +92,6 @@ class DiskSpaceGuard(Callback):
         return {"largest": self._largest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._largest = state["largest"]
 
     def _found(self, ctx: Context) -> Path:

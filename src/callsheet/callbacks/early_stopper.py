@@ -37,6 +37,7 @@ class EarlyStopper(Callback):
     phase = "decide"
     transport_ignore = ("_is_resumed",)
     collective = True  # its requests are the same on all ranks
+    requests = ("stop",)
 
     def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
         self._monitor = _checked_monitor(monitor)
@@ -124,7 +125,6 @@ class EarlyStopper(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._best, self._waited = state["best"], state["waited"]
         self._best_at, self._seen_at = (
             Timestamp.from_dict(state[name]) if state[name] is not None else None for name in ("best_at", "seen_at")

@@ -52,6 +52,7 @@ class EMA(Callback):
 
     phase = "change"
     collective = True
+    required_fields = ("model",)
 
     def __init__(
         self,

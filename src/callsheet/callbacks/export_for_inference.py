@@ -57,6 +57,8 @@ class ExportForInferenceCallback(Callback):
     """
 
     collective = True  # gathering a sharded model is a collective
+    required_fields = ("model",)
+    writes_to_run_folder = True
 
     def __init__(
         self,

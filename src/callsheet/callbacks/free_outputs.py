@@ -19,6 +19,7 @@ class FreeOutputs(Callback):
     """
 
     phase = "restore"
+    required_fields = ("outputs",)
 
     def __init__(self) -> None:
         self._has_warned = False

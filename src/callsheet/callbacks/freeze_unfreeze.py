@@ -41,6 +41,7 @@ class FreezeUnfreeze(Callback):
 
     phase = "change"
     collective = True
+    required_fields = ("model", "optimizer")
 
     def __init__(self, *, modules: str | Sequence[str], until: str | int | Time | None = None, statistics: bool = False) -> None:
         self._patterns = [modules] if isinstance(modules, str) else list(modules)

@@ -48,6 +48,7 @@ class Generate(Callback):
     """
 
     collective = True  # a sharded model's forward pass is a collective
+    required_fields = ("model",)
     # `draws_random` is not set: it would save and restore random states at every step, and they are only needed when generating.
 
     def __init__(
@@ -157,6 +158,5 @@ class Generate(Callback):
         return {"seen": self._seen.to_dict() if self._seen is not None else None, "drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._seen = Timestamp.from_dict(state["seen"]) if state["seen"] is not None else None
         self._drawn_at = state["drawn_at"]

@@ -26,6 +26,7 @@ class GradientAccumulationScheduler(Callback):
 
     phase = "change"
     collective = True  # all ranks use the same value
+    requests = ("set_gradient_accumulation",)
 
     def __init__(self, *, schedule: Mapping[int, int]) -> None:
         if not isinstance(schedule, Mapping) or not schedule:

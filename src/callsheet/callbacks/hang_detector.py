@@ -64,6 +64,8 @@ class HangDetector(Callback):
         ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
+    writes_to_run_folder = True
+
     def __init__(
         self,
         *,
@@ -135,7 +137,6 @@ class HangDetector(Callback):
         return {"learned": list(self._learned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._learned.clear()
         self._learned.extend(state["learned"])
 

@@ -37,6 +37,7 @@ class Heartbeat(Callback):
 
     phase = "report"
     on_error = "isolate"
+    writes_to_run_folder = True
 
     def __init__(self, *, file: str | os.PathLike[str] | None = None, seconds: float = 10.0, ranks: RankGate = "zero") -> None:
         if not seconds > 0:

@@ -87,7 +87,6 @@ class History(Callback):
         return {"records": list(self.records), "evaluations": list(self.evaluations)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.records = [(step, dict(values)) for step, values in state["records"]]
         self.evaluations = [(step, dict(results)) for step, results in state["evaluations"]]
         self._forget_old()

@@ -44,6 +44,7 @@ class ImageVisualizer(Callback):
     """
 
     ranks = "zero"
+    required_fields = ("batch", "microbatch", "outputs")
 
     def __init__(
         self,
@@ -140,5 +141,4 @@ class ImageVisualizer(Callback):
         return {"told": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._logged = self._taken = state["told"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
 from callsheet.core.events import as_event
 from callsheet.core.ranks import RankGate
@@ -33,7 +33,7 @@ class Lambda(Callback):
         ConfigError: no functions were given, an argument is not callable, or an import path has no function.
     """
 
-    def __init__(self, *, name: str = "", phase: str = "measure", ranks: RankGate = "all", **functions: Function | str) -> None:
+    def __init__(self, *, name: str = "", phase: Phase = "measure", ranks: RankGate = "all", **functions: Function | str) -> None:
         if not functions:
             raise ConfigError("Lambda() calls nothing; give it functions by event, such as on_log=print_loss")
         self.name, self.phase, self.ranks = name, phase, ranks

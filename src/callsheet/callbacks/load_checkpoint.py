@@ -41,6 +41,7 @@ class LoadCheckpoint(Callback):
 
     phase = "change"
     collective = True
+    required_fields = ("model",)
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class LossSpikeDetector(Callback):
 
     phase = "decide"
     collective = True  # its requests are the same on all ranks
+    requests = ("stop", "save")
 
     def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
         if window < 4:
@@ -101,6 +102,5 @@ class LossSpikeDetector(Callback):
         return {"window": list(self._window), "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._window = deque(state["window"], maxlen=self._window.maxlen)
         self._count = state["count"]

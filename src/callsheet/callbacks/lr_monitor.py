@@ -17,6 +17,8 @@ class LRMonitor(Callback):
     record used, which is the same on every rank.
     """
 
+    required_fields = ("optimizer",)
+
     def __init__(self) -> None:
         self._rates: list[Any] = []
         self._last_step = 0  # the step of the last record to which rates were added

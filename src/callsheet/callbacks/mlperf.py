@@ -68,6 +68,9 @@ class MLPerfCallback(Callback):
 
     phase = "decide"
     collective = True  # its requests are the same on all ranks
+    requests = ("stop",)
+    required_fields = ("microbatch",)
+    writes_to_run_folder = True
 
     def __init__(
         self,
@@ -276,7 +279,6 @@ class MLPerfCallback(Callback):
         return {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._reached, self._is_resumed = state["reached"], True
 
 

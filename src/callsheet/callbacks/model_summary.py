@@ -36,6 +36,7 @@ class ModelSummary(Callback):
 
     phase = "report"
     ranks = "zero"
+    required_fields = ("model",)
 
     def __init__(self, *, depth: int = 2, flops: bool = False, prints: bool = True) -> None:
         if depth < 0:

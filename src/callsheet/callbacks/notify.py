@@ -195,7 +195,6 @@ class Notify(Callback):
         return {"crossed": dict(self._crossed), "seen": self._seen.to_dict() if self._seen is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._crossed |= {rule: was for rule, was in state["crossed"].items() if rule in self._rules}
         self._seen = Timestamp.from_dict(state["seen"]) if state["seen"] is not None else None
 

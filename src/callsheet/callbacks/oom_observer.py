@@ -40,6 +40,8 @@ class OOMObserver(Callback):
         ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
+    writes_to_run_folder = True
+
     def __init__(
         self, *, max_entries: int = 100_000, stacks: str = "python", folder: str | os.PathLike[str] | None = None
     ) -> None:

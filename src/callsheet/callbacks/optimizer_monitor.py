@@ -38,6 +38,7 @@ class OptimizerMonitor(Callback):
     """
 
     collective = True  # norms of sharded tensors are reduced over the ranks
+    required_fields = ("model", "optimizer")
 
     def __init__(
         self,

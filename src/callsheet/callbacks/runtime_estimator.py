@@ -101,7 +101,6 @@ class RuntimeEstimator(Callback):
         return {"counts": self._counts, "seconds": self._seconds, "progress": self._progress, "pauses": pauses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._counts, self._seconds, self._progress = state["counts"], state["seconds"], state["progress"]
         self._pauses = {kind: (int(count), *rest) for kind, (count, *rest) in state["pauses"].items()}
 

@@ -40,6 +40,8 @@ class SaveOnTrigger(Callback):
 
     phase = "decide"
     ranks = "zero"
+    requests = ("stop", "save", "evaluate")
+    writes_to_run_folder = True
 
     def __init__(self, *, file: str | os.PathLike[str] | None = None, seconds: float = 1.0) -> None:
         if not seconds >= 0:

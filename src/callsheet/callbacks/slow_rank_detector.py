@@ -103,7 +103,6 @@ class SlowRankDetector(Callback):
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._in_a_row = dict(state["in_a_row"])
 
     def _compare(self, ctx: Context, stage: str, seconds: list[float]) -> None:

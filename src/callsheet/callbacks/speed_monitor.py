@@ -54,6 +54,7 @@ class SpeedMonitor(Callback):
     """
 
     collective = True
+    required_fields = ("model", "batch", "outputs")
 
     def __init__(
         self, *, window_size: int = 100, count_flops: bool = True, peak_flops: float | None = None, precision: str = "auto"
@@ -159,6 +160,5 @@ class SpeedMonitor(Callback):
         return {"window": self._window.state_dict(), "flops": self._flops.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._window.load_state_dict(state["window"])
         self._flops.load_state_dict(state["flops"])

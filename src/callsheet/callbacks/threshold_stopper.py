@@ -38,6 +38,7 @@ class ThresholdStopper(Callback):
 
     phase = "decide"
     collective = True  # its requests are the same on all ranks
+    requests = ("stop",)
 
     def __init__(self, *, monitor: str, threshold: float, mode: str = "auto", records: str = "all") -> None:
         if not monitor:
@@ -124,6 +125,5 @@ class ThresholdStopper(Callback):
         return {"last": self._last, "reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._last, self._reached = state["last"], state["reached"]
         self._is_resumed = True

@@ -32,6 +32,7 @@ class TimeLimit(Callback):
 
     phase = "decide"
     ranks = "zero"
+    requests = ("stop", "save")
 
     def __init__(
         self, *, limit: str | float | Time, margin: str | float | Time = 0, across_resumes: bool = True, save: bool = True
@@ -89,7 +90,6 @@ class TimeLimit(Callback):
         return {"seconds": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._before = state["seconds"] if self._across_resumes else 0.0
 
 

@@ -48,6 +48,8 @@ class TorchProfiler(Callback):
         ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
+    writes_to_run_folder = True
+
     def __init__(
         self,
         *,

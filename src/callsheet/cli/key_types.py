@@ -59,14 +59,12 @@ def parts_of(kind: Any) -> type | None:
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
-def holds_several(kind: Any) -> bool:
-    """Return whether the type is a mapping from names to such values."""
-    return get_origin(kind) is dict or any(map(holds_several, get_args(kind)))
-
-
-def is_list(kind: Any) -> bool:
-    """Return whether the type is a list."""
-    return get_origin(kind) is list
+def item_of(kind: Any, container: type) -> Any:
+    """Return the type of the items if the type is such a container, or may be one; None otherwise."""
+    if get_origin(kind) is container:
+        return get_args(kind)[-1]
+    is_union = get_origin(kind) in (Union, types.UnionType)
+    return next(filter(None, (item_of(part, container) for part in get_args(kind) if is_union)), None)
 
 
 def partial_arguments(kind: Any) -> int:
@@ -92,6 +90,13 @@ def in_words(kind: Any) -> str:
         name = getattr(origin, "__name__", str(origin))
         return f"{name} of {' and '.join(in_words(part) for part in parts if part is not Ellipsis)}"
     return str(getattr(kind, "__name__", kind)).removeprefix("typing.")
+
+
+def words_of(kind: Any) -> list[str]:
+    """Return the words that a type with a fixed set of them takes."""
+    if get_origin(kind) is Literal:
+        return [part for part in get_args(kind) if isinstance(part, str)]
+    return [word for part in get_args(kind) for word in words_of(part)] if get_origin(kind) in (Union, types.UnionType) else []
 
 
 def example_of(base: type | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
-from callsheet.cli.cli_values import pairs
-from callsheet.cli.rejections import place_of, plain_rejection
+from callsheet.cli.check import first_error, probe
+from callsheet.cli.given import Source, sources_of
+from callsheet.cli.key_types import item_of, names_code, typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.cli.yaml_file import read_yaml
 from callsheet.core.callback import Callback
@@ -40,8 +42,7 @@ class Values:
     kind: type[Recipe[Any]]
     parser: ArgumentParser
     given: Namespace
-    elsewhere: tuple[str, ...] = ()
-    """Keys whose values come from the command line or the environment, not from the file."""
+    sources: tuple[Source, ...]
 
     def resolved(self) -> str:
         """Return all values as YAML, which is a recipe file itself."""
@@ -59,9 +60,40 @@ class Values:
             made = self.parser.instantiate(self.given)
             config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
         except ConfigError as error:
-            raise ConfigError(f"{place_of(error, self.path, self.parser, self.given, self.elsewhere)}{error}") from error
+            raise ConfigError(f"{self._place_of(error)}{error}") from error
         job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
         return Prepared(self.path, job, resolved)
+
+    def _place_of(self, error: ConfigError) -> str:
+        """Return the place of the value that a class rejected, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `, or "" if it is not found."""
+        kinds = typed_keys(self.parser)
+        for key in (key for key, kind in kinds.items() if names_code(kind) and item_of(kind, list)):
+            for number, spec in enumerate(self.given.get(key) or []):
+                if _rejects(spec, error):
+                    own = spec.init_args.callback if spec.class_path == names.NAMED else spec
+                    at = f"{key}[{number}]"
+                    return f"{self._source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
+        named = re.match(r"(?:unknown )?([\w.]+)", str(error))
+        key = named.group(1) if named else ""
+        is_key = any(f"{each}.".startswith(f"{key}.") for each in kinds)
+        return self._source_of(key).place(key) if is_key else ""
+
+    def _source_of(self, key: str) -> Source:
+        """Return the source whose value of a key applies; the recipe file if none gives it."""
+        return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
+
+
+def _rejects(spec: Any, error: ConfigError) -> bool:
+    """Return whether making this class raises the same error."""
+    from jsonargparse import Namespace
+
+    parser = probe()
+    parser.add_argument("--value", type=Callback)
+    try:
+        parser.instantiate(Namespace(value=spec))  # type: ignore[no-untyped-call]
+    except ConfigError as again:
+        return str(again) == str(error)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +144,14 @@ def values_of(
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a recipe may name a user's callback, in a module in the current folder
     kind = recipe_class(path)
-    for key, value in pairs(overrides):
-        if key == "config":
-            read_yaml(Path(value))  # raises an error with a clear message
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)
-    return Values(
-        path,
-        kind,
-        parser,
-        parsed_with(parser, path, overrides, from_environment),
-        (*from_environment, *(key for key, _ in pairs(overrides))),
-    )
+    sources = tuple(sources_of(path, from_environment, overrides))
+    try:
+        given = parser.parse_args([*(f"--{key}={value}" for key, value in from_environment.items()), *overrides], env=False)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{first_error(parser, sources) or error} ({parser.prog} --help explains every key)") from None
+    return Values(path, kind, parser, given, sources)
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
@@ -177,26 +205,3 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
     parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
     parser.add_argument("--config", action="config", help="a further file, whose values override those of the recipe")
     return parser
-
-
-def parsed_with(parser: ArgumentParser, path: Path, overrides: Sequence[str], from_environment: Mapping[str, str]) -> Namespace:
-    """Return the file's values, overridden by those from the environment, by key, and both by `overrides`.
-
-    Raises:
-        ConfigError: a key is unknown, and the message names the closest one; or a value has a wrong type.
-    """
-    before = [f"--{key}={value}" for key, value in from_environment.items()]
-    try:
-        return parser.parse_args([*before, *overrides], env=False)
-    except argparse.ArgumentError as error:
-        why = plain_rejection(parser, str(error), path, [*before, *overrides])
-        variable = next(
-            (
-                environment.variable(key)
-                for key, value in from_environment.items()
-                if f"{key}={value}:" in why or f"'{key}'" in why
-            ),
-            "",
-        )
-        source = f" (the environment variable {variable})" if variable else ""
-        raise ConfigError(f"{why}{source} ({parser.prog} --help explains every key)") from None

@@ -43,10 +43,8 @@ def _folder(settings: Mapping[str, Any]) -> list[str]:
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))
-    there = (
-        f"where there is a run already (resume: {settings.get('resume')})" if folder.exists() else "where there is nothing yet"
-    )
-    return [f"The run would lie in {folder}, {there}."]
+    there = f"has a run already; resume: {settings.get('resume')}" if folder.exists() else "does not exist yet"
+    return [f"Run folder: {folder} ({there})"]
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,38 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
+
+
+def loaded(value: Any) -> Any:
+    """Return a text read as YAML, or the value itself if it is not a text or not YAML."""
+    try:
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        return value
+
+
+def line_of(path: Path, key: str) -> int:
+    """Return the line of a key such as `callbacks[1].keep` or, if it is not in the file, of what would hold it; 0 if neither is there.
+
+    The words `init_args` may be left out.
+    """
+    node, line = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), 0
+    for word in re.findall(r"[^.\[\]]+", key):
+        if isinstance(node, yaml.SequenceNode):
+            node = node.value[int(word)]
+            line = node.start_mark.line + 1
+            continue
+        found = _entry(node, word) or _entry((_entry(node, "init_args") or (None, None))[1], word)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | None:
+    """Return the key and the value of a mapping's entry."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next(((key, value) for key, value in pairs if key.value == word), None)
 
 
 def _check_keys(node: yaml.Node, path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
-from callsheet.core.callback import Callback, label_of
+from callsheet.core.callback import Callback, Lane, label_of
 from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import NotACallbackError
 
@@ -40,7 +40,7 @@ class Background(Callback):
         >>> watcher = Background(Slow(), overflow="drop_oldest")
     """
 
-    lane = "background"
+    lane: Lane = "background"
     patience: float = inf
     """Seconds that `state_dict` and `load_state_dict` may wait for the callback; the manager sets them."""
 
@@ -68,11 +68,9 @@ class Background(Callback):
         self.callback.name = name
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the callback's state."""
         return self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the callback's state."""
         self.callback.load_state_dict(state)
 
 

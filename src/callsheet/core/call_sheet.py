@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from callsheet.core.callback import PHASES, Callback
+from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
 from callsheet.core.events import Event, as_event
 from callsheet.core.lifecycle import EVENTS, is_available
-from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 from callsheet.core.ranks import RankGate, Ranks
-from callsheet.core.time import Interval, Timestamp, TimeUnit
-from callsheet.errors import CallsheetError, FieldNotAvailable, mark_as_users, text_of, where
+from callsheet.core.time import Interval, Timestamp
+from callsheet.core.wrappers import Handler, Timed, wrapped
+from callsheet.errors import FieldNotAvailable, mark_as_users, text_of
 
 if TYPE_CHECKING:
     from callsheet.core.context import Context
 
 logger = logging.getLogger("callsheet")
-
-Handler = Callable[["Context"], Any]
-
-FAILURES_ALLOWED = 3
-"""How many failures in a row switch an isolated callback off."""
 
 _ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # fired for a callback even after it was switched off
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
@@ -68,11 +63,11 @@ class HandlerEntry:
 
     event: str
     handler: Handler
-    member: Registration
-    phase: str
+    registration: Registration
+    phase: Phase
     ranks: RankGate
-    lane: str
-    on_error: str
+    lane: Lane
+    on_error: OnError
     every: Interval | None
     draws_random: bool
     number: int
@@ -86,31 +81,16 @@ class HandlerEntry:
         return PHASES.index(self.phase), self.number
 
 
-class InTurn:
-    """Runs a setup step that several handlers share, once per event, before the first of them.
+class CompositeHandler(ABC):
+    """A handler made of parts. The call sheet asks for them when it is compiled, so that each part is called directly."""
 
-    Args:
-        owner: the callback; its `common` object is shared.
-        first: the name of the method of `common` that is the setup step.
-        rest: the callback's own handler, called after it; None if it has none.
-    """
-
-    __slots__ = ("_first", "_owner", "rest")
-
-    def __init__(self, owner: Callback, first: str, rest: Handler | None = None) -> None:
-        self._owner, self._first, self.rest = owner, first, rest
-
-    @property
-    def first(self) -> Handler:
-        """The shared setup step; equal for all callbacks that share it."""
-        method: Handler = getattr(self._owner.common, self._first)
-        return method
-
+    @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call both, for a callback that shares with no other."""
-        self.first(ctx)
-        if self.rest is not None:
-            self.rest(ctx)
+        """Call all parts, for a place where there are no other handlers, such as a lane."""
+
+    @abstractmethod
+    def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
+        """Return the entries to call in place of `entry`, which holds this handler. `earlier` are the entries called before it."""
 
 
 CompiledEvent = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
@@ -129,10 +109,6 @@ class Dispatcher(Protocol):
     current: Event | None
 
 
-Timed = Callable[[Handler, HandlerEntry], Handler]
-"""Wraps a handler in one that measures its time."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallSheet:
     """The printable table of all handlers: event, phase, callback, ranks, lane and interval, in the order in which they are called."""
@@ -142,7 +118,7 @@ class CallSheet:
     def rows(self) -> list[tuple[str, ...]]:
         """Return event, phase, callback, ranks, lane and interval of every line, as text."""
         return [
-            (entry.event, entry.phase, entry.member.label, _ranks_text(entry.ranks), entry.lane, str(entry.every or ""))
+            (entry.event, entry.phase, entry.registration.label, _ranks_text(entry.ranks), entry.lane, str(entry.every or ""))
             for entry in self.entries
         ]
 
@@ -160,7 +136,7 @@ def internal_entry(event: str, handler: Handler, label: str, source: str) -> Han
     return HandlerEntry(
         event=event,
         handler=handler,
-        member=Registration(handler, label, source),
+        registration=Registration(handler, label, source),
         phase="report",
         ranks="all",
         lane="inline",
@@ -190,13 +166,15 @@ def compiled(
         in_lane: returns what the training thread calls in place of a handler that runs in a lane.
         timed: wraps handlers to measure their time; None: they are not timed.
     """
-    here = [
-        entry
-        for entry in sorted(entries, key=lambda entry: entry.order)
-        if ranks.passes(entry.ranks) and not entry.member.is_silent_at(event)
-    ]
-    here = list(_with_shared_steps(here))
-    return compile_event([_wrapped(entry, checking, in_lane, timed) for entry in here], as_event(event), here)
+    here: list[HandlerEntry] = []
+    for entry in sorted(entries, key=lambda entry: entry.order):
+        if not ranks.passes(entry.ranks) or entry.registration.is_silent_at(event):
+            continue
+        if isinstance(entry.handler, CompositeHandler) and entry.lane == "inline":
+            here += entry.handler.parts(entry, here)
+        else:
+            here.append(entry)
+    return compile_event([wrapped(entry, checking, in_lane, timed) for entry in here], as_event(event), here)
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
@@ -210,130 +188,6 @@ def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
     return () if first is None else (first, *(rest or ()))
 
 
-def _with_shared_steps(entries: Iterable[HandlerEntry]) -> Iterator[HandlerEntry]:
-    """Yield the entries; handlers that share a setup step become that step, once, and what is their own."""
-    seen = set()
-    for entry in entries:
-        handler = entry.handler
-        if not isinstance(handler, InTurn) or entry.lane != "inline":
-            yield entry
-            continue
-        if handler.first not in seen:
-            seen.add(handler.first)
-            shared = type(getattr(handler.first, "__self__", None)).__name__
-            member = Registration(handler.first, shared, where(handler.first), number=-1)
-            yield replace(entry, handler=handler.first, member=member, on_error="raise", ranks="all", every=None)
-        if handler.rest is not None:
-            yield replace(entry, handler=handler.rest)
-
-
-def _wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
-    """Return the entry's handler, wrapped for the options that it has; a plain handler is not wrapped and costs nothing more."""
-    handler = _inline(entry, checking) if entry.lane == "inline" else in_lane(entry)
-    if timed is not None:
-        handler = timed(handler, entry)
-    if entry.every is not None:
-        handler = partial(_when_due, handler, entry, entry.every)
-    return handler
-
-
-def _inline(entry: HandlerEntry, checking: bool) -> Handler:
-    handler = entry.handler
-    if entry.draws_random:
-        handler = partial(_keeping_randomness, handler)
-    if entry.ranks != "all":
-        handler = partial(in_gate, handler)
-    if entry.on_error == "isolate":
-        handler = partial(isolated, handler, entry.member, entry.event)
-    if checking and not entry.draws_random and entry.phase not in ("change", "restore"):
-        handler = partial(_checking_randomness, handler, entry)
-    return handler
-
-
-def _when_due(handler: Handler, entry: HandlerEntry, every: Interval, ctx: Context) -> None:
-    state = ctx.state
-    elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
-    now = every.index(state.timestamp, elapsed)
-    if entry.previous is None:  # the first time in this process
-        entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
-    is_end = every.at_end and state.is_complete
-    due = now > entry.previous or (is_end and not entry.was_end)
-    entry.previous, entry.was_end = now, is_end
-    if due:
-        handler(ctx)
-
-
-def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
-    state = ctx.state
-    elapsed = None
-    if every.every.unit is TimeUnit.DURATION and state.max_duration is not None:
-        elapsed = since.count(state.max_duration.unit) / state.max_duration.value
-    return every.index(since, elapsed)
-
-
-def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs on some ranks only; inside it, requests and collectives that need all ranks are rejected."""
-    outer, ctx.control.in_gate = ctx.control.in_gate, True
-    try:
-        handler(ctx)
-    finally:
-        ctx.control.in_gate = outer
-
-
-def _keeping_randomness(handler: Handler, ctx: Context) -> None:
-    before = random_state()
-    try:
-        handler(ctx)
-    finally:
-        restore_random_state(before)
-
-
-def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) -> None:
-    before = random_state()
-    handler(ctx)
-    if not same_random_state(before, random_state()):
-        restore_random_state(before)
-        raise CallsheetError(
-            f"{entry.member.label} ({entry.member.source}) drew random numbers at {entry.event}, which changes training; "
-            "set `draws_random = True` in its class, or use phase 'change' if it should change training"
-        )
-
-
-def isolated(handler: Handler, member: Registration, event: str, ctx: Context) -> None:
-    """Call a handler and log its errors instead of raising them; switch it off after too many failures in a row."""
-    if (member.is_off or member.muted) and member.is_silent_at(event):
-        return
-    try:
-        handler(ctx)
-    except Exception as error:
-        failed(member, event, ctx, error)
-    else:
-        member.failures_in_a_row = 0
-
-
-def failed(member: Registration, event: str, ctx: Context, error: Exception) -> None:
-    """Log the error that an isolated callback raised, and switch it off after too many failures in a row."""
-    member.failures += 1
-    member.failures_in_a_row += 1
-    where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
-    kind, text = type(error).__name__, text_of(error)
-    member.last_failure = f"{kind}: {text} (at {where})"
-    logger.error(
-        "Callback %s (%s) failed at %s; training continues: %s: %s",
-        member.label,
-        member.source,
-        where,
-        kind,
-        text,
-        exc_info=error,
-    )
-    if member.failures_in_a_row == FAILURES_ALLOWED:
-        if ctx.control.is_shared:
-            ctx.control.switch_off(member.label, member.number, member.failures_in_a_row)  # on all ranks together
-        else:
-            member.switch_off(member.failures_in_a_row)
-
-
 def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
     """Call the remaining handlers that must run although `failed` raised `error`, then raise the error.
 
@@ -345,19 +199,21 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
     """
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
-    member = entries[place].member
+    registration = entries[place].registration
     if isinstance(error, FieldNotAvailable) and ctx.excuse is not None and error.name and is_available(error.name, event):
-        ctx.excuse(f"{member.label} ({member.source}) reads ctx.{error.name} at {event}")
+        ctx.excuse(f"{registration.label} ({registration.source}) reads ctx.{error.name} at {event}")
         _call_rest(compiled_event, place + 1, ctx)
         return
     mark_as_users(error)
-    error.add_note(f"raised by callback {member.label} ({member.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}")
+    error.add_note(
+        f"raised by callback {registration.label} ({registration.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}"
+    )
     for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
         if event in _ENDING_EVENTS or entry.phase in _ALWAYS_CALLED:
             try:
                 handler(ctx)
             except BaseException as another:
-                label, source = entry.member.label, entry.member.source
+                label, source = entry.registration.label, entry.registration.source
                 logger.error(
                     "Callback %s (%s) failed as well at %s: %s", label, source, event, text_of(another), exc_info=another
                 )

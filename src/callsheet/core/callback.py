@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from callsheet.core.hooks import Hooks
 from callsheet.core.lane_options import LaneOptions
@@ -15,11 +15,14 @@ from callsheet.errors import ConfigError, RegistrationError, did_you_mean, where
 if TYPE_CHECKING:
     from callsheet.core.context import Context
 
-PHASES = ("change", "measure", "decide", "save", "report", "restore")
-"""The order of handlers within one event. Within a phase, handlers are called in the order of registration."""
+Phase = Literal["change", "measure", "decide", "save", "report", "restore"]
+Lane = Literal["inline", "background", "process"]
+OnError = Literal["raise", "isolate"]
 
-LANES = ("inline", "background", "process")
-ERROR_POLICIES = ("raise", "isolate")
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""The order of handlers within one event. Within a phase, handlers are called in the order of registration."""
+LANES: tuple[Lane, ...] = get_args(Lane)
+ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 
 
 class Callback(Hooks):
@@ -36,14 +39,14 @@ class Callback(Hooks):
 
     name: str = ""
     """The name for its state, in messages and in tables; if empty, the class's name."""
-    phase: str = "measure"
+    phase: Phase = "measure"
     """The place of its handlers in an event's order: one of `PHASES`. `change` and `decide` are for callbacks that act on training."""
     ranks: RankGate = "all"
     """The ranks on which it is called: `all`, `zero`, `local_zero`, or a set of ranks."""
-    lane: str = "inline"
+    lane: Lane = "inline"
     """Where it runs: `inline` on the training thread, `background`, or `process`."""
-    on_error: str = ""
-    """`raise`, the default inline: an error ends the run. `isolate`: an error is logged; three in a row switch the callback off."""
+    on_error: OnError | None = None
+    """`raise`: an error ends the run. `isolate`: an error is logged; three in a row switch the callback off. None: `raise` inline, else `isolate`."""
     collective: bool = False
     """Whether it calls collectives, so that it must run inline on every rank."""
     draws_random: bool = False
@@ -52,15 +55,16 @@ class Callback(Hooks):
     """Fields whose window should be extended as far as the lifecycle allows, such as `outputs`."""
     snapshot_fields: tuple[str, ...] = ()
     """Fields that the snapshots of its lane hold; if empty, all fields that need no copy."""
+    requests: tuple[str, ...] = ()
+    """The requests that it may make, such as `stop`. A host that supports none of them rejects the callback when it is attached."""
+    required_fields: tuple[str, ...] = ()
+    """Fields without which it cannot work, such as `model`. A host that never provides one rejects the callback when it is attached."""
     writes_to_run_folder: bool = False
     """Whether it writes files to `ctx.run.folder`. If so, a host locks the folder against a second process; a Trainer always does."""
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process makes for itself, and that may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
     """The size of its lane's queue, and what happens when it is full."""
-    common: Any = None
-    """An object that callbacks share: all inline callbacks of one call sheet whose `common` is of the same class get one instance, unless
-    its `is_alone` is true."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,6 +78,9 @@ class Callback(Hooks):
 
     def on_event(self, ctx: Context) -> Awaitable[None] | None:
         """Handle every event; `ctx.event` says which."""
+
+    def share_with(self, others: Sequence[Callback]) -> None:
+        """Share state with the callbacks that are on the call sheet already. Called when this callback is added, unless it has a lane."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what must survive a resume, as plain data and tensors. Called when a checkpoint is saved."""
@@ -92,11 +99,12 @@ class Marks(NamedTuple):
     """The options that the decorators `every`, `at` and the rank gates set on a function; None: the callback's option applies."""
 
     every: Interval | None = None
-    phase: str | None = None
+    phase: Phase | None = None
     ranks: RankGate | None = None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W", bound=str)
 
 
 def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
@@ -113,7 +121,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
     return _mark(lambda: {"every": Interval(interval, at_end=at_end)})
 
 
-def at(phase: str) -> Callable[[F], F]:
+def at(phase: Phase) -> Callable[[F], F]:
     """Put the method in this phase instead of the callback's.
 
     Raises:
@@ -141,11 +149,11 @@ def marks(function: Any) -> Marks:
     return found
 
 
-def one_of(what: str, word: str, words: tuple[str, ...]) -> str:
+def one_of(what: str, word: str, words: tuple[W, ...]) -> W:
     """Return `word` if it is one of `words`; else raise a `ConfigError` that names the nearest."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
-    return word
+    return words[words.index(word)]
 
 
 def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from callsheet.core import ranks as distributed
 from callsheet.core.control import Control
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from callsheet.core.callback import Callback
 
 
+Over = Literal["last", "mean", "sum"]
+"""How several values up to the log boundary are combined."""
+Across = Literal["mean", "sum", "max", "same"]
+"""How the values of the ranks are combined."""
+
 Loggable = Mapping[Any, Any]
 """Numbers by name, or one-dimensional tensors by a tuple of names, one for each number. (No narrower type accepts a dict of either.)"""
 
@@ -28,7 +33,7 @@ Loggable = Mapping[Any, Any]
 class Accumulator(Protocol):
     """Collects logged values until the next log boundary; see `callsheet.run.metrics`."""
 
-    def log(self, values: Loggable, *, over: str, across: str, weight: Any) -> None:
+    def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
         """Add values; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
@@ -130,7 +135,7 @@ class Context:
                 setattr(other, name, getattr(self, name))
         return other
 
-    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; tensors stay on their device until the boundary.
 
         Args:

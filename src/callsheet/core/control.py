@@ -9,13 +9,19 @@ rank until the loop has told it to all ranks, and acts after that.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from callsheet.core.hooks import Hooks
 from callsheet.errors import ConfigError, RequestRejected, did_you_mean
+
+logger = logging.getLogger("callsheet")
+
+REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
+"""The methods of `Control` that make requests."""
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 """Kinds of checkpoints. If several are requested at one boundary, one checkpoint is written, of the kind that comes last here."""
@@ -42,17 +48,22 @@ class Request(NamedTuple):
 class Control:
     """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
 
-    `able` names the requests that the loop supports now; any other raises `RequestRejected` at once.
+    `able` names the requests that the loop supports now. Any other raises `RequestRejected` at once. In a loop of another framework, which
+    `host` then names, it is ignored instead, and an error is logged once for each callback, so that training continues. `hints` has what to
+    do about an unsupported request.
     `is_shared` says that there are other ranks, so that the requests of one rank wait in `local_requests` until all have agreed on them.
     """
 
     __slots__ = (
         *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
-        *("is_hurried", "is_rescheduled", "switched_off", "local_requests"),
+        *("_logged", "hints", "host", "is_hurried", "is_rescheduled", "local_requests", "switched_off"),
     )
 
-    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False) -> None:
+    def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
+        self.host = host
+        self.hints: Mapping[str, str] = {}
+        self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []
         self._stop: Request | None = None
@@ -95,14 +106,14 @@ class Control:
         """Accumulate gradients over this many batches, from the next step on. Every rank must call it. Raises as `stop` does."""
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
-        self._check("set_gradient_accumulation")
-        self._reject_in_gate("set_gradient_accumulation")
-        self.accumulation = batches
+        if self.supports(Request("set_gradient_accumulation", "", _asker())):
+            self._reject_in_gate("set_gradient_accumulation")
+            self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load this checkpoint instead of the one that was found. Call it at `on_checkpoint_load_start`. Raises as `stop` does."""
-        self._check("load")
-        self.load_path = os.fspath(path)
+        if self.supports(Request("load", "", _asker())):
+            self.load_path = os.fspath(path)
 
     @property
     def stop_requested(self) -> Request | None:
@@ -124,13 +135,21 @@ class Control:
         """The evaluation request that the next boundary will carry out."""
         return self._evaluate
 
-    def check(self, request: Request) -> None:
-        """Raise as `stop` does if the loop does not support the request, and `ConfigError` for an unknown kind of checkpoint."""
-        self._check(request.what)
+    def supports(self, request: Request) -> bool:
+        """Return whether the loop supports the request. In another framework's loop, log an error if it does not.
+
+        Raises:
+            RequestRejected: it does not, and the loop is not another framework's.
+            ConfigError: the kind of checkpoint is unknown.
+        """
+        if request.what not in self.able:
+            self._reject(request)
+            return False
         if request.what == "save" and request.kind not in SAVE_KINDS:
             raise ConfigError(
                 f"unknown kind of checkpoint {request.kind!r}{did_you_mean(request.kind, SAVE_KINDS)} (one of {', '.join(SAVE_KINDS)})"
             )
+        return True
 
     def ask(self, request: Request) -> None:
         """Add a request of this rank alone. It acts as soon as all ranks know of it."""
@@ -180,17 +199,27 @@ class Control:
         self.pending = True
 
     def _ask(self, request: Request, replicated: bool) -> None:
-        self.check(request)
+        if not self.supports(request):
+            return
         if replicated:
             self._reject_in_gate(request.what)
             self.agree(request)
         else:
             self.ask(request)
 
-    def _check(self, what: str) -> None:
-        if what not in self.able:
-            raise RequestRejected(
-                f"this loop does not support ctx.control.{what}; it supports {', '.join(sorted(self.able)) or 'no request'}"
+    def _reject(self, request: Request) -> None:
+        supported = ", ".join(sorted(self.able)) or "no request"
+        if not self.host:
+            raise RequestRejected(f"this loop does not support ctx.control.{request.what}; it supports {supported}")
+        if (request.by, request.what) not in self._logged:
+            self._logged.add((request.by, request.what))
+            logger.error(
+                "%s calls ctx.control.%s, which %s does not support here; it supports %s. The request is ignored, and training continues; %s",
+                request.by,
+                request.what,
+                self.host,
+                supported,
+                self.hints.get(request.what, "leave the callback out, or train without that request"),
             )
 
     def _reject_in_gate(self, what: str) -> None:
@@ -217,4 +246,6 @@ def _asker() -> str:
     return asking.f_code.co_qualname
 
 
-_DISPATCH = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("manager.py", "spans.py", "sheet.py"))
+_DISPATCH = frozenset(
+    os.path.join(os.path.dirname(__file__), name) for name in ("manager.py", "spans.py", "call_sheet.py", "wrappers.py")
+)

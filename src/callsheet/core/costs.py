@@ -18,8 +18,9 @@ from callsheet.core.lifecycle import SPAN_OF, SPANS, names_in
 from callsheet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from callsheet.core.call_sheet import Handler, HandlerEntry
+    from callsheet.core.call_sheet import HandlerEntry
     from callsheet.core.context import Context
+    from callsheet.core.wrappers import Handler
 
 logger = logging.getLogger("callsheet")
 
@@ -205,8 +206,8 @@ class Costs:
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
         """Return a function that calls `handler` and measures its time."""
-        label, event = entry.member.label, entry.event
-        cell = self._cells.setdefault((entry.member.number, label, event), _Cell(label, event))
+        label, event = entry.registration.label, entry.event
+        cell = self._cells.setdefault((entry.registration.number, label, event), _Cell(label, event))
 
         def run(ctx: Context) -> None:
             begin = perf_counter()

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from callsheet.core.call_sheet import (
-    CompiledEvent,
-    Dispatcher,
-    Handler,
-    HandlerEntry,
-    Registration,
-    compiled,
-    internal_entry,
-    marked,
-)
+from callsheet.core.call_sheet import CompiledEvent, Dispatcher, HandlerEntry, Registration, compiled, internal_entry, marked
 from callsheet.core.context import Context
 from callsheet.core.costs import Costs
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import EVENTS, POINTS
 from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.spans import HasListeners, Spans
+from callsheet.core.wrappers import Handler
 
 
 class Lanes(Protocol):
@@ -63,10 +55,10 @@ class DispatchTable:
             self.entries[entry.event].append(entry)
         self.changed()
 
-    def remove(self, members: list[Registration]) -> None:
+    def remove(self, registrations: list[Registration]) -> None:
         """Remove the entries of these callbacks."""
         for event, entries in self.entries.items():
-            self.entries[event] = [entry for entry in entries if entry.member not in members]
+            self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
         self.changed()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:

@@ -358,6 +358,18 @@ def canonical_order() -> tuple[str, ...]:
 EVENTS: tuple[str, ...] = canonical_order()
 """Every event, in canonical order."""
 
+
+def events_within(*spans: str) -> tuple[str, ...]:
+    """Return the events of these spans and of everything inside them, in canonical order."""
+    found: set[str] = set()
+    for name in spans:
+        if name in POINTS:
+            found.add(name)
+        else:
+            found |= {SPANS[name].start_event, SPANS[name].end_event, *events_within(*names_in(SPANS[name].order))}
+    return tuple(event for event in canonical_order() if event in found)
+
+
 SPAN_OF: dict[str, str] = {event: s.name for s in SPANS.values() for event in (s.start_event, s.end_event)}
 """The span that a start or end event belongs to; points are not in it."""
 

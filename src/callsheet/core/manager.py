@@ -8,21 +8,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from callsheet.core.background import Background, inner
-from callsheet.core.call_sheet import (
-    FAILURES_ALLOWED,
-    CallSheet,
-    Handler,
-    HandlerEntry,
-    Registration,
-    all_entries,
-    in_gate,
-    isolated,
-    recover,
-)
-from callsheet.core.callback import Callback, label_of, ungated
+from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, all_entries, recover
+from callsheet.core.callback import Callback, Lane, OnError, Phase, label_of, ungated
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Costs, Failures
 from callsheet.core.dispatch_table import DispatchTable
@@ -34,6 +24,7 @@ from callsheet.core.registration import check_callback, handlers_of, resolve_opt
 from callsheet.core.spans import Spans
 from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
 from callsheet.core.time import Interval, Time, TimeUnit
+from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, in_gate, isolated
 from callsheet.errors import (
     ConfigError,
     NotACallbackError,
@@ -79,7 +70,7 @@ class CallbackManager:
         callbacks: Iterable[Callback] = (),
         *,
         checking: bool = False,
-        costs: str = "sampled",
+        costs: Literal["sampled", "all", "off"] = "sampled",
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}
@@ -91,9 +82,8 @@ class CallbackManager:
         self._active = self._table.active  # the same dict, to save `fire` an attribute
         self._muting = Muting(self._table)
         self._lanes: LaneSet | None = None  # None until a handler has a lane
-        self._common: dict[type, Any] = {}
         self._registrations: list[Registration] = []
-        self._entry_numbers, self._member_numbers = count(), count()
+        self._entry_numbers, self._registration_numbers = count(), count()
         self._ctx: weakref.ref[Context] | None = None  # of the run in progress
         self._is_over = False  # a run has ended, and no other has begun
         self.add(callbacks)
@@ -108,7 +98,7 @@ class CallbackManager:
     @property
     def callbacks(self) -> list[Callback]:
         """The callback objects, in the order in which they were added; functions are not among them."""
-        return [member.thing for member in self._registrations if isinstance(member.thing, Callback)]
+        return [registration.thing for registration in self._registrations if isinstance(registration.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
         """Add one callback or several. If one is rejected, none is added.
@@ -122,20 +112,23 @@ class CallbackManager:
             [callbacks] if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable) else list(callbacks)
         )
         lines: list[HandlerEntry] = []
-        members: list[Registration] = []
+        registrations: list[Registration] = []
         for given in several:
             callback = check_callback(given)
             if callback.lane == "process" and not isinstance(callback, Background):
                 callback = self._lane_set().in_process(callback)
-            member = Registration(callback, label_of(callback), where(type(inner(callback))), next(self._member_numbers))
-            self._check_unique(callback, [*self._registrations, *members])
-            members.append(member)
-            if callback.lane == "inline" and not getattr(callback.common, "is_alone", True):
-                kind = type(callback.common)
-                callback.common = self._common.setdefault(kind, kind())
+            registration = Registration(
+                callback, label_of(callback), where(type(inner(callback))), next(self._registration_numbers)
+            )
+            self._check_unique(callback, [*self._registrations, *registrations])
+            if callback.lane == "inline":
+                callback.share_with(
+                    [*self.callbacks, *(each.thing for each in registrations if isinstance(each.thing, Callback))]
+                )
+            registrations.append(registration)
             for event, handler in handlers_of(inner(callback)).items():
-                lines.append(self._entry(event, handler, member, callback, {}))
-        self._enter(members, lines)
+                lines.append(self._entry(event, handler, registration, callback, {}))
+        self._enter(registrations, lines)
 
     @overload
     def register(
@@ -144,10 +137,10 @@ class CallbackManager:
         function: F,
         *,
         every: Every = ...,
-        phase: str = ...,
+        phase: Phase | None = ...,
         ranks: RankGate | None = ...,
-        lane: str = ...,
-        on_error: str = ...,
+        lane: Lane | None = ...,
+        on_error: OnError | None = ...,
         name: str = ...,
     ) -> F: ...
     @overload
@@ -157,10 +150,10 @@ class CallbackManager:
         function: None = None,
         *,
         every: Every = ...,
-        phase: str = ...,
+        phase: Phase | None = ...,
         ranks: RankGate | None = ...,
-        lane: str = ...,
-        on_error: str = ...,
+        lane: Lane | None = ...,
+        on_error: OnError | None = ...,
         name: str = ...,
     ) -> Callable[[F], F]: ...
     def register(
@@ -169,10 +162,10 @@ class CallbackManager:
         function: F | None = None,
         *,
         every: Every = None,
-        phase: str = "",
+        phase: Phase | None = None,
         ranks: RankGate | None = None,
-        lane: str = "",
-        on_error: str = "",
+        lane: Lane | None = None,
+        on_error: OnError | None = None,
         name: str = "",
     ) -> Any:
         """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`. Without a function, return a decorator.
@@ -198,17 +191,17 @@ class CallbackManager:
             raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
         interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
-        if any(entry.member.thing == function for each in events for entry in self._table.entries[each]):
+        if any(entry.registration.thing == function for each in events for entry in self._table.entries[each]):
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
-        member = Registration(function, label, where(function), next(self._member_numbers))
-        lines = [self._entry(each, function, member, Callback, given) for each in events]
+        registration = Registration(function, label, where(function), next(self._registration_numbers))
+        lines = [self._entry(each, function, registration, Callback, given) for each in events]
         if lane == "process":
             raise RegistrationError(
                 f"a function cannot be sent to another process; make it a method of a Callback in a module ({label}, {where(function)})"
             )
-        self._enter([member], lines)
+        self._enter([registration], lines)
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
@@ -218,17 +211,21 @@ class CallbackManager:
             RegistrationError: it is not on the call sheet.
         """
         gone = [
-            member
-            for member in self._registrations
-            if member.thing is what
-            or (isinstance(member.thing, Callback) and inner(member.thing) is what)
-            or (member.thing == what and not isinstance(what, Callback))
-            or (isinstance(what, type) and isinstance(member.thing, Callback) and isinstance(inner(member.thing), what))
+            registration
+            for registration in self._registrations
+            if registration.thing is what
+            or (isinstance(registration.thing, Callback) and inner(registration.thing) is what)
+            or (registration.thing == what and not isinstance(what, Callback))
+            or (
+                isinstance(what, type)
+                and isinstance(registration.thing, Callback)
+                and isinstance(inner(registration.thing), what)
+            )
         ]
         if not gone:
-            labels = ", ".join(member.label for member in self._registrations) or "nothing"
+            labels = ", ".join(registration.label for registration in self._registrations) or "nothing"
             raise RegistrationError(f"{what!r} is not on the call sheet, which holds {labels}")
-        self._registrations = [member for member in self._registrations if member not in gone]
+        self._registrations = [registration for registration in self._registrations if registration not in gone]
         self._muting.forget(gone)
         if self._lanes is not None:
             self._lanes.forget(gone)
@@ -237,7 +234,7 @@ class CallbackManager:
 
     def list_callbacks(self, event: str) -> list[Callback | Handler]:
         """Return a new list of the callbacks and functions that handle `event` on any rank, in order."""
-        return [entry.member.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
+        return [entry.registration.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
 
     def has_callbacks(self, event: str) -> bool:
         """Return whether `event` has a handler on this rank."""
@@ -300,9 +297,9 @@ class CallbackManager:
         ctx.kept = self._kept()
         ctx.muting = self._mute
         self._ctx = weakref.ref(ctx)
-        for member in self._registrations:
-            member.failures = member.failures_in_a_row = 0
-            member.is_off, member.last_failure, member.muted = False, "", frozenset()
+        for registration in self._registrations:
+            registration.failures = registration.failures_in_a_row = 0
+            registration.is_off, registration.last_failure, registration.muted = False, "", frozenset()
         self._muting.reset()
         self.costs.reset()
         self._is_over = False
@@ -318,22 +315,22 @@ class CallbackManager:
         Tables, images and files reach the loggers this way.
         """
         ranks = self._table.ranks or read_ranks()
-        for member in self._registrations:
-            if not isinstance(member.thing, Callback) or not ranks.passes(member.thing.ranks):
+        for registration in self._registrations:
+            if not isinstance(registration.thing, Callback) or not ranks.passes(registration.thing.ranks):
                 continue
-            handler = getattr(inner(member.thing), method, None)
+            handler = getattr(inner(registration.thing), method, None)
             if handler is not None and not getattr(handler, "does_nothing", False):
-                if member.thing.lane != "inline":
+                if registration.thing.lane != "inline":
                     lanes = self._lane_set()
-                    if self._is_over and member not in lanes:
-                        logger.error("%s does not receive %s: its lane ended with the run", member.label, method)
+                    if self._is_over and registration not in lanes:
+                        logger.error("%s does not receive %s: its lane ended with the run", registration.label, method)
                     else:
-                        lanes.put_call(member, method, ctx, payload)
+                        lanes.put_call(registration, method, ctx, payload)
                     continue
                 call = partial(handler, **payload)
-                if member.thing.ranks != "all":
+                if registration.thing.ranks != "all":
                     call = partial(in_gate, call)
-                isolated(call, member, method, ctx)
+                isolated(call, registration, method, ctx)
 
     # --- costs ---
 
@@ -362,15 +359,17 @@ class CallbackManager:
         undelivered = self._lanes.undelivered if self._lanes is not None else {}
         failures = (
             Failures(
-                member.label,
-                member.failures,
-                member.is_off,
-                member.last_failure,
-                dropped.get(member, 0),
-                undelivered.get(member, 0),
+                registration.label,
+                registration.failures,
+                registration.is_off,
+                registration.last_failure,
+                dropped.get(registration, 0),
+                undelivered.get(registration, 0),
             )
-            for member in dict.fromkeys([*self._registrations, *dropped])  # `dropped` adds callbacks in lanes that were removed
-            if member.failures or dropped.get(member) or undelivered.get(member)
+            for registration in dict.fromkeys(
+                [*self._registrations, *dropped]
+            )  # `dropped` adds callbacks in lanes that were removed
+            if registration.failures or dropped.get(registration) or undelivered.get(registration)
         )
         return self.costs.report(step, tuple(failures))
 
@@ -394,9 +393,9 @@ class CallbackManager:
             self._lanes.process_messages(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
-            for member in self._registrations:
-                if str(member.number) == request.kind:
-                    member.switch_off(FAILURES_ALLOWED)
+            for registration in self._registrations:
+                if str(registration.number) == request.kind:
+                    registration.switch_off(FAILURES_ALLOWED)
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
@@ -432,7 +431,7 @@ class CallbackManager:
         if self._lanes is None:
             from callsheet.lanes.lane_set import LaneSet
 
-            self._lanes = self._table.lanes = LaneSet(lambda member: member in self._registrations)
+            self._lanes = self._table.lanes = LaneSet(lambda registration: registration in self._registrations)
         return self._lanes
 
     # --- state ---
@@ -449,23 +448,23 @@ class CallbackManager:
         """
         missing: dict[str, str] = {}
 
-        def failed(member: Registration, error: Exception) -> None:
-            missing[member.label] = reason = f"{type(error).__name__}: {text_of(error)}"
+        def failed(registration: Registration, error: Exception) -> None:
+            missing[registration.label] = reason = f"{type(error).__name__}: {text_of(error)}"
             logger.error(
                 "The state of callback %s (%s) is missing from this checkpoint: %s",
-                member.label,
-                member.source,
+                registration.label,
+                registration.source,
                 reason,
                 exc_info=error,
             )
 
         if self._lanes is not None:
             self._lanes.wait_for_states()
-        reads = {member: partial(state_of, callback) for member, callback in self._stateful.items()}
+        reads = {registration: partial(state_of, callback) for registration, callback in self._stateful.items()}
         states: dict[str, dict[str, Any]] = {}
-        for member, state in results_of(self._calls(reads), failed).items():
+        for registration, state in results_of(self._calls(reads), failed).items():
             if state:
-                name = label_of(reads[member].args[0])
+                name = label_of(reads[registration].args[0])
                 if name in states:
                     raise RegistrationError(
                         f"two callbacks keep their state under the name {name!r}; give one another: callback.name = '...'"
@@ -488,9 +487,9 @@ class CallbackManager:
         for label, reason in state.get("missing", {}).items():
             logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
         loads = {
-            member: partial(member.thing.load_state_dict, saved[label_of(member.thing)])
-            for member in self._registrations
-            if isinstance(member.thing, Callback) and label_of(member.thing) in saved
+            registration: partial(registration.thing.load_state_dict, saved[label_of(registration.thing)])
+            for registration in self._registrations
+            if isinstance(registration.thing, Callback) and label_of(registration.thing) in saved
         }
         results_of(self._calls(loads), starts_without)
         if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
@@ -500,9 +499,9 @@ class CallbackManager:
     @property
     def _stateful(self) -> dict[Registration, Callback]:
         return {
-            member: member.thing
-            for member in self._registrations
-            if isinstance(member.thing, Callback) and keeps_state(member.thing)
+            registration: registration.thing
+            for registration in self._registrations
+            if isinstance(registration.thing, Callback) and keeps_state(registration.thing)
         }
 
     def _calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
@@ -510,12 +509,12 @@ class CallbackManager:
 
     # --- adding ---
 
-    def _entry(self, event: str, handler: Handler, member: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
-        options = resolve_options(owner, handler, member.label, given)
+    def _entry(self, event: str, handler: Handler, registration: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
+        options = resolve_options(owner, handler, registration.label, given)
         return HandlerEntry(
             event=event,
             handler=ungated(handler),
-            member=member,
+            registration=registration,
             phase=options.phase,
             ranks=options.ranks,
             lane=options.lane,
@@ -525,44 +524,44 @@ class CallbackManager:
             number=next(self._entry_numbers),
         )
 
-    def _check_unique(self, callback: Callback, members: list[Registration]) -> None:
-        for member in members:
-            if member.thing is callback:
+    def _check_unique(self, callback: Callback, registrations: list[Registration]) -> None:
+        for registration in registrations:
+            if registration.thing is callback:
                 raise RegistrationError(
-                    f"{label_of(callback)} ({member.source}) is on the call sheet already; add each instance once"
+                    f"{label_of(callback)} ({registration.source}) is on the call sheet already; add each instance once"
                 )
             if (
-                isinstance(member.thing, Callback)
-                and member.label == label_of(callback)
+                isinstance(registration.thing, Callback)
+                and registration.label == label_of(callback)
                 and keeps_state(callback)
-                and keeps_state(member.thing)
+                and keeps_state(registration.thing)
             ):
                 raise RegistrationError(
-                    f"two callbacks would keep their state under the name {label_of(callback)!r} ({member.source} and {where(type(callback))}); "
+                    f"two callbacks would keep their state under the name {label_of(callback)!r} ({registration.source} and {where(type(callback))}); "
                     "give one of them another before adding it: callback.name = '...'"
                 )
 
-    def _enter(self, members: list[Registration], lines: list[HandlerEntry]) -> None:
-        """Add the members and their entries. If one does not suit the run in progress, none is added."""
+    def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
+        """Add the registrations and their entries. If one does not suit the run in progress, none is added."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
                 _check_interval(entry, ctx)
         for entry in lines:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
-        self._registrations = [*self._registrations, *members]
-        if any(entry.lane != "inline" for entry in lines) or not all(map(is_inline, members)):
+        self._registrations = [*self._registrations, *registrations]
+        if any(entry.lane != "inline" for entry in lines) or not all(map(is_inline, registrations)):
             self._lane_set()
         self._table.add(lines)
         if ctx is not None:
             ctx.kept = self._kept()
 
     def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
-        member = next((each for each in self._registrations if each.thing is callback), None)
-        if member is None:
+        registration = next((each for each in self._registrations if each.thing is callback), None)
+        if registration is None:
             raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
         named = frozenset(as_event(event).value for event in events)
-        self._muting.mute(member, named, is_muted, until, self._ctx() if self._ctx is not None else None)
+        self._muting.mute(registration, named, is_muted, until, self._ctx() if self._ctx is not None else None)
 
     def _kept(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep_fields)
@@ -596,6 +595,6 @@ def _interval(every: str | int | Time, label: str, function: Callable[..., Any])
 def _check_interval(entry: HandlerEntry, ctx: Context) -> None:
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
         raise ConfigError(
-            f"{entry.member.label} ({entry.member.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
+            f"{entry.registration.label} ({entry.registration.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
             "use another unit"
         )

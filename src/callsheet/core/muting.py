@@ -16,7 +16,7 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, member, events): unmute before this step
+        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, registration, events): unmute before this step
 
     @property
     def next_step(self) -> float:
@@ -27,11 +27,13 @@ class Muting:
         """Forget all steps at which events were to be unmuted."""
         self._wakes = []
 
-    def forget(self, members: list[Registration]) -> None:
+    def forget(self, registrations: list[Registration]) -> None:
         """Forget callbacks that were removed."""
-        self._wakes = [wake for wake in self._wakes if wake[1] not in members]
+        self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
-    def mute(self, member: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None) -> None:
+    def mute(
+        self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
+    ) -> None:
         """Mute or unmute events of a callback; with `until`, unmute them before that step.
 
         A mute that would end within a few steps does nothing, since muting costs more than the calls.
@@ -39,30 +41,30 @@ class Muting:
         if until is not None and ctx is not None:
             if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: nobody would unmute
                 return
-            events -= member.muted - self._waking(member)  # events that are muted for good stay muted
-        self._forget_wakes(member, events)
+            events -= registration.muted - self._waking(registration)  # events that are muted for good stay muted
+        self._forget_wakes(registration, events)
         if until is not None and ctx is not None:
-            self._wakes.append((until, member, events))
+            self._wakes.append((until, registration, events))
             ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to read `next_step` again
-        self._set(member, member.muted | events if is_muted else member.muted - events)
+        self._set(registration, registration.muted | events if is_muted else registration.muted - events)
 
     def unmute_due(self, step: int) -> None:
         """Unmute what was muted until the step after `step`."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
-            _, member, events = wake
-            self._set(member, member.muted - events)
+            _, registration, events = wake
+            self._set(registration, registration.muted - events)
 
-    def _waking(self, member: Registration) -> frozenset[str]:
+    def _waking(self, registration: Registration) -> frozenset[str]:
         """Return the events that the callback has muted until some step."""
-        return frozenset[str]().union(*(events for _, each, events in self._wakes if each is member))
+        return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
-    def _forget_wakes(self, member: Registration, events: frozenset[str]) -> None:
+    def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
         """Cancel the scheduled unmuting of these events, which a later `mute` or `unmute` replaces."""
-        left = [(step, each, named - events if each is member else named) for step, each, named in self._wakes]
+        left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 
-    def _set(self, member: Registration, muted: frozenset[str]) -> None:
-        changed, member.muted = member.muted ^ muted, muted
+    def _set(self, registration: Registration, muted: frozenset[str]) -> None:
+        changed, registration.muted = registration.muted ^ muted, muted
         if changed:
             self._table.changed(*changed)

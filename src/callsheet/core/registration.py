@@ -8,7 +8,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from callsheet.core.background import Background
-from callsheet.core.callback import ERROR_POLICIES, LANES, PHASES, Callback, Marks, label_of, marks, one_of
+from callsheet.core.callback import ERROR_POLICIES, LANES, PHASES, Callback, Lane, Marks, OnError, Phase, label_of, marks, one_of
+from callsheet.core.control import REQUESTS
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
@@ -18,14 +19,17 @@ from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, 
 _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
 
+foreign_hint: Callable[[object], str] = lambda thing: ""  # noqa: E731
+"""Returns what to do with an object that is not a callback, for the error message. `callsheet` sets it, since `core` knows no frameworks."""
+
 
 class HandlerOptions(NamedTuple):
     """The checked options of a handler."""
 
-    phase: str
+    phase: Phase
     ranks: RankGate
-    lane: str
-    on_error: str
+    lane: Lane
+    on_error: OnError
     every: Interval | None
     draws_random: bool
 
@@ -52,7 +56,9 @@ def check_callback(callback: object) -> Callback:
             raise NotACallbackError(
                 f"{callback!r} is a function ({where(callback)}); give it an event with manager.register(event, function)"
             )
-        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{bridge_of(callback)}")
+        raise NotACallbackError(
+            f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{foreign_hint(callback)}"
+        )
     for name in _public_names(callback):
         if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
             raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
@@ -68,6 +74,7 @@ def check_callback(callback: object) -> Callback:
     for what, names, valid in (
         ("keep_fields", callback.keep_fields, keepable),
         ("snapshot_fields", callback.snapshot_fields, list(FIELDS)),
+        ("required_fields", callback.required_fields, list(FIELDS)),
     ):
         for name in names:
             if name not in valid:
@@ -75,30 +82,15 @@ def check_callback(callback: object) -> Callback:
                 raise RegistrationError(
                     _at(f"{what}: the context has no {kind} called {name!r}{did_you_mean(name, valid)}", callback)
                 )
+    for request in callback.requests:
+        if request not in REQUESTS:
+            raise RegistrationError(
+                _at(f"requests: there is no ctx.control.{request}{did_you_mean(request, REQUESTS)}", callback)
+            )
     _policy(callback, Marks(), {}, label_of(callback), where(type(callback)))
     if not isinstance(callback.name, str):
         raise RegistrationError(_at(f"the name of a callback must be a string, not {callback.name!r}", callback))
     return callback
-
-
-_FRAMEWORKS = {
-    "transformers": "huggingface",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
-    "ignite": "ignite",
-    "torchtnt": "torchtnt",
-    "composer": "composer",
-    "keras": "keras",
-    "accelerate": "accelerate",
-}
-"""Which bridge wraps a foreign callback, by the package of its class."""
-
-
-def bridge_of(thing: object) -> str:
-    """Return the hint how to wrap a callback of another framework, or the empty string if it is of none that has a bridge."""
-    packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
-    bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
-    return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:

@@ -26,9 +26,9 @@ def state_of(callback: Callback) -> dict[str, Any]:
     return dict(callback.state_dict())
 
 
-def is_inline(member: Registration) -> bool:
+def is_inline(registration: Registration) -> bool:
     """Return whether the callback runs on the training thread."""
-    return not isinstance(member.thing, Callback) or member.thing.lane == "inline"
+    return not isinstance(registration.thing, Callback) or registration.thing.lane == "inline"
 
 
 def results_of(
@@ -44,17 +44,19 @@ def results_of(
         Exception: what an inline callback that is not isolated raised.
     """
     results: dict[Registration, T] = {}
-    for member, call in calls.items():
+    for registration, call in calls.items():
         try:
-            results[member] = call()
+            results[registration] = call()
         except Exception as error:
-            if is_inline(member) and getattr(member.thing, "on_error", "") != "isolate":
+            if is_inline(registration) and getattr(registration.thing, "on_error", "") != "isolate":
                 raise
-            failed(member, error)
+            failed(registration, error)
     return results
 
 
-def starts_without(member: Registration, error: Exception) -> None:
+def starts_without(registration: Registration, error: Exception) -> None:
     """Log that a callback starts without its saved state, and why."""
     reason = f"{type(error).__name__}: {text_of(error)}"
-    logger.error("Callback %s (%s) starts without its saved state: %s", member.label, member.source, reason, exc_info=error)
+    logger.error(
+        "Callback %s (%s) starts without its saved state: %s", registration.label, registration.source, reason, exc_info=error
+    )

@@ -118,25 +118,25 @@ class SnapshotCapture:
         self._functions = _compiled_functions(self._names, self._changing, new)
 
     def enqueuer(
-        self, deliver: Deliver, member: Registration, queue: Lane, otherwise: Callable[[Context], object]
+        self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
         """Return the function that puts the event into the queue, on the training thread.
 
         Args:
             deliver: the first item of what is put; the lane calls it with the whole.
-            member: the callback, which receives nothing while it is switched off.
+            registration: the callback, which receives nothing while it is switched off.
             queue: the callback's lane.
             otherwise: called instead if a value must be copied, a field is not available, or the callback is switched off.
         """
         enqueue: Callable[[Context], None] = self._functions["enqueuer"](
-            self.snapshot_class_for, deliver, member, queue, otherwise
+            self.snapshot_class_for, deliver, registration, queue, otherwise
         )
         return enqueue
 
     def deliverer(
         self,
         event: str,
-        member: Registration,
+        registration: Registration,
         handler: Callable[[Snapshot], Any],
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
@@ -145,12 +145,12 @@ class SnapshotCapture:
 
         Args:
             event: the event or logger method; nothing is delivered if the callback is silent at it.
-            member: the callback, whose failures are counted.
+            registration: the callback, whose failures are counted.
             handler: called with the snapshot.
             answered: called with what the handler returns, unless that is None.
             fails: called with the snapshot, which may be incomplete, and the error.
         """
-        deliver: Deliver = self._functions["deliverer"](self, event, member, handler, answered, fails)
+        deliver: Deliver = self._functions["deliverer"](self, event, registration, handler, answered, fails)
         return deliver
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
@@ -200,7 +200,7 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
     is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
     are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
     source = f"""
-def enqueuer(snapshot_class_for, deliver, member, queue, otherwise):
+def enqueuer(snapshot_class_for, deliver, registration, queue, otherwise):
     items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
     def enqueue(ctx):
         nonlocal kind, known, loss_is_new
@@ -212,7 +212,7 @@ def enqueuer(snapshot_class_for, deliver, member, queue, otherwise):
             values = (deliver, kind, {", ".join(taken)})
         except FieldNotAvailable:
             return otherwise(ctx)
-        if member.is_off{are_changing}:
+        if registration.is_off{are_changing}:
             otherwise(ctx)
         elif len(items) < queue.room:
             append(values)
@@ -220,9 +220,9 @@ def enqueuer(snapshot_class_for, deliver, member, queue, otherwise):
             queue.put(values)
     return enqueue
 
-def deliverer(capture, event, member, handler, answered, fails):
+def deliverer(capture, event, registration, handler, answered, fails):
     def deliver(values):
-        if member.is_off and member.is_silent_at(event):
+        if registration.is_off and registration.is_silent_at(event):
             return
         made = new(values[1])
         try:
@@ -238,8 +238,8 @@ def deliverer(capture, event, member, handler, answered, fails):
         except BaseException as error:
             fails(made, error)
         else:
-            if member.failures_in_a_row:  # an unneeded write would slow down the training thread's next read
-                member.failures_in_a_row = 0
+            if registration.failures_in_a_row:  # an unneeded write would slow down the training thread's next read
+                registration.failures_in_a_row = 0
     return deliver
 """
     scope: dict[str, Any] = {

@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from callsheet.core.background import END_SECONDS, inner
-from callsheet.core.call_sheet import HandlerEntry, Registration, failed
+from callsheet.core.call_sheet import HandlerEntry, Registration
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.wrappers import failed
 from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
 from callsheet.lanes.queue import Lane, close
@@ -30,14 +31,14 @@ class LaneExit(Exception):
 class CallbackLane:
     """The lane of one callback."""
 
-    def __init__(self, member: Registration, inbox: Inbox) -> None:
-        self.member = member
-        owner = member.thing if isinstance(member.thing, Callback) else Callback
+    def __init__(self, registration: Registration, inbox: Inbox) -> None:
+        self.registration = registration
+        owner = registration.thing if isinstance(registration.thing, Callback) else Callback
         self.needs: tuple[str, ...] = owner.snapshot_fields
         self.inbox = inbox
-        self.lane = Lane(member.label, None, owner.lane_options, kind=_kind, finish=self._finish)
+        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish)
         self._runner: asyncio.Runner | None = None
-        self._process: Process | None = cast("Process", member.thing) if owner.lane == "process" else None
+        self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
         if self._process is not None:
             self._process.begin()
 
@@ -93,7 +94,7 @@ class LaneDelivery:
     Args:
         event: the event's or method's name, for messages about failures.
         kind: a lane with `overflow="latest"` keeps the newest item of each kind.
-        member: the callback.
+        registration: the callback.
         lane: its lane.
         handler: called in the lane with a snapshot.
         capture: captures the snapshots.
@@ -103,34 +104,34 @@ class LaneDelivery:
         self,
         event: str,
         kind: object,
-        member: Registration,
+        registration: Registration,
         lane: CallbackLane,
         handler: Callable[[Snapshot], Any],
         capture: SnapshotCapture,
     ) -> None:
-        self._event, self._member, self._lane, self._capture = event, member, lane, capture
-        self._deliver = capture.deliverer(event, member, handler, lane.answered, self._fails)
+        self._event, self._member, self._lane, self._capture = event, registration, lane, capture
+        self._deliver = capture.deliverer(event, registration, handler, lane.answered, self._fails)
         self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads it from the items of its queue
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
         """Return what the training thread calls in place of a handler that runs in a lane."""
-        capture = SnapshotCapture(entry.event, lane.needs, entry.member.label, lane.inbox, numbers)
-        made = cls(str(entry.event), entry.event, entry.member, lane, lane.bound(entry.handler), capture)
-        return capture.enqueuer(made._deliver, entry.member, lane.lane, made.put)
+        capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
+        made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
+        return capture.enqueuer(made._deliver, entry.registration, lane.lane, made.put)
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
         """Enqueue one call of a logger's method, such as `log_table`."""
-        assert isinstance(lane.member.thing, Callback)
-        called = getattr(inner(lane.member.thing), method)
-        capture = SnapshotCapture(ctx.event, lane.needs, lane.member.label, lane.inbox, DeviceNumbers())
+        assert isinstance(lane.registration.thing, Callback)
+        called = getattr(inner(lane.registration.thing), method)
+        capture = SnapshotCapture(ctx.event, lane.needs, lane.registration.label, lane.inbox, DeviceNumbers())
         try:
             handler = lane.bound(called, **copied(payload, {}))
         except Exception as error:
-            failed(lane.member, method, ctx, error)
+            failed(lane.registration, method, ctx, error)
         else:
-            cls(method, (method, payload.get("name")), lane.member, lane, handler, capture).put(ctx)
+            cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
         """Enqueue the event, on the training thread, if a value must be copied or the callback may be silent."""

@@ -9,20 +9,13 @@ from math import inf
 from typing import Any, TypeVar
 
 from callsheet.core.background import Background, inner
-from callsheet.core.call_sheet import (
-    CompiledEvent,
-    Handler,
-    HandlerEntry,
-    Registration,
-    compile_event,
-    compiled_handlers,
-    internal_entry,
-)
+from callsheet.core.call_sheet import CompiledEvent, HandlerEntry, Registration, compile_event, compiled_handlers, internal_entry
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
+from callsheet.core.wrappers import Handler
 from callsheet.lanes.capture import DeviceNumbers
 from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
 from callsheet.lanes.process import Process
@@ -69,27 +62,29 @@ class LaneSet:
     def __iter__(self) -> Iterator[CallbackLane]:
         return iter(self._lanes.values())
 
-    def __contains__(self, member: Registration) -> bool:
-        return member in self._lanes
+    def __contains__(self, registration: Registration) -> bool:
+        return registration in self._lanes
 
     @property
     def dropped(self) -> dict[Registration, int]:
         """How many events each lane has dropped in this run, those of ended lanes included."""
-        return self._dropped | {member: each.lane.dropped for member, each in self._lanes.items()}
+        return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
         """Forget what an earlier run left undelivered, for a run that begins."""
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
-    def forget(self, members: list[Registration]) -> None:
+    def forget(self, registrations: list[Registration]) -> None:
         """Forget the handlers of callbacks that were removed. Their lanes deliver what is queued."""
-        self._enqueuers = {entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.member not in members}
+        self._enqueuers = {
+            entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
+        }
 
     def in_process(self, callback: Callback) -> Callback:
         """Return a callback whose lane is `process` inside a `Process`: the earlier one if the callback was added before."""
-        for member in self._lanes:
-            if isinstance(member.thing, Background) and member.thing.callback is callback:
-                return member.thing
+        for registration in self._lanes:
+            if isinstance(registration.thing, Background) and registration.thing.callback is callback:
+                return registration.thing
         options = callback.lane_options
         return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
 
@@ -98,29 +93,33 @@ class LaneSet:
     def enqueuer(self, entry: HandlerEntry) -> Handler:
         """Return what the training thread calls in place of a handler that runs in a lane."""
         if entry not in self._enqueuers:
-            self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.member), self._numbers_of[entry.event])
+            self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.registration), self._numbers_of[entry.event])
         return self._enqueuers[entry]
 
-    def put_call(self, member: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
+    def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
         """Enqueue one call of a logger's method, such as `log_table`."""
-        LaneDelivery.put_call(self._lane_of(member), method, ctx, payload)
+        LaneDelivery.put_call(self._lane_of(registration), method, ctx, payload)
 
-    def _lane_of(self, member: Registration) -> CallbackLane:
-        if member not in self._lanes:
-            self._lanes[member] = self._left_lane(member) or CallbackLane(member, self._inbox)
-        return self._lanes[member]
+    def _lane_of(self, registration: Registration) -> CallbackLane:
+        if registration not in self._lanes:
+            self._lanes[registration] = self._left_lane(registration) or CallbackLane(registration, self._inbox)
+        return self._lanes[registration]
 
-    def _left_lane(self, member: Registration) -> CallbackLane | None:
+    def _left_lane(self, registration: Registration) -> CallbackLane | None:
         """Return the lane of a callback that was removed and is added again, so that its queued events are delivered before new ones."""
         for old, lane in self._lanes.items():
-            if not self._is_registered(old) and _is_same(old.thing, member.thing):
+            if not self._is_registered(old) and _is_same(old.thing, registration.thing):
                 del self._lanes[old]
-                if old.thing == member.thing:
-                    lane.member = member
+                if old.thing == registration.thing:
+                    lane.registration = registration
                     return lane
                 drain([lane.lane], lane.lane.options.deadline)  # the callback is inside another `Background` now
-                if isinstance(old.thing, Callback) and isinstance(member.thing, Callback) and keeps_state(member.thing):
-                    self._move_state(old, old.thing, member, member.thing)  # the state may be in another process
+                if (
+                    isinstance(old.thing, Callback)
+                    and isinstance(registration.thing, Callback)
+                    and keeps_state(registration.thing)
+                ):
+                    self._move_state(old, old.thing, registration, registration.thing)  # the state may be in another process
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
                 join([lane])
@@ -134,15 +133,18 @@ class LaneSet:
         """
         handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
         both = list(zip(handlers, entries, strict=True))
-        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.member)), len(both))
-        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].member)]
+        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.registration)), len(both))
+        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].registration)]
         before, after = both[:place] + late, [each for each in both[place:] if each not in late]
-        members = {entry.member for _, entry in before if entry.lane != "inline"}
-        if not members:
+        registrations = {entry.registration for _, entry in before if entry.lane != "inline"}
+        if not registrations:
             return run_end
 
         def drain_lanes(ctx: Context) -> None:
-            drain([each.lane for member, each in self._lanes.items() if member in members], share=_BEFORE_LOGGERS_END)
+            drain(
+                [each.lane for registration, each in self._lanes.items() if registration in registrations],
+                share=_BEFORE_LOGGERS_END,
+            )
             self.process_messages(ctx)
 
         ours = internal_entry(event, drain_lanes, "the wait for lanes", "lane_set.py")
@@ -157,9 +159,13 @@ class LaneSet:
 
     def flush(self) -> None:
         """Wait a moment for the lanes, so that the next record holds what they log now."""
-        moving = {member: each.lane for member, each in self._lanes.items() if self._slow.get(member) != each.lane.done}
+        moving = {
+            registration: each.lane
+            for registration, each in self._lanes.items()
+            if self._slow.get(registration) != each.lane.done
+        }
         drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
-        self._slow |= {member: lane.done for member, lane in moving.items() if not lane.is_idle}
+        self._slow |= {registration: lane.done for registration, lane in moving.items() if not lane.is_idle}
 
     def limit_waits(self, seconds: float) -> None:
         """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`."""
@@ -169,7 +175,7 @@ class LaneSet:
         """Wait until the lanes have delivered all events so far, for this share of each lane's deadline. Return what is undelivered."""
         left = drain([each.lane for each in self._lanes.values()], share=share)
         if self._lanes:
-            self.undelivered = {member: each.lane.left for member, each in self._lanes.items() if each.lane.left}
+            self.undelivered = {registration: each.lane.left for registration, each in self._lanes.items() if each.lane.left}
         return [str(each) for each in left]
 
     def close(self) -> None:
@@ -179,8 +185,8 @@ class LaneSet:
             for undelivered in self.drain(share=1.0):
                 logger.error("The run ends, and a lane has not delivered all events: %s", undelivered)
         finally:
-            for member, each in self._lanes.items():
-                self._dropped[member] = each.lane.dropped
+            for registration, each in self._lanes.items():
+                self._dropped[registration] = each.lane.dropped
                 each.end()
             join(lanes)
         self._inbox.log_lost()
@@ -191,27 +197,27 @@ class LaneSet:
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
         """Start the calls of callbacks in lanes on threads of their own. Return all calls, these as functions that wait for the results."""
-        in_lanes = {member: call for member, call in calls.items() if not is_inline(member)}
+        in_lanes = {registration: call for registration, call in calls.items() if not is_inline(registration)}
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
 
     def wait_for_states(self, *, is_loading: bool = False) -> None:
         """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
         most = self._seconds_for_states
         stateful = {
-            member: each.lane
-            for member, each in self._lanes.items()
-            if isinstance(member.thing, Callback)
-            and keeps_state(member.thing)
-            and (is_loading or not getattr(inner(member.thing), "state_is_ready", False))
+            registration: each.lane
+            for registration, each in self._lanes.items()
+            if isinstance(registration.thing, Callback)
+            and keeps_state(registration.thing)
+            and (is_loading or not getattr(inner(registration.thing), "state_is_ready", False))
         }
-        moving = [lane for member, lane in stateful.items() if self._behind.get(member) != lane.done]
+        moving = [lane for registration, lane in stateful.items() if self._behind.get(registration) != lane.done]
         drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
-        self._behind = {member: lane.done for member, lane in stateful.items() if not lane.is_idle}
-        for member in self._behind:
-            logger.error("The state of %s is out of date: its lane has not handled all events in time", member.label)
-        for member in stateful:
-            if isinstance(member.thing, Background):  # do not wait again for a lane that has missed its deadline
-                member.thing.patience = 0.0 if member in self._behind else self._seconds_for_states
+        self._behind = {registration: lane.done for registration, lane in stateful.items() if not lane.is_idle}
+        for registration in self._behind:
+            logger.error("The state of %s is out of date: its lane has not handled all events in time", registration.label)
+        for registration in stateful:
+            if isinstance(registration.thing, Background):  # do not wait again for a lane that has missed its deadline
+                registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _move_state(self, old: Registration, giver: Callback, new: Registration, taker: Callback) -> None:
         """Copy the state of a callback from its old lane to its new one."""
@@ -219,11 +225,13 @@ class LaneSet:
         if old in states:
             results_of(self.state_calls({new: lambda: taker.load_state_dict(states[old])}), starts_without)
 
-    def _state_deadline(self, member: Registration) -> float:
+    def _state_deadline(self, registration: Registration) -> float:
         """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""
-        lane = self._lanes.get(member)
+        lane = self._lanes.get(registration)
         own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
-        return min(own, _STATE_SECONDS if member in self._behind else inf, max(self._seconds_for_states, _MIN_STATE_SECONDS))
+        return min(
+            own, _STATE_SECONDS if registration in self._behind else inf, max(self._seconds_for_states, _MIN_STATE_SECONDS)
+        )
 
     @property
     def _seconds_for_states(self) -> float:
@@ -238,8 +246,8 @@ def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
     return one == other
 
 
-def _is_logger(member: Registration) -> bool:
+def _is_logger(registration: Registration) -> bool:
     """Return whether the callback is a logger: it takes tables, images, files or hyperparameters."""
-    thing = inner(member.thing) if isinstance(member.thing, Callback) else None
+    thing = inner(registration.thing) if isinstance(registration.thing, Callback) else None
     methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
     return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from callsheet.core.context import Context
+from callsheet.core.context import Across, Context, Over
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
@@ -39,7 +39,8 @@ class LaneMessage(NamedTuple):
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
-            ctx.control.ask(**self.arguments)
+            if not ctx.control.host or ctx.control.supports(self.arguments["request"]):
+                ctx.control.ask(**self.arguments)
         elif self.what == "switch off":
             ctx.control.switch_off(**self.arguments)
         else:
@@ -128,6 +129,7 @@ class LaneControl:
         requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
         return {
             "able": self.able,
+            "host": self._control.host,
             "is_shared": self.is_shared,
             "requests": [request for request in requests if request is not None],
             "accumulation": self.accumulation,
@@ -182,14 +184,15 @@ class LaneControl:
             raise RequestRejected(
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
-        self._control.check(request)
+        if not self._control.host:
+            self._control.supports(request)  # raises; a host's loop logs when the training thread reads the request
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.hurry()
 
 
 def control_of(values: Mapping[str, Any]) -> Control:
     """Return a control with the requests that `LaneControl.values` returned."""
-    control = Control(values["able"], is_shared=values["is_shared"])
+    control = Control(values["able"], is_shared=values["is_shared"], host=values["host"])
     for request in values["requests"]:
         control.agree(request)
     control.accumulation, control.load_path = values["accumulation"], values["load_path"]
@@ -220,7 +223,7 @@ class Snapshot(Context):
 
     unmute = mute
 
-    def log(self, values: Mapping[str, Any], *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+    def log(self, values: Mapping[str, Any], *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; see `Context.log`."""
         self._lane.inbox.put(
             LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)

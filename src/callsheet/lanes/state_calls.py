@@ -29,18 +29,18 @@ class StateCalls:
         """
         waits: dict[Registration, Callable[[], T]] = {}
         began = time.monotonic()
-        for member, call in calls.items():
-            running = self._attempts.get(member)
+        for registration, call in calls.items():
+            running = self._attempts.get(registration)
             if running is not None and running.is_alive():
-                waits[member] = _still_running
+                waits[registration] = _still_running
             else:
-                self._attempts[member] = attempt = _Attempt(member.label, call)
-                waits[member] = partial(_result, attempt, member, deadline, began)
+                self._attempts[registration] = attempt = _Attempt(registration.label, call)
+                waits[registration] = partial(_result, attempt, registration, deadline, began)
         return waits
 
 
-def _result(attempt: _Attempt, member: Registration, deadline: Callable[[Registration], float], began: float) -> Any:
-    return attempt.result(deadline(member), since=began)
+def _result(attempt: _Attempt, registration: Registration, deadline: Callable[[Registration], float], began: float) -> Any:
+    return attempt.result(deadline(registration), since=began)
 
 
 def _still_running() -> Any:

@@ -78,7 +78,6 @@ class CSVLogger(Logger):
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -195,7 +195,6 @@ class JSONLLogger(Logger):
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._resumed_records = state["records"]
 
     def _event(self, ctx: Context, event: str, *, flush: bool = False, **facts: Any) -> None:

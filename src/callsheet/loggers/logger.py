@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, OnError, Phase
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Window
 
@@ -17,9 +17,9 @@ class Logger(Callback):
     A logger runs on the first rank, after all callbacks that measure and decide. Its errors are reported without ending the run.
     """
 
-    phase = "report"
+    phase: Phase = "report"
     ranks = "zero"
-    on_error = "isolate"
+    on_error: OnError | None = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Log hyperparameters of the run, by name. May be called several times; later values replace earlier ones."""

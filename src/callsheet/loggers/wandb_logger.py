@@ -49,6 +49,7 @@ class WandBLogger(Tracker):
 
     package = "wandb"
     extra = "wandb"
+    writes_to_run_folder = True
 
     def __init__(
         self,

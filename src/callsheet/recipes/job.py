@@ -15,7 +15,7 @@ from callsheet.core.time import Interval
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
 from callsheet.trainer.parallel import KINDS
-from callsheet.trainer.precision import PRECISIONS
+from callsheet.trainer.precision import PRECISIONS, PrecisionName
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
 MakesScheduler = Callable[[Optimizer], LRScheduler]
@@ -68,7 +68,7 @@ class JobConfig:
     clip_grad_norm: float | None = 1.0
     optimizer: MakesOptimizer | None = None
     scheduler: MakesScheduler | None = None
-    precision: str = "fp32"
+    precision: PrecisionName = "fp32"
     parallel: str = "auto"
     compile: bool = False
     gradient_checkpointing: bool = False

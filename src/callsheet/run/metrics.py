@@ -12,19 +12,19 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice, repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from callsheet.core.callback import one_of
-from callsheet.core.context import Loggable
+from callsheet.core.context import Across, Loggable, Over
 from callsheet.errors import ConfigError
 
-OVER = ("last", "mean", "sum")
-ACROSS = ("mean", "sum", "max", "same")
+OVER: tuple[Over, ...] = get_args(Over)
+ACROSS: tuple[Across, ...] = get_args(Across)
 
 _FOLD = 256  # values are summed after this many, so that memory does not grow in a loop that never makes a record
 
 
-Schema = dict[str, tuple[str, str]]
+Schema = dict[str, tuple[Over, Across]]
 """Names, with their `over` and `across`."""
 
 Names = str | tuple[str, ...]
@@ -49,7 +49,7 @@ class Series:
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
 
-    def __init__(self, over: str, across: str) -> None:
+    def __init__(self, over: Over, across: Across) -> None:
         self.over = over
         self.across = across
         self.clear()
@@ -108,7 +108,7 @@ class MetricLog:
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
 
-    def log(self, values: Loggable, *, over: str = "last", across: str = "mean", weight: Any = None) -> None:
+    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Add values by name, or by several names; see `Context.log`.
 
         Raises:
@@ -125,7 +125,7 @@ class MetricLog:
                 value = scalar(name, value)
             series.add(value, weight)
 
-    def series(self, names: Names, over: str, across: str) -> Series:
+    def series(self, names: Names, over: Over, across: Across) -> Series:
         """Return the series of one name, for a loop that adds to it at every step. Raises as `log` does."""
         series = self._series.get(names)
         if series is None:
@@ -144,7 +144,7 @@ class MetricLog:
             )
         return series
 
-    def _log_vector(self, names: tuple[str, ...], vector: Any, over: str, across: str, weight: Any) -> None:
+    def _log_vector(self, names: tuple[str, ...], vector: Any, over: Over, across: Across, weight: Any) -> None:
         if names in self._series or self._how.keys().isdisjoint(names):
             self.series(names, over, across).add(vector, weight)
         else:  # some names were logged alone, or in another tensor
@@ -234,7 +234,7 @@ _BY_MAX = ("max", "same")
 """`same` values are reduced by their maximum too, since a sum over three ranks divided by three may be a different number."""
 
 
-def _sum_slots(total: tuple[float, float] | None, across: str) -> tuple[float, float]:
+def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
     """Return a rank's summand and weight; with `across="sum"` the summand is the rank's own mean."""
     if total is None or not total[1]:
         return 0.0, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class Run:
     Args:
         manager: the callbacks.
         info: the run's name, folder and ranks.
-        model: the model as callbacks see it.
+        model: the model as callbacks see it; None if the loop does not provide it.
         state: how far training is.
         control: the requests of callbacks.
         signals: the signals that preempt the run.
@@ -49,13 +49,15 @@ class Run:
 
     boundaries: Boundaries
     checkpoints: CheckpointsPart
+    CONTEXT: ClassVar[type[Context]] = Context
+    """The class of its context."""
 
     def __init__(
         self,
         manager: CallbackManager,
         info: RunInfo,
         *,
-        model: nn.Module,
+        model: nn.Module | None,
         state: TrainState,
         control: Control,
         signals: SignalWatch,
@@ -75,7 +77,7 @@ class Run:
         self.log_ranks = log_ranks
         self.records = records(manager, log_every, device, world)
         self.agreement = Agreement(world, control, signals)
-        self.ctx = ctx = Context(
+        self.ctx = ctx = self.CONTEXT(
             info,
             state=state,
             model=model,

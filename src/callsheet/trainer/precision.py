@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from callsheet.core.callback import one_of
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,7 +30,7 @@ class Precision:
         ConfigError: the precision is unknown.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
         self.casts = name in _TYPES
         """Whether autocast is needed; not if a sharded model casts its parameters itself."""

@@ -53,7 +53,7 @@ from callsheet.trainer.batches import Loader, TrainBatches
 from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
 from callsheet.trainer.loop import TrainLoop
 from callsheet.trainer.parallel import Parallel, ParallelModel
-from callsheet.trainer.precision import Precision
+from callsheet.trainer.precision import Precision, PrecisionName
 from callsheet.trainer.tasks import Task, resolve_task
 
 logger = logging.getLogger("callsheet")
@@ -152,7 +152,7 @@ class Trainer:
         microbatch_size: int | None = None,
         gradient_accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
-        precision: str = "fp32",
+        precision: PrecisionName = "fp32",
         parallel: str | Parallel = "auto",
         shard_data: bool = True,
         compile: bool | Mapping[str, Any] = False,

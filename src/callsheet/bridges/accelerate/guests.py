@@ -10,15 +10,15 @@ from accelerate.tracking import GeneralTracker
 from torch import Tensor
 
 from callsheet.bridges.guest_base import Guest
-from callsheet.core.call_sheet import Handler
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 from callsheet.loggers import Logger
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.tracker import flat
 
 
-def guest(tracker: Any, *, name: str = "", phase: str = "report", strict: bool = True) -> Callback:
+def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
     """Return a tracker of Accelerate's as a logger: `guest(TensorBoardTracker("run", "logs"))`, or one of your own.
 
     The tracker is started with the run and finished at the run's end. It receives the settings, every metrics record, and images and tables

@@ -24,6 +24,7 @@ from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
@@ -53,12 +54,7 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
 }
 """By a call in the loop: our events that it fires. A step ends, and the next begins, where the accelerator synchronizes gradients."""
 
-NOT_FIRED = (
-    *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    "on_predict_end",
-)
+NOT_FIRED = events_within("eval_step", "test", "predict")
 """Events that this host never fires."""
 
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

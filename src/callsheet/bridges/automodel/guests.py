@@ -13,8 +13,9 @@ from callsheet.bridges.automodel.names import HOOKS, CallbackRunner, MetricsSamp
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.automodel.recipe import RecipeFacade
 from callsheet.bridges.guest_base import Guest, is_another_s, no_guest
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
@@ -30,7 +31,7 @@ IGNORED_LABEL = -100
 GIBIBYTE = 1024**3
 
 
-def guest(foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True) -> AutoModelGuest:
+def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> AutoModelGuest:
     """Wrap a callback of AutoModel as a callsheet callback, for any loop that fires callsheet's events.
 
     It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and `lr_scheduler`; any
@@ -61,7 +62,7 @@ class AutoModelGuest(Guest):
     collective = True  # with several ranks, the measured values are gathered, so that they are the same on all ranks
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, recipe: Any = None,
+        self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, recipe: Any = None,
         constants: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.foreign = foreign
@@ -131,7 +132,6 @@ class AutoModelGuest(Guest):
         return {place: each.state_dict() for place, each in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         if not isinstance(self.foreign, CallbackRunner):
             super().load_state_dict(state)
             return

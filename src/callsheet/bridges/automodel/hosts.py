@@ -22,6 +22,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
@@ -42,14 +43,10 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
 
-NOT_FIRED = (
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    "on_predict_end",
-)
+NOT_FIRED = events_within("test", "predict")
 """Events that a recipe has no counterpart for."""
 
-NOT_FIRED_FOR_SEVERAL = ("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end")
+NOT_FIRED_FOR_SEVERAL = events_within("eval_step")
 """Further events that are not fired if a recipe has several validation sets: it does not report where one ends and the next begins."""
 
 

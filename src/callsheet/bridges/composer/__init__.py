@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from callsheet.core.lifecycle import events_within
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
@@ -24,10 +25,7 @@ __all__ = ["EVENT_MAP", "NOT_FIRED", "ComposerGuest", "guest", "host"]
 EVENT_MAP: Mapping[str, tuple[str, ...]] = COMPOSER_EVENTS
 """The events of Composer that correspond to each event of callsheet."""
 
-NOT_FIRED = (
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    "on_preempt",
-)
+NOT_FIRED = (*events_within("test"), "on_preempt")
 """Events that Composer's Trainer has no counterpart for."""
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from callsheet.bridges.composer.names import COMPOSER_EVENTS, Event, to_their_names
 from callsheet.bridges.composer.run import ComposerRun, Counted, Kinds
 from callsheet.bridges.guest_base import Guest, no_guest
-from callsheet.core.call_sheet import Handler
-from callsheet.core.callback import at
+from callsheet.core.callback import Phase, at
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 
 logger = logging.getLogger("callsheet")
 
@@ -45,7 +45,9 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
 """The events of Composer that are fired at one of ours only under a condition."""
 
 
-def guest(foreign: Any, *, name: str = "", phase: str = "", strict: bool = True, run: ComposerRun | None = None) -> ComposerGuest:
+def guest(
+    foreign: Any, *, name: str = "", phase: Phase | None = None, strict: bool = True, run: ComposerRun | None = None
+) -> ComposerGuest:
     """Wrap a callback or logger that is written for Composer, or for `callsheet.compat.composer`, as a callsheet callback.
 
     It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the run
@@ -87,10 +89,10 @@ class ComposerGuest(Guest):
         "on_predict_step_end": "_count_eval_step",
         "on_run_end": "_close",
     }
-    PHASE = "measure"
+    PHASE: ClassVar[Phase] = "measure"
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "", strict: bool = True, run: ComposerRun | None = None
+        self, foreign: Any, *, name: str = "", phase: Phase | None = None, strict: bool = True, run: ComposerRun | None = None
     ) -> None:
         self._kinds = Kinds.of(foreign)
         if isinstance(foreign, type) or not any(hasattr(foreign, each) for each in ("run_event", *Event)):
@@ -227,7 +229,6 @@ class ComposerGuest(Guest):
         return {"foreign": foreign, "counted": list(self._run.counted if self._run is not None else Counted())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         super().load_state_dict(state.get("foreign", {}))
         if self._run is not None and "counted" in state:
             self._run.counted = self._run.counted_before = Counted(*state["counted"])
@@ -237,10 +238,10 @@ class ComposerLoggerGuest(ComposerGuest):
     """A `LoggerDestination`. Besides the events it receives our metrics records, under Composer's names."""
 
     OWN = {**ComposerGuest.OWN, "on_log": "_record"}
-    PHASE = "report"
+    PHASE: ClassVar[Phase] = "report"
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "", strict: bool = True, run: ComposerRun | None = None
+        self, foreign: Any, *, name: str = "", phase: Phase | None = None, strict: bool = True, run: ComposerRun | None = None
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start

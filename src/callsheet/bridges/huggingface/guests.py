@@ -15,9 +15,10 @@ from transformers.trainer_utils import SaveStrategy, speed_metrics
 
 from callsheet.bridges.guest_base import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
 from callsheet.core.time import Timestamp, TimeUnit
+from callsheet.core.wrappers import Handler
 from callsheet.errors import NotSupported
 
 GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
@@ -66,7 +67,7 @@ def guest(
     processing_class: Any = None,
     replicated: bool | None = None,
     name: str = "",
-    phase: str = "measure",
+    phase: Phase = "measure",
     strict: bool = True,
 ) -> HuggingFaceGuest:
     """Return a `transformers.TrainerCallback` as a callback of callsheet.
@@ -134,7 +135,7 @@ class HuggingFaceGuest(Guest):
         given: Mapping[str, Any],
         replicated: bool | None,
         name: str,
-        phase: str,
+        phase: Phase,
         strict: bool,
     ) -> None:
         self.args = Arguments(args)

@@ -23,17 +23,14 @@ from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch,
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.errors import NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
 
-NOT_FIRED = (
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    *("on_predict_end", "on_preempt"),
-)
+NOT_FIRED = (*events_within("test", "predict"), "on_preempt")
 """Events that this host never fires."""
 
 FIRED_AT: Mapping[str, tuple[str, ...]] = {

@@ -11,10 +11,10 @@ from ignite.metrics import Metric
 
 from callsheet.bridges.guest_base import Guest, NotOnTheList, no_guest, reject_never
 from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, reject_handler
-from callsheet.core.call_sheet import Handler
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
 from callsheet.core.time import TimeUnit
+from callsheet.core.wrappers import Handler
 from callsheet.errors import RegistrationError
 
 GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ def guest(
     *,
     to_save: Mapping[str, Any] | None = None,
     name: str = "",
-    phase: str = "measure",
+    phase: Phase = "measure",
     strict: bool = True,
 ) -> Callback:
     """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
@@ -273,7 +273,6 @@ class IgniteGuest(Guest):
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the states."""
         for name, part in self._parts().items():
             if name in state:
                 part.load_state_dict(state[name])

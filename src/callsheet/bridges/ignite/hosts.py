@@ -132,7 +132,7 @@ class IgniteHost(HostBase):
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
         run.losses = watch.reader
-        run.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
+        run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = (
             NOT_FIRED + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)

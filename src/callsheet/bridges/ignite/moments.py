@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from ignite.engine import Events
 
+from callsheet.core.lifecycle import events_within
+
 FIRED_AT: Mapping[Events, tuple[str, ...]] = {
     Events.STARTED: (
         "on_run_start",
@@ -36,11 +38,7 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
 }
 """The same for an evaluator's events."""
 
-NOT_FIRED = (
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    "on_predict_end",
-)
+NOT_FIRED = events_within("test", "predict")
 """Events that this host never fires."""
 
 OF_EVALUATIONS = (

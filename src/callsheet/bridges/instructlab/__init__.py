@@ -17,9 +17,10 @@ from callsheet.bridges.instructlab.names import (
     log_failure,
     seen,
 )
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import TimeUnit
@@ -42,13 +43,7 @@ EVENT_MAP: Mapping[str, str] = {
 }
 """The event at which a guest's hook is called. `on_step_end` and `on_epoch_end` are called after what is evaluated and saved there."""
 
-NOT_FIRED: tuple[str, ...] = (
-    *("on_checkpoint_due", "on_preempt", "on_exception"),
-    *("on_eval_step_start", "on_eval_forward_start", "on_eval_forward_end", "on_eval_step_end"),
-    *("on_test_start", "on_test_step_start", "on_test_forward_start", "on_test_forward_end", "on_test_step_end", "on_test_end"),
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    "on_predict_end",
-)
+NOT_FIRED = ("on_checkpoint_due", "on_preempt", "on_exception", *events_within("eval_step", "test", "predict"))
 """Events that InstructLab has no hook for. They are never fired; a callback may listen to them if it also listens to another event."""
 
 NOT_SEEN: tuple[str, ...] = (
@@ -86,7 +81,7 @@ def host(
 
 
 def guest(
-    foreign: Any, *, name: str = "", phase: str = "report", strict: bool = True, deadline: float = 60.0
+    foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
 ) -> InstructLabGuest:
     """Wrap a callback of InstructLab as a callsheet callback in a lane of its own; see `InstructLabGuest`."""
     return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
@@ -137,7 +132,7 @@ class InstructLabGuest(Guest):
     snapshot_fields = ("loss", "record", "eval_results", "standalone", "checkpoint")
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "report", strict: bool = True, deadline: float = 60.0
+        self, foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
     ) -> None:
         if not isinstance(foreign, bases()):
             raise no_guest(foreign, "an instance of a TrainerCallback of InstructLab's")

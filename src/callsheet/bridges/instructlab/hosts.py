@@ -22,7 +22,6 @@ from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.instructlab import NOT_FIRED, NOT_SEEN, names
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
-from callsheet.bridges.reads import reads_of
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.lifecycle import EVENTS, SPANS
@@ -37,8 +36,6 @@ logger = logging.getLogger("callsheet")
 
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
 """Spans of a microbatch that InstructLab has no hooks for. The driver synthesizes their events between two hooks."""
-
-_REQUESTS = ("control.stop", "control.save", "control.evaluate", "control.set_gradient_accumulation", "control.load")
 
 
 def host_of(
@@ -187,11 +184,10 @@ class InstructLabHost(HostBase):
                 if not _listens_to_all(each) and (event in NOT_SEEN or id(each) not in supported):
                     self._not_supported(each, f"listens to {event}, which {HOST} does not fire")
         for each in self.manager.callbacks:
-            reads = reads_of(each)
-            if missing := [name for name in NOT_GIVEN if any(read.split(".")[0] == name for read in reads)]:
+            if missing := [name for name in NOT_GIVEN if name in inner(each).required_fields]:
                 self._not_supported(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
-            if asks := [request for request in _REQUESTS if request in reads]:
-                self._not_supported(each, f"may call ctx.{', ctx.'.join(asks)}, but {HOST} supports no requests")
+            if asks := inner(each).requests:
+                self._not_supported(each, f"may call ctx.control.{', ctx.control.'.join(asks)}, but {HOST} supports no requests")
             if each.collective and read_ranks().world_size > 1:
                 self._not_supported(each, f"calls collectives, which would interleave with those of {HOST}")
 
@@ -218,7 +214,7 @@ class InstructLabHost(HostBase):
         self._release()  # in case an exception ended the earlier run
         self._is_checked = self._has_given_up = False
         self._saved = None
-        self._run = run = HookedRun(self.manager, context, is_strict=self._strict, lock_timeout=self._lock_timeout_seconds)
+        self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
         self._ends = weakref.finalize(self, _end, run)
         run.begin(context)
 

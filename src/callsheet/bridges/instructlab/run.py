@@ -12,22 +12,21 @@ from typing import Any
 import torch
 
 from callsheet.bridges.boundary_order import BoundaryOrder
-from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.reads import writes_to_run_folder
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
+from callsheet.core.background import inner
 from callsheet.core.context import Context
-from callsheet.core.control import Control, Request
+from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
-from callsheet.core.ranks import read_ranks
+from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
-from callsheet.core.time import Time
+from callsheet.core.time import Interval, Time
 from callsheet.errors import NotSupported
-from callsheet.run.lifetime import Lifetime
 from callsheet.run.log_ranks import LogRanks
-from callsheet.run.metrics import MetricLog
-from callsheet.run.run_lock import RunLock
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.run import Run
+from callsheet.run.signals import SignalWatch
 
 logger = logging.getLogger("callsheet")
 
@@ -44,29 +43,58 @@ _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_star
 """Events with which training leaves a boundary."""
 
 
-class HookedRun:
+class _ContextWithoutModel(Context):
+    """A context without the model and the data."""
+
+    __slots__ = ()
+
+    def __init__(self, run: RunInfo, **given: Any) -> None:
+        super().__init__(run, **given)
+        del self.model  # the handler that reads it is skipped, with a warning
+
+    def sibling(self, accumulator: Any = None) -> Context:
+        """Return a context for evaluations."""
+        return _ContextWithoutModel(
+            self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
+        )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value in a list if there is only one rank; raise NotSupported otherwise."""
+        if self.run.world_size > 1:
+            raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
+        return [value]
+
+
+class HookedRun(Run):
     """The run of the host, from one `on_train_begin` to its `on_train_end`; see the module."""
 
     host = HOST
+    CONTEXT = _ContextWithoutModel
     _order: BoundaryOrder
 
-    def __init__(self, manager: CallbackManager, context: TrainingContext, *, is_strict: bool, lock_timeout: float) -> None:
+    def __init__(self, manager: CallbackManager, context: TrainingContext, *, lock_timeout: float) -> None:
         output, ranks = Path(context.output_dir or "runs/instructlab").absolute(), read_ranks()
         config = {"model_name_or_path": context.model_name_or_path, "max_epochs": context.max_epochs, "output_dir": str(output)}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         info = RunInfo(output.name, output, config, ranks, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device)
-        self.state = TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None)
-        self._metrics = MetricLog()
-        given: dict[str, Any] = {"state": self.state, "accumulator": self._metrics, "loggers": manager.notify_loggers}
-        self.ctx = _ContextWithoutModel(info, control=_UnsupportedControl(is_strict=is_strict), **given)
-        self.lifetime = Lifetime(manager, self.ctx)
-        self._lock, self._lock_timeout = RunLock(output), lock_timeout
-        self.lifetime.at_end(self._lock.release)
-        quiet = LogRanks("zero", ranks)
-        self.lifetime.at_end(quiet.end)
-        quiet.start()
-        self.manager = manager
-        self.spans = manager.spans(self.ctx)
+        super().__init__(
+            manager,
+            info,
+            model=None,
+            state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
+            control=Control((), host=HOST),
+            signals=SignalWatch(()),
+            world=ProcessGroups(
+                Ranks(), torch.device("cpu"), lock_timeout
+            ),  # of this rank alone, since training calls collectives
+            log_every=Interval("1ba"),
+            device=torch.device(device),
+            log_ranks=LogRanks("zero", ranks),
+            lock_timeout=lock_timeout,
+            is_busy=lambda lifetime: False,  # InstructLab does not report errors, so a run may never end
+        )
+        self.log_ranks.start()
+        self._metrics = self.records.metrics
         self.eval_ctx = self.ctx.sibling()
         self.driver = LifecycleDriver(
             self.spans,
@@ -105,8 +133,9 @@ class HookedRun:
             RunInUseError: another process trains in the run's folder.
         """
         ctx = self.ctx
-        if ctx.run.is_world_process_zero and any(writes_to_run_folder(each) for each in self.manager.callbacks):
-            self._lock.acquire(self._lock_timeout)
+        is_writing = any(inner(each).writes_to_run_folder for each in self.manager.callbacks)
+        if is_writing:
+            self.guard.acquire()
         self.lifetime.start()
         with self.spans.checkpoint_load:
             ctx.checkpoint = self._load(context)
@@ -118,6 +147,8 @@ class HookedRun:
             each.user_state = self.manager.user_state
         with self.spans.data_init:
             pass
+        if is_writing:
+            self.guard.begin()
         self.manager.between_steps(ctx.step)
         self.driver.start("round")
 
@@ -146,8 +177,7 @@ class HookedRun:
 
     def go_to(self, context: TrainingContext) -> None:
         """Set the current epoch and step from InstructLab's. It does not report the batches that it skips when it resumes."""
-        if self._lock.is_lost:
-            self._lock.check()
+        self.guard.raise_if_lost()
         ctx, now = self.ctx, self.state.timestamp
         ctx.epoch = context.epoch + 1
         if context.epoch != now.epoch:
@@ -295,53 +325,6 @@ class HookedRun:
                 return CheckpointInfo(str(path), self.state.timestamp.batch, self.state.timestamp.epoch, "periodic")
         logger.warning("%s resumes from %d samples, but no state of callbacks was found", HOST, context.total_samples)
         return None
-
-
-class _ContextWithoutModel(Context):
-    """A context without the model and the data."""
-
-    __slots__ = ()
-
-    def __init__(self, run: RunInfo, **given: Any) -> None:
-        super().__init__(run, **given)
-        del self.model  # so that reading it raises an error that says why
-
-    def sibling(self, accumulator: Any = None) -> Context:
-        """Return a context for evaluations."""
-        return _ContextWithoutModel(
-            self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
-        )
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value in a list if there is only one rank; raise NotSupported otherwise."""
-        if self.run.world_size > 1:
-            raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
-        return [value]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in NOT_GIVEN:
-            raise NotOnTheList(f"ctx.{name}: {HOST} does not provide the model and the data to callbacks")
-        return super().__getattr__(name)  # type: ignore[misc]  # not for a type checker
-
-
-class _UnsupportedControl(Control):
-    """A control that rejects every request, since InstructLab supports none. With `is_strict=False` it logs a warning instead."""
-
-    __slots__ = ("_is_strict",)
-
-    def __init__(self, *, is_strict: bool) -> None:
-        super().__init__(())
-        self._is_strict = is_strict
-
-    def _check(self, what: str) -> None:
-        if self._is_strict:
-            raise NotSupported(f"control.{what}(): {HOST} supports no requests")
-        logger.warning("control.%s(): %s supports no requests", what, HOST)
-
-    def agree(self, request: Request) -> None:
-        """Carry out a request that disables a callback; ignore all others."""
-        if request.what == "switch off":
-            super().agree(request)
 
 
 def _state_folder(checkpoint: str | Path, rank: int) -> Path:

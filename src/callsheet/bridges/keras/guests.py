@@ -10,9 +10,10 @@ import torch
 
 from callsheet.bridges.guest_base import Facade, Guest
 from callsheet.bridges.keras.run import KerasRun
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
 from callsheet.core.time import TimeUnit
+from callsheet.core.wrappers import Handler
 from callsheet.errors import ConfigError, NotSupported
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
@@ -49,7 +50,7 @@ REJECTED: Mapping[str, str] = {
 """Keras's callbacks that cannot be guests, and why."""
 
 
-def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: str = "measure", strict: bool = True) -> KerasGuest:
+def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "measure", strict: bool = True) -> KerasGuest:
     """Wrap a Keras callback as a callsheet callback.
 
     Its `model` has `stop_training`, which stops our loop, `optimizer.learning_rate`, which may be written, `get_weights` and
@@ -92,7 +93,7 @@ class KerasGuest(Guest):
 
     common: KerasRun
 
-    def __init__(self, foreign: Any, *, verbose: int, name: str, phase: str, strict: bool) -> None:
+    def __init__(self, foreign: Any, *, verbose: int, name: str, phase: Phase, strict: bool) -> None:
         for kind in type(foreign).__mro__:
             if kind.__module__.startswith("keras.") and kind.__name__ in REJECTED:
                 raise NotSupported(f"Keras's {kind.__name__} cannot be a guest: {REJECTED[kind.__name__]}")
@@ -141,7 +142,6 @@ class KerasGuest(Guest):
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 

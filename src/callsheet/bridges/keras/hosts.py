@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn  # before Keras, which imports the package of another backend unless KERAS_BACKEND says torch
 
+from callsheet.core.lifecycle import events_within
 from callsheet.errors import ConfigError, NotSupported
 
 try:
@@ -37,14 +38,7 @@ from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
-NOT_FIRED = (
-    "on_test_start",
-    "on_test_step_start",
-    "on_test_forward_start",
-    "on_test_forward_end",
-    "on_test_step_end",
-    "on_test_end",
-)
+NOT_FIRED = events_within("test")
 """Events that Keras has no counterpart for: what Keras calls a test is our evaluation."""
 
 EVALUATED = "validation"

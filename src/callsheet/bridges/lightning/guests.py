@@ -13,8 +13,9 @@ from torch import Tensor
 from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
 from callsheet.bridges.lightning.module import ModuleFacade
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 from callsheet.errors import NotSupported
 
 logger = logging.getLogger("callsheet")
@@ -34,7 +35,7 @@ REJECTED: Mapping[str, str] = {
 
 
 def guest(
-    foreign: Any, *, name: str = "", phase: str = "measure", log_every_n_steps: int = 50, strict: bool = True
+    foreign: Any, *, name: str = "", phase: Phase = "measure", log_every_n_steps: int = 50, strict: bool = True
 ) -> LightningGuest:
     """Return a `lightning.pytorch.Callback` (or one of `pytorch_lightning`) as a callback of callsheet.
 
@@ -105,7 +106,7 @@ class LightningGuest(Guest):
     NEVER = ("on_before_zero_grad",)
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "measure", log_every_n_steps: int = 50, strict: bool = True
+        self, foreign: Any, *, name: str = "", phase: Phase = "measure", log_every_n_steps: int = 50, strict: bool = True
     ) -> None:
         self.package = _package_of(foreign)
         object.__setattr__(self, "BASE", self.package.Callback)

@@ -12,8 +12,9 @@ from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContex
 from callsheet.bridges.megatron_bridge.run import MegatronBridgeRun
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.checkpoint.plain import flatten
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 from callsheet.errors import CheckpointError, NotSupported
 
 MODULE = "megatron.bridge.training.callbacks"
@@ -39,7 +40,7 @@ class MegatronBridgeGuest(Guest):
     common: MegatronBridgeRun
 
     def __init__(
-        self, foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, state: GlobalState | None = None
+        self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
         self._is_live = self.manager is foreign  # its owner may register more callbacks during the run
@@ -87,7 +88,6 @@ class MegatronBridgeGuest(Guest):
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.common.steps["consumed_valid_samples"] = state["consumed_valid_samples"]
         self.common.user_state.update(state.get("user_state", {}))
         if "callback" in state:

@@ -27,7 +27,8 @@ from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.bridges.torch_hooks import OptimizerHooks
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, Phase
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -54,10 +55,7 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
 
 PyTorch hooks fire the events between a step's start and end. The end of the run is fired with the last event of Megatron Bridge."""
 
-NOT_FIRED = (
-    *("on_predict_start", "on_predict_step_start", "on_predict_forward_start", "on_predict_forward_end", "on_predict_step_end"),
-    *("on_predict_end", "on_preempt"),
-)
+NOT_FIRED = (*events_within("predict"), "on_preempt")
 """Events that Megatron Bridge has no counterpart for."""
 
 
@@ -95,7 +93,7 @@ def host(
 
 
 def guest(
-    foreign: Any, *, name: str = "", phase: str = "measure", strict: bool = True, config: Any = None
+    foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, config: Any = None
 ) -> MegatronBridgeGuest:
     """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
 

@@ -12,8 +12,9 @@ from torchtnt.utils.progress import Progress
 
 from callsheet.bridges.guest_base import Facade, Guest, NotOnTheList
 from callsheet.bridges.torchtnt.run import PHASES, TorchTNTRun
-from callsheet.core.call_sheet import Handler
+from callsheet.core.callback import Phase
 from callsheet.core.context import Context
+from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
@@ -43,7 +44,7 @@ def guest(
     attributes: Mapping[str, str] | None = None,
     replicated: bool = False,
     name: str = "",
-    phase: str = "measure",
+    phase: Phase = "measure",
     strict: bool = True,
 ) -> TorchTNTGuest:
     """Wrap a torchtnt callback as a callsheet callback.
@@ -79,7 +80,7 @@ class TorchTNTGuest(Guest):
     common: TorchTNTRun
 
     def __init__(
-        self, foreign: Any, *, attributes: Mapping[str, str], replicated: bool, name: str, phase: str, strict: bool
+        self, foreign: Any, *, attributes: Mapping[str, str], replicated: bool, name: str, phase: Phase, strict: bool
     ) -> None:
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
@@ -122,7 +123,6 @@ class TorchTNTGuest(Guest):
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.common.load_state_dict(state)
         super().load_state_dict(state["foreign"])
 

@@ -22,6 +22,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
 from callsheet.core.callback import Callback
+from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, NotSupported
@@ -30,14 +31,7 @@ from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
-NOT_FIRED = (
-    "on_test_start",
-    "on_test_step_start",
-    "on_test_forward_start",
-    "on_test_forward_end",
-    "on_test_step_end",
-    "on_test_end",
-)
+NOT_FIRED = events_within("test")
 """Events that torchtnt has no counterpart for."""
 
 EVALUATED = "validation"

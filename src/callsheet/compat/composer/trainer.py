@@ -26,10 +26,11 @@ from callsheet.compat.composer.submodules import offer
 from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
+from callsheet.trainer.precision import PrecisionName
 
 logger = logging.getLogger("callsheet")
 
-_PRECISIONS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
+_PRECISIONS: dict[Any, PrecisionName] = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
 
 _DEFAULTS: Mapping[str, Any] = {
     "train_dataloader_label": "train",
@@ -330,7 +331,7 @@ def _interval(what: str, given: Any) -> str:
     return str(Time.from_input(given, "ep"))
 
 
-def _precision(given: Any) -> str:
+def _precision(given: Any) -> PrecisionName:
     name = str(getattr(given, "value", given or "fp32")).lower()
     if name not in _PRECISIONS:
         raise NotSupported(

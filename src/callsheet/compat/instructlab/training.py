@@ -88,7 +88,6 @@ class Carried(Callback):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back."""
         if state:
             self.foreign.load_state_dict(state)
 

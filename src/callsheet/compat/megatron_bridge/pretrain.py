@@ -27,10 +27,11 @@ from callsheet.recipes.data.byte_files import ByteFiles
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.pretrain import Pretrain, PretrainConfig
 from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
+from callsheet.trainer.precision import PrecisionName
 
 logger = logging.getLogger("callsheet")
 
-PRECISIONS = {None: "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16"}
+PRECISIONS: dict[Any, PrecisionName] = {None: "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 
 
 def pretrain(

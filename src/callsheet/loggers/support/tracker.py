@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+from callsheet.core.callback import Lane
 from callsheet.core.context import Context
 from callsheet.core.optional import load
 from callsheet.core.run_state import Outcome
@@ -47,7 +48,7 @@ class Tracker(Logger):
         MissingPackage: the tracker's package is not installed.
     """
 
-    lane = "background"
+    lane: Lane = "background"
     """A tracker may be slow or unavailable, and training does not wait for it. A subclass can choose `inline` if that is necessary."""
 
     package: ClassVar[str]
@@ -113,7 +114,6 @@ class Tracker(Logger):
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._saved = dict(state)
 
     # --- methods that a subclass implements ---

@@ -1,0 +1,82 @@
+"""The values given for a recipe's keys: in which order they apply, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from callsheet.cli import environment
+from callsheet.cli.yaml_file import line_of, read_yaml
+from callsheet.errors import ConfigError
+
+
+class Part(dict[str, Any]):
+    """The value of a dotted key: that of `optimizer` in `--optimizer.lr 1` is `Part(lr="1")`."""
+
+
+def split(key: str, value: Any) -> tuple[str, Any]:
+    """Return the first word of a dotted key, and the value that the key gives it."""
+    first, dot, rest = key.partition(".")
+    return (first, Part({rest: value})) if dot else (key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Values that come from one place: a file, a variable of the environment, or an argument of the command line."""
+
+    values: Mapping[str, Any]
+    """Dotted keys are allowed, and a `+` behind a key whose value is added to a list."""
+
+    path: Path | None = None
+    variable: str = ""
+
+    @property
+    def is_command_line(self) -> bool:
+        """Whether it was given on the command line."""
+        return self.path is None and not self.variable
+
+    def gives(self, key: str) -> bool:
+        """Return whether a value for this key, or for a part of it, is here."""
+        node: Any = self.values
+        while key and isinstance(node, Mapping):
+            first, _, key = key.partition(".")
+            node = {each.removesuffix("+"): value for each, value in (split(str(word), value) for word, value in node.items())}
+            if first not in node:
+                return False
+            node = node[first]
+        return True
+
+    def place(self, key: str) -> str:
+        """Return the beginning of a message about a key: `mine.yaml:3: `, `CALLSHEET_SEED: `, or "" for the command line."""
+        if self.path is None:
+            return f"{self.variable}: " if self.variable else ""
+        line = line_of(self.path, key)
+        return f"{self.path}:{line}: " if line else f"{self.path}: "
+
+
+def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:
+    """Yield the recipe file, the environment's values by key and the arguments of the command line; each overrides those before it.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not a YAML mapping.
+    """
+    yield _file(path)
+    for key, value in variables.items():
+        yield Source({key: value}, variable=environment.variable(key))
+    words = iter(overrides)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or key in ("help", "print_config") or key.endswith(".help"):
+            continue
+        if not equals and (value := next(words, "")) == "":  # jsonargparse's message says that a value is missing
+            continue
+        yield _file(Path(value)) if key == "config" else Source({key: value})
+
+
+def _file(path: Path) -> Source:
+    content = read_yaml(path)
+    if content is not None and not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: {content!r} is not a mapping; give keys and values, such as `seed: 1`")
+    return Source(content or {}, path)

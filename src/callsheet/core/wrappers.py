@@ -1,0 +1,134 @@
+"""What the call sheet puts around a handler: its interval, its rank gate, isolated errors and checks of the random state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from callsheet.core.randomness import random_state, restore_random_state, same_random_state
+from callsheet.core.time import Interval, Timestamp, TimeUnit
+from callsheet.errors import CallsheetError, text_of
+
+if TYPE_CHECKING:
+    from callsheet.core.call_sheet import HandlerEntry, Registration
+    from callsheet.core.context import Context
+
+logger = logging.getLogger("callsheet")
+
+Handler = Callable[["Context"], Any]
+Timed = Callable[[Handler, "HandlerEntry"], Handler]
+"""Wraps a handler in one that measures its time."""
+
+FAILURES_ALLOWED = 3
+"""How many failures in a row switch an isolated callback off."""
+
+
+def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
+    """Return the entry's handler, wrapped for the options that it has; a plain handler is not wrapped and costs nothing more."""
+    handler = _inline(entry, checking) if entry.lane == "inline" else in_lane(entry)
+    if timed is not None:
+        handler = timed(handler, entry)
+    if entry.every is not None:
+        handler = partial(_when_due, handler, entry, entry.every)
+    return handler
+
+
+def _inline(entry: HandlerEntry, checking: bool) -> Handler:
+    handler = entry.handler
+    if entry.draws_random:
+        handler = partial(_keeping_randomness, handler)
+    if entry.ranks != "all":
+        handler = partial(in_gate, handler)
+    if entry.on_error == "isolate":
+        handler = partial(isolated, handler, entry.registration, entry.event)
+    if checking and not entry.draws_random and entry.phase not in ("change", "restore"):
+        handler = partial(_checking_randomness, handler, entry)
+    return handler
+
+
+def _when_due(handler: Handler, entry: HandlerEntry, every: Interval, ctx: Context) -> None:
+    state = ctx.state
+    elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
+    now = every.index(state.timestamp, elapsed)
+    if entry.previous is None:  # the first time in this process
+        entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
+    is_end = every.at_end and state.is_complete
+    due = now > entry.previous or (is_end and not entry.was_end)
+    entry.previous, entry.was_end = now, is_end
+    if due:
+        handler(ctx)
+
+
+def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
+    state = ctx.state
+    elapsed = None
+    if every.every.unit is TimeUnit.DURATION and state.max_duration is not None:
+        elapsed = since.count(state.max_duration.unit) / state.max_duration.value
+    return every.index(since, elapsed)
+
+
+def in_gate(handler: Handler, ctx: Context) -> None:
+    """Call a handler that runs on some ranks only; inside it, requests and collectives that need all ranks are rejected."""
+    outer, ctx.control.in_gate = ctx.control.in_gate, True
+    try:
+        handler(ctx)
+    finally:
+        ctx.control.in_gate = outer
+
+
+def _keeping_randomness(handler: Handler, ctx: Context) -> None:
+    before = random_state()
+    try:
+        handler(ctx)
+    finally:
+        restore_random_state(before)
+
+
+def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) -> None:
+    before = random_state()
+    handler(ctx)
+    if not same_random_state(before, random_state()):
+        restore_random_state(before)
+        raise CallsheetError(
+            f"{entry.registration.label} ({entry.registration.source}) drew random numbers at {entry.event}, which changes training; "
+            "set `draws_random = True` in its class, or use phase 'change' if it should change training"
+        )
+
+
+def isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
+    """Call a handler and log its errors instead of raising them; switch it off after too many failures in a row."""
+    if (registration.is_off or registration.muted) and registration.is_silent_at(event):
+        return
+    try:
+        handler(ctx)
+    except Exception as error:
+        failed(registration, event, ctx, error)
+    else:
+        registration.failures_in_a_row = 0
+
+
+def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
+    """Log the error that an isolated callback raised, and switch it off after too many failures in a row."""
+    registration.failures += 1
+    registration.failures_in_a_row += 1
+    where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
+    kind, text = type(error).__name__, text_of(error)
+    registration.last_failure = f"{kind}: {text} (at {where})"
+    logger.error(
+        "Callback %s (%s) failed at %s; training continues: %s: %s",
+        registration.label,
+        registration.source,
+        where,
+        kind,
+        text,
+        exc_info=error,
+    )
+    if registration.failures_in_a_row == FAILURES_ALLOWED:
+        if ctx.control.is_shared:
+            ctx.control.switch_off(
+                registration.label, registration.number, registration.failures_in_a_row
+            )  # on all ranks together
+        else:
+            registration.switch_off(registration.failures_in_a_row)
