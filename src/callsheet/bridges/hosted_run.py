@@ -179,7 +179,6 @@ class HostedRun(Run):
         """The results of the current evaluation so far, by dataset name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the current step. Their events are fired when the step has ended."""
-        """By the name of an unsupported request: what to do so that the host supports it."""
         self.parts: dict[str, Stateful] = {}
         """The host's own state in a checkpoint, besides model, optimizer, scheduler and callbacks. Each rank has its own."""
         self._next_boundary = 0
@@ -358,7 +357,8 @@ class HostedRun(Run):
         """Reject, or warn of, callbacks that cannot work with this host.
 
         Such a callback listens to no event that this host fires besides the run's start and end, or the host supports none of the
-        requests that the callback's source code makes. For other callbacks, log which of their events and requests are unsupported.
+        requests that the callback declares (`Callback.requests`). For other callbacks, log which of their events and requests are
+        unsupported.
 
         Args:
             never: the events that this host never fires.
