@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from callsheet.cli.main import main
+from callsheet.cli.recipe import prepared, recipe_class, recipe_parser
 from callsheet.cli.shipped import RECIPES, recipe_path
+from callsheet.errors import ConfigError
 
 
 def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,3 +41,27 @@ def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["recipes", "--to", "x.yaml"])
     assert "--to goes with --copy" in capsys.readouterr().err
+
+
+KEYS_WITH_NAMED_VALUES = [
+    *((recipe, "too_long") for recipe in ("finetune", "finetune_vlm", "classify", "distill")),
+    ("classify", "class_weights"),
+    *(("pretrain", key) for key in ("resume", "max_duration", "precision", "parallel", "model.dtype")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "key"), KEYS_WITH_NAMED_VALUES)
+def test_each_value_that_the_help_of_a_key_names_is_valid(recipe: str, key: str) -> None:
+    path = recipe_path(recipe, is_shipped=True)
+    parser = recipe_parser(recipe_class(path), path, command="train", title=recipe)
+    (help_text,) = (action.help for action in parser._actions if action.dest == key)
+    values = re.findall("`([^`]+)`", str(help_text))
+    assert len(values) > 1
+    for value in values:
+        prepared(recipe, [f"--{key}={value}"], command="train")
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "finetune_vlm", "classify", "distill"])
+def test_the_value_refuse_of_earlier_versions_is_rejected(recipe: str) -> None:
+    with pytest.raises(ConfigError, match="too_long"):
+        prepared(recipe, ["--too_long=refuse"], command="train")

@@ -43,7 +43,7 @@ class ClassifyConfig(JobConfig):
         class_weights: the weight of a sample in the loss: `none` is the same for all; `balanced` gives all classes the same total
             weight; or a number for each class.
         sequence_length: the most tokens of a text.
-        too_long: what happens to longer texts: `truncate` takes their beginning, `refuse` ends with an error before training.
+        too_long: what happens to longer texts: `truncate` takes their beginning, `reject` ends with an error before training.
     """
 
     run_name: str = "classify"

@@ -46,7 +46,7 @@ class FinetuneConfig(JobConfig):
         chat_template: None for the tokenizer's own; `plain` for none; else the path of a Jinja file.
         completion_only: whether only the answers are learnt, and not the prompts.
         sequence_length: the most tokens of an example, and of a packed row.
-        too_long: what happens to longer examples: `refuse` ends with an error before training, `truncate` takes their beginning,
+        too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` takes their beginning,
             `drop` leaves them out.
         packing: put several examples into each row of `sequence_length` tokens; `batch_size` then counts rows.
         evaluate_first: whether the validation data is evaluated before the first step as well.

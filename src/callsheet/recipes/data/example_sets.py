@@ -25,7 +25,7 @@ class ExampleSets:
         pad_id: the padding token.
 
     Raises:
-        ConfigError: a row cannot be used, or is too long and `too_long` is `refuse`; the message names its place.
+        ConfigError: a row cannot be used, or is too long and `too_long` is `reject`; the message names its place.
     """
 
     def __init__(

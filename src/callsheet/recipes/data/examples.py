@@ -44,7 +44,7 @@ class Fit:
         """Return the example, or its first `longest` tokens, or None if it is dropped.
 
         Raises:
-            ConfigError: the example is too long and `too_long` is `refuse`, or it has no learnt token; the message names the place.
+            ConfigError: the example is too long and `too_long` is `reject`, or it has no learnt token; the message names the place.
         """
         if len(example.ids) > self.longest:
             if self._too_long == "reject":

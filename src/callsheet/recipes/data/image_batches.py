@@ -26,7 +26,7 @@ class ImageBatches:
     Args:
         processor: the model's processor.
         sequence_length: the most tokens of a row, including those of its images.
-        too_long: `refuse` a row with more tokens, or `truncate` it, which never cuts an image.
+        too_long: `reject` a row with more tokens, or `truncate` it, which never cuts an image.
     """
 
     def __init__(self, processor: Any, sequence_length: int, too_long: str) -> None:
