@@ -76,3 +76,13 @@ def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     return tmp_path
+
+
+@pytest.fixture
+def run_of_earlier_version(trained: Path) -> str:
+    """The name of a run whose `config.yaml` has the keys of version 0.1.0."""
+    config = trained / "runs" / "tiny" / "config.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("\ngradient_accumulation_steps:", "\naccumulate:"))
+    assert config.read_text() != before
+    return "tiny"

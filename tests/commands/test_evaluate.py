@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.cli.main import main
+from callsheet.cli.recipe import prepared
 from callsheet.loggers import read_metrics
 
 from .sample import contents
@@ -100,3 +101,31 @@ def test_a_stray_word_is_no_key(trained: Path, capsys: pytest.CaptureFixture[str
         main(["evaluate", "tiny", "more"])
     assert stopped.value.code == 2
     assert "unknown arguments: more" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(Path("runs"))
+    assert main(["evaluate", run_of_earlier_version, "--out", "scores.json"]) == 0
+    assert contents(Path("runs")) == before
+    recorded = json.loads(Path("scores.json").read_text())
+    assert recorded["run"] == "runs/tiny"
+    assert recorded["results"]["test"] == {"loss": last_of(Path("runs/tiny"), "test/loss")}
+
+
+def test_a_mistake_in_the_file_of_an_earlier_version_is_reported_with_its_place(
+    run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path("runs/tiny/config.yaml")
+    config.write_text(f"{config.read_text()}batch_sice: 3\n")
+    assert main(["evaluate", run_of_earlier_version]) == 2
+    line = len(config.read_text().splitlines())
+    assert f"runs/tiny/config.yaml:{line}: there is no key 'batch_sice'; did you mean 'batch_size'?" in capsys.readouterr().err
+
+
+def test_a_finetuning_of_an_earlier_version_is_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = prepared("finetune", command="train").resolved
+    before = resolved.replace("gradient_accumulation_steps:", "accumulate:").replace("too_long: reject", "too_long: refuse")
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/config.yaml").write_text(before)
+    assert main(["evaluate", "old"]) == 2
+    assert "runs/old has no checkpoint; train first" in capsys.readouterr().err

@@ -40,3 +40,9 @@ def test_of_an_earlier_checkpoint(trained: Path) -> None:
 def test_nothing_is_written_over(trained: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str) -> None:
     assert main(["export", "tiny", folder]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_of_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", run_of_earlier_version, "out"]) == 0
+    assert capsys.readouterr().out.startswith("runs/tiny, step 6: out (")
+    assert load_file("out/model.safetensors")

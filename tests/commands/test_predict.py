@@ -73,3 +73,9 @@ def test_rows_that_are_not_there_and_a_recipe_without_answers(trained: Path, cap
     config.write_text(config.read_text().replace("commands.sample.Asked", "pretrain"))
     assert main(["predict", "tiny", "--input", "rows.jsonl"]) == 2
     assert "the recipe Pretrain does not support predictions" in capsys.readouterr().err
+
+
+def test_of_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(TEXTS)
+    assert main(["predict", run_of_earlier_version, "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 0
+    assert len(Path("answers.jsonl").read_text().splitlines()) == 3

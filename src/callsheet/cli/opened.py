@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from callsheet.cli import names
 from callsheet.cli.named_run import RUNS
 from callsheet.cli.recipe import errors_on_first_rank, values_of
 from callsheet.cli.shipped import RECIPES, recipe_path
+from callsheet.cli.yaml_file import read_yaml
 from callsheet.core.callback import Callback
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
@@ -43,8 +47,10 @@ def opened(
         ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.
         CheckpointError: the checkpoint is invalid, or belongs to another model.
     """
-    with errors_on_first_rank():
+    with errors_on_first_rank(), ExitStack() as stack:
         path, folder = _described(run)
+        if folder is not None:
+            path = stack.enter_context(_with_current_names(path))
         values = values_of(path, overrides, command=command)
         given = values.given
         if folder is not None:  # the folder may have been renamed or moved since training
@@ -77,6 +83,25 @@ def _described(run: str) -> tuple[Path, Path | None]:
     beside = RUNS if Path(run).name == run else Path(run).parent
     near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
     raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
+
+
+@contextmanager
+def _with_current_names(path: Path) -> Iterator[Path]:
+    """Yield the recipe file of a run, or a temporary copy with the keys of today if an earlier version wrote it."""
+    from callsheet.recipes.existing_run import with_current_names
+
+    content = read_yaml(path)
+    current = with_current_names(content) if isinstance(content, dict) else content
+    if current == content:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="callsheet-run-") as folder:
+        copy = Path(folder) / CONFIG
+        copy.write_text(yaml.safe_dump(current, allow_unicode=True, sort_keys=False), encoding="utf-8")
+        try:
+            yield copy
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(copy), str(path))) from error.__cause__
 
 
 def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:

@@ -60,7 +60,7 @@ def _receive(store: Any, timeout: float) -> Any:
                 raise TimeoutError
             time.sleep(0.01)
         decided = json.loads(store.get("decided"))
-        store.add("heard", 1)
+        store.add("received", 1)
         return decided
 
     try:
@@ -81,7 +81,7 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 
     def send() -> None:
         store.set("decided", json.dumps(decided))
-        while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
+        while store.add("received", 0) < world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     try:
@@ -109,7 +109,7 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
     """
     if not resolved or not path.exists():
         return
-    before, now = _with_current_names(yaml.safe_load(path.read_text())), yaml.safe_load(resolved)
+    before, now = with_current_names(yaml.safe_load(path.read_text())), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
@@ -120,13 +120,12 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
         )
 
 
-def _with_current_names(settings: dict[str, Any]) -> dict[str, Any]:
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that version 0.1.0 or earlier wrote with the keys and values of today."""
-    if "accumulate" in settings:
-        settings["gradient_accumulation_steps"] = settings.pop("accumulate")
-    if settings.get("too_long") == "refuse":
-        settings["too_long"] = "reject"
-    return settings
+    current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
+    if current.get("too_long") == "refuse":
+        current["too_long"] = "reject"
+    return current
 
 
 def _differences(key: str, before: Any, now: Any) -> list[str]:
