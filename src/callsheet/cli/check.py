@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callsheet.cli import names
-from callsheet.cli.given import Part, Source, split
+from callsheet.cli.cli_values import Part, Source, split
 from callsheet.cli.key_types import (
     base_of,
     example_of,

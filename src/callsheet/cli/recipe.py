@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from callsheet import callbacks
 from callsheet.cli import environment, names
 from callsheet.cli.check import first_error, probe
-from callsheet.cli.given import Source, sources_of
+from callsheet.cli.cli_values import Source, sources_of
 from callsheet.cli.key_types import item_of, names_code, typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.cli.yaml_file import read_yaml
