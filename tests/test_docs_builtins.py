@@ -215,19 +215,19 @@ def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
     assert [name for name in own if not any(row.tells(name) for row in recorded)] == []
     kind: type[Callback] = getattr(callbacks, built_in)
     source = inspect.getsource(inspect.getmodule(kind) or kind) if built_in in NOT_EVERYWHERE else ""
-    unheard = [
+    not_logged = [
         name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in own)
     ]
-    assert [name for name in unheard if f'"{name.split("/")[-1].removesuffix("_per_second")}"' not in source] == []
+    assert [name for name in not_logged if f'"{name.split("/")[-1].removesuffix("_per_second")}"' not in source] == []
 
 
 def test_what_the_trainer_logs_stands_in_its_table_and_the_reverse(plain: set[str]) -> None:
     recorded = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
     assert [name for name in sorted(plain) if not any(row.tells(name) for row in recorded)] == []
-    unheard = [
+    not_logged = [
         name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in plain)
     ]
-    assert unheard == []
+    assert not_logged == []
 
 
 def test_whoever_comes_from_composer_is_led_to_options_that_there_are() -> None:

@@ -36,7 +36,7 @@ OF_THE_LOOP = (
         "hints",
         "host",
         "in_gate",
-        "is_hurried",
+        "is_boundary_requested",
         "is_rescheduled",
         "look_again",
         "pending",

@@ -36,13 +36,13 @@ class Breaks(Callback):
     def on_event(self, ctx: Context) -> None:
         if ctx.event == "on_train_step_end" and ctx.step == 3:
             for driver in (self.run.driver, self.run.eval_driver):
-                self.break_narrator(driver)
+                self.break_driver(driver)
         elif ctx.event == "on_exception":
             self.ends.append(type(ctx.exception))
         elif ctx.event == "on_run_end":
             self.ends.append(ctx.run.outcome)
 
-    def break_narrator(self, driver: Any) -> None:
+    def break_driver(self, driver: Any) -> None:
         method = getattr(driver, self.edge)
 
         def called(name: str) -> None:

@@ -17,7 +17,7 @@ PARTS = ("forward_backward", "microbatch", "forward", "loss", "backward", "clip_
 words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
 
 
-def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
+def driven(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
     """A loop that fetches a batch for each step, says that the step begins and ends, and whatever comes to its mind between."""
     driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     for step in steps:
@@ -35,7 +35,7 @@ def narrated(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Li
 def test_the_grammar_holds_for_whatever_a_loop_says(steps: list[list[tuple[str, str]]]) -> None:
     manager, recorded = CallbackManager(), list[str]()
     manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
-    narrated(manager, steps)
+    driven(manager, steps)
     check_events(["on_run_start", "on_data_init_start", "on_data_init_end", *recorded, "on_run_end"])
 
 
@@ -46,7 +46,7 @@ def test_who_hears_little_hears_it_as_often_as_who_hears_all(step: list[tuple[st
         manager = CallbackManager()
         for event in events:
             manager.register(event, lambda ctx, recorded=recorded: recorded.append(str(ctx.event)))
-        narrated(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
+        driven(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
     assert little == [event for event in everything if event in received]
 
 
@@ -55,7 +55,7 @@ def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
     manager.register("on_microbatch_start", lambda ctx: recorded.append("microbatch"))
     manager.register("on_optimizer_step_end", lambda ctx: recorded.append("optimizer step"))
     loop = [("start", "forward"), ("start", "optimizer_step"), ("end", "optimizer_step"), ("start", "forward")]
-    driver = narrated(manager, [loop])
+    driver = driven(manager, [loop])
     assert recorded == ["microbatch", "optimizer step"]
     assert "optimizer_step" not in driver.synthesized
 

@@ -128,7 +128,7 @@ def test_the_rate_is_the_step_s_own_where_nobody_hears_the_optimizer() -> None:
     assert history["train/learning_rate"] == pytest.approx([0.02 * 0.9**step for step in range(12)])
 
 
-def test_hooks_stand_in_the_model_only_while_somebody_hears_them() -> None:
+def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
     counts: list[int] = []
 
     class Looks(Callback):
@@ -137,12 +137,12 @@ def test_hooks_stand_in_the_model_only_while_somebody_hears_them() -> None:
 
     trained = loop(None, host(OwnManager([Looks()], costs="off")))
     trained.run()
-    unheard = len(counts)
-    assert counts == [0] * unheard
-    assert unheard
+    without_listeners = len(counts)
+    assert counts == [0] * without_listeners
+    assert without_listeners
     trained = loop(None, host([Looks(), Recorder()]))
     trained.run()
-    assert counts[unheard:][:6] == [1] * 6  # and none once training is over
+    assert counts[without_listeners:][:6] == [1] * 6  # and none once training is over
     assert not trained.model[0]._forward_hooks
     assert not trained.optimizer.optimizer._optimizer_step_pre_hooks
 
@@ -477,7 +477,7 @@ def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:
     class Stops(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if rank == 1 and ctx.step == 2:
-                ctx.control.stop("one rank's wish")
+                ctx.control.stop("one rank's request")
 
     history, recorder, ending = History(), Recorder(), Ending()
     trained = loop(

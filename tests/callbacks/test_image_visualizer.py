@@ -441,3 +441,9 @@ def test_a_run_without_images_is_told_at_warning_level(tmp_path: Path, caplog: p
     fit(tmp_path, ImageVisualizer(), data=[torch.ones(4, 3)], images=lambda batch: FIRST)
     (record,) = [record for record in caplog.records if "nothing to show" in record.getMessage()]
     assert record.levelno == logging.WARNING
+
+
+def test_a_state_of_an_earlier_version_is_loaded() -> None:
+    visualizer = ImageVisualizer()
+    visualizer.load_state_dict({"told": 3})
+    assert visualizer.state_dict() == {"logged": 3}

@@ -28,7 +28,7 @@ ANSWER = TIMEOUT / 4
 """Seconds until a collective that some rank does not reach fails, that the others then have to say how they fare, and of a signal's grace."""
 
 KINDS = ("calm", "signal", "dead", "calm", "raise", "paused", "signal", "calm", "stuck", "raise")
-"""What goes wrong: in `calm` runs nothing but slowness, uneven data, and wishes; in the others just one thing besides."""
+"""What goes wrong: in `calm` runs nothing but slowness, uneven data, and requests; in the others just one thing besides."""
 
 FATAL = ("dead", "raise", "stuck")
 DATA = ("items", "batches", "stream", "own", "own_stream")
@@ -49,7 +49,7 @@ MOMENTS = (
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlannedRequest:
     """One rank asks for something at the first `event` at or after a step, or, from a thread of its own, a little later."""
 
     what: str
@@ -83,7 +83,7 @@ class Scenario:
     in_background: bool
     pauses: tuple[float, ...]
     """Seconds of a step, by rank."""
-    wishes: tuple[Wish, ...]
+    requests: tuple[PlannedRequest, ...]
     rank: int
     """The one to which it happens; -1 is all of them, for signals."""
     event: str
@@ -121,15 +121,15 @@ def planned(seed: int) -> Scenario:
     steps = 9 * epochs
     slow = draw.randrange(size)
 
-    def wish() -> Wish:
+    def request() -> PlannedRequest:
         delay = draw.choice((None, None, draw.uniform(0, 0.2)))
         what = draw.choice(("save", "save", "evaluate", "evaluate", "stop"))
         step = draw.randrange(1, steps) if what != "stop" else draw.randrange(steps // 2, steps + 4)
-        return Wish(
+        return PlannedRequest(
             what, draw.randrange(size), draw.choice(("on_train_step_start", "on_train_step_end", "on_eval_step_end")), step, delay
         )
 
-    wishes = tuple(wish() for _ in range(draw.randrange(4)))
+    requests = tuple(request() for _ in range(draw.randrange(4)))
     by_signal = kind == "signal"
     return Scenario(
         seed=seed,
@@ -145,7 +145,7 @@ def planned(seed: int) -> Scenario:
         save_interval=draw.choice(("1ep", "5ba")),
         in_background=draw.random() < 0.5,
         pauses=tuple(draw.choice((0.02, 0.05)) if rank == slow else 0.01 for rank in ranks),
-        wishes=wishes,
+        requests=requests,
         rank=draw.choice((-1, *ranks)) if by_signal else draw.randrange(size),
         event=draw.choice(MOMENTS),
         step=draw.randrange(1, steps // 2),
@@ -229,7 +229,7 @@ class Report:
     """Epoch, step and samples of each batch."""
     counted: dict[int, int] = field(default_factory=dict)
     """Samples that the run had counted at the end of each epoch."""
-    asked: list[Wish] = field(default_factory=list)
+    asked: list[PlannedRequest] = field(default_factory=list)
     """Those of this rank that it did ask for before training had ended."""
     struck: bool = False
     """What was planned for this rank happened before training had ended."""
@@ -247,7 +247,7 @@ class Fate(Callback):
         self.rank_number = rank
         self.folder = folder
         self.report = report
-        self.wishes = [wish for wish in scenario.wishes if wish.rank == rank]
+        self.requests = [request for request in scenario.requests if request.rank == rank]
         self.is_mine = scenario.kind != "calm" and scenario.rank in (rank, -1)
         self.is_over = False
         self.lock = threading.Lock()
@@ -258,9 +258,9 @@ class Fate(Callback):
             with self.lock:  # whoever is in the midst of asking has asked before
                 self.is_over = True
         step = max(ctx.step, 0)
-        for wish in [wish for wish in self.wishes if wish.event == event and step >= wish.step]:
-            self.wishes.remove(wish)
-            self.later(wish.delay, lambda wish=wish: self.ask(ctx, wish))  # type: ignore[misc]
+        for request in [request for request in self.requests if request.event == event and step >= request.step]:
+            self.requests.remove(request)
+            self.later(request.delay, lambda request=request: self.ask(ctx, request))  # type: ignore[misc]
         if self.is_mine and step >= self.scenario.step and event == self.scenario.event:
             self.is_mine = False
             self.later(self.scenario.delay, self.strike)
@@ -279,16 +279,16 @@ class Fate(Callback):
         timer.daemon = True
         timer.start()
 
-    def ask(self, ctx: Context, wish: Wish) -> None:
+    def ask(self, ctx: Context, request: PlannedRequest) -> None:
         if self.is_over:
             return
-        self.report.asked.append(wish)
-        if wish.what == "save":
-            ctx.control.save(wish.name, by=wish.name)
-        elif wish.what == "evaluate":
-            ctx.control.evaluate(wish.name)
+        self.report.asked.append(request)
+        if request.what == "save":
+            ctx.control.save(request.name, by=request.name)
+        elif request.what == "evaluate":
+            ctx.control.evaluate(request.name)
         else:
-            ctx.control.stop(wish.name)
+            ctx.control.stop(request.name)
 
     def strike(self) -> None:
         if self.is_over:

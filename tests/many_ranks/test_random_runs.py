@@ -91,7 +91,7 @@ def all_end_alike(run: Played) -> None:
         for name in ("outcome", "step", "samples", "stopped_by", "signal"):
             assert getattr(report, name) == getattr(first, name), f"{about}: {name} of rank {rank}"
     how_it_ended(run, first)
-    wishes_came_true(run, first)
+    requests_are_carried_out(run, first)
     every_sample_once(run, reports)
     summed = sum(float.fromhex(values["sum/odd"]) for _, values in first.records if "sum/odd" in values)
     assert summed == sum(report.logged for report in reports), about
@@ -126,17 +126,19 @@ def samples_in_all(run: Played) -> int:
     return 2 * sum(lengths) if run.scenario.data.startswith("own") else lengths[0]
 
 
-def wishes_came_true(run: Played, first: Report) -> None:
-    asked = [wish for report in run.reports.values() for wish in report.asked]
-    for wish in asked:
-        about = f"{run.scenario}: {wish.name}"
-        if wish.what == "save":
-            assert [step >= wish.step for _, step, _, by in first.published if wish.name in by] == [True], about
-        elif wish.what == "evaluate":
-            assert first.outcome in ("preempted", "interrupted") or any(step >= wish.step for step, _ in first.evaluated), about
+def requests_are_carried_out(run: Played, first: Report) -> None:
+    asked = [request for report in run.reports.values() for request in report.asked]
+    for request in asked:
+        about = f"{run.scenario}: {request.name}"
+        if request.what == "save":
+            assert [step >= request.step for _, step, _, by in first.published if request.name in by] == [True], about
+        elif request.what == "evaluate":
+            assert first.outcome in ("preempted", "interrupted") or any(step >= request.step for step, _ in first.evaluated), (
+                about
+            )
         else:
             assert first.stopped_by or first.signal != "None", about
-    names = {wish.name for wish in asked}
+    names = {request.name for request in asked}
     assert {why for _, why in first.evaluated if why} <= names, run.scenario
     assert first.stopped_by in names | {""}, run.scenario
 
@@ -170,7 +172,7 @@ def test_the_seeds_hold_everything() -> None:
         (kind, size, parallel) for kind in KINDS for size in (2, 4) for parallel in ("ddp", "fsdp")
     }
     assert {s.data for s in scenarios} == {"items", "batches", "stream", "own", "own_stream"}
-    assert {wish.what for s in scenarios for wish in s.wishes} == {"save", "evaluate", "stop"}
+    assert {request.what for s in scenarios for request in s.requests} == {"save", "evaluate", "stop"}
     assert {(s.signal, s.rank < 0) for s in scenarios if s.kind == "signal"} == {
         (name, everybody) for name in ("SIGTERM", "SIGINT") for everybody in (True, False)
     }

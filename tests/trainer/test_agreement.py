@@ -75,7 +75,7 @@ def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
     assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_the_midst  # one step of evaluation more
 
 
-# --- wishes and signals ---
+# --- requests and signals ---
 
 
 def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:

@@ -24,8 +24,8 @@ from .small_run import STEPS, small_trainer
 SLEEP = 0.002
 
 
-class Taker(Logger):
-    """Keeps what it is told of costs."""
+class CapturingLogger(Logger):
+    """Keeps the cost reports and timelines that it receives."""
 
     def __init__(self) -> None:
         self.reports: list[CostReport] = []
@@ -39,7 +39,7 @@ class Taker(Logger):
 
 
 class Counts(Callback):
-    """Counts what it hears of a few events."""
+    """Counts a few events."""
 
     def __init__(self) -> None:
         self.received: Counter[str] = Counter()
@@ -62,9 +62,9 @@ class Sleeps(Callback):
         time.sleep(SLEEP)
 
 
-def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: Any) -> Taker:
+def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: Any) -> CapturingLogger:
     """A small run; who took its costs."""
-    capture = Taker()
+    capture = CapturingLogger()
     manager = CallbackManager([*callbacks, capture], costs=costs, warn_share=changes.pop("warn_share", 0.05))
     with small_trainer(folder, callbacks=manager, **changes) as trainer:
         trainer.fit()
@@ -219,7 +219,7 @@ def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None
             if ctx.step == 4:
                 manager.add(late)
 
-    capture = Taker()
+    capture = CapturingLogger()
     manager = CallbackManager([Adds(), capture])
     with small_trainer(tmp_path, callbacks=manager, eval_interval=None) as trainer:
         trainer.fit()
@@ -244,7 +244,7 @@ def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_run_begins_anew(tmp_path: Path) -> None:
-    capture = Taker()
+    capture = CapturingLogger()
     manager = CallbackManager([capture, Counts()])
     for name in ("first", "second"):
         with small_trainer(tmp_path / name, callbacks=manager, eval_interval=None, log_interval="1ba") as trainer:

@@ -210,6 +210,31 @@ def test_an_evaluation_that_a_crash_left_undone_is_made_on_resume(nth: int, foun
     assert last.hex() == straight.records[-1][1]["validation/loss"]
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """Its state has fields with the names of version 0.1.0."""
+    changes: dict[str, Any] = {"eval_interval": "4ba", "log_interval": "3ba", "epochs_per_round": None, "max_duration": "8ba"}
+    data = [made_loader("list")[0]]
+    straight, resumed, recorder = History(), History(), Recorder()
+    with small_trainer(tmp_path / "straight", straight, eval_dataloader=data, **changes) as trainer:
+        trainer.fit()
+    with pytest.raises(MemoryError, match="a risky evaluation"):
+        small_trainer(tmp_path, History(), SavesAt("before_eval"), Crashes(1), eval_dataloader=data, **changes).fit()
+    (path,) = checkpoints(tmp_path)
+    saved = read_checkpoint(path)
+    due, records = saved.shared["evaluation"]["undone"], saved.local["records"]
+    due["is_told"] = due.pop("is_checkpoint_due_fired")
+    records["told_at"] = records.pop("recorded_step")
+    write_checkpoint(tmp_path / "earlier", saved.shared, saved.local, read_manifest(path).info)
+    with small_trainer(
+        tmp_path / "resumed", resumed, recorder, resume=tmp_path / "earlier", eval_dataloader=data, **changes
+    ) as again:
+        again.fit()
+    assert resumed.losses == straight.losses
+    assert resumed.records == straight.records
+    due_at = [event for event in recorder.events if event in ("on_checkpoint_due", "on_eval_all_start", "on_train_step_start")]
+    assert due_at[0] == "on_eval_all_start"  # on_checkpoint_due was fired before the crash
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),

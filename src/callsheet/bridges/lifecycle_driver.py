@@ -153,17 +153,17 @@ class LifecycleDriver:
         if self._seen_links == self._spans.links:
             return False
         has_changed, self._seen_links = self._seen_links < 0, self._spans.links
-        unheard = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        unheard[_BACKWARD] &= "outputs" not in self._ctx.kept  # a later handler reads the model's outputs
+        lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
+        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # a later handler reads the model's outputs
         for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward
-            unheard[later] &= unheard[_BACKWARD]
+            lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
-        has_listeners = not all(unheard) or step.span.starts is not None or step.span.ends is not None
+        has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
         is_read = has_listeners or self._is_recorded()
         now = has_listeners, is_read, is_read or self._is_loss_needed()
         has_changed |= now != (self.has_listeners, self.is_read, self.is_loss_read)
         self.has_listeners, self.is_read, self.is_loss_read = now
-        for group, has_no_listeners in zip(self._groups, unheard, strict=True):
+        for group, has_no_listeners in zip(self._groups, lack_listeners, strict=True):
             if group[0].has_no_listeners is not has_no_listeners:
                 has_changed = True
                 for part in group:

@@ -138,7 +138,7 @@ class ImageVisualizer(Callback):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the last interval that was logged."""
-        return {"told": self._logged}
+        return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._logged = self._taken = state["told"]
+        self._logged = self._taken = state["logged"] if "logged" in state else state["told"]  # of earlier versions

@@ -4,7 +4,7 @@ A request stays until the loop has carried it out; no later callback can cancel 
 in the middle of a step.
 
 On several ranks, a request with `replicated=True`, which every rank makes, acts at the next boundary. Any other request is local to its
-rank until the loop has told it to all ranks, and acts after that.
+rank until the loop has shared it with all ranks, and acts after that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Control:
 
     __slots__ = (
         *("_evaluate", "_saves", "_stop", "able", "accumulation", "in_gate", "is_shared", "load_path", "pending"),
-        *("_logged", "hints", "host", "is_hurried", "is_rescheduled", "local_requests", "switched_off"),
+        *("_logged", "hints", "host", "is_boundary_requested", "is_rescheduled", "local_requests", "switched_off"),
     )
 
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
@@ -74,7 +74,7 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """For the manager: callbacks that all ranks agree to switch off."""
-        self.is_hurried = False  # a lane has made a request that the loop has not yet processed
+        self.is_boundary_requested = False  # a lane has made a request that the loop has not yet processed
         self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
 
@@ -177,7 +177,7 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to whether any request is left. For the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if self.is_hurried or self.is_rescheduled:  # checked last, since a lane may set it at any time
+        if self.is_boundary_requested or self.is_rescheduled:  # checked last, since a lane may set it at any time
             self.pending = True
 
     def take_requests(self) -> list[Request]:

@@ -388,7 +388,7 @@ class CallbackManager:
 
         The loop calls this at each boundary.
         """
-        ctx.control.is_hurried = False  # before the inbox is emptied: a message that arrives during that sets it again
+        ctx.control.is_boundary_requested = False  # before the inbox is emptied: a message that arrives during that sets it again
         if self._lanes is not None:
             self._lanes.process_messages(ctx)
         while ctx.control.switched_off:

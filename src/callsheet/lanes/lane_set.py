@@ -219,11 +219,11 @@ class LaneSet:
             if isinstance(registration.thing, Background):  # do not wait again for a lane that has missed its deadline
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
-    def _move_state(self, old: Registration, giver: Callback, new: Registration, taker: Callback) -> None:
+    def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
         """Copy the state of a callback from its old lane to its new one."""
-        states = results_of(self.state_calls({old: lambda: state_of(giver)}), starts_without)
+        states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
-            results_of(self.state_calls({new: lambda: taker.load_state_dict(states[old])}), starts_without)
+            results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
 
     def _state_deadline(self, registration: Registration) -> float:
         """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""

@@ -136,9 +136,9 @@ class LaneControl:
             "load_path": self.load_path,
         }
 
-    def hurry(self) -> None:
+    def request_boundary(self) -> None:
         """Make the end of the current step a boundary."""
-        self._control.is_hurried = True
+        self._control.is_boundary_requested = True
         self._control.pending = True
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
@@ -187,7 +187,7 @@ class LaneControl:
         if not self._control.host:
             self._control.supports(request)  # raises; a host's loop logs when the training thread reads the request
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
-        self.hurry()
+        self.request_boundary()
 
 
 def control_of(values: Mapping[str, Any]) -> Control:
@@ -247,7 +247,7 @@ class Snapshot(Context):
         """Pass on a message from a lane in another process."""
         self._lane.inbox.put(message)
         if message.what == "ask":
-            self._lane.hurry()
+            self._lane.request_boundary()
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
         self._lane.inbox.put(LaneMessage(method, payload, self._lane.by))

@@ -243,7 +243,7 @@ class RunReader:
         return hashlib.blake2s(repr(stats).encode(), digest_size=12).hexdigest()
 
     def _version(self, state: str) -> str:
-        return f"{state}-{'silent' if self._is_silent() else 'heard'}"
+        return f"{state}-{'silent' if self._is_silent() else 'live'}"
 
     def _last_write(self) -> float:
         return max((status.st_mtime for _, status in self._inputs()), default=math.nan)

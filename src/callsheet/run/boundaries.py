@@ -233,8 +233,8 @@ class Boundaries:
         """Fire `on_checkpoint_due` before an evaluation, once, even if the run is resumed from the checkpoint that was then
         saved."""
         undone = self._evaluation.undone
-        if undone is not None and not undone.is_told:
-            undone.is_told = True
+        if undone is not None and not undone.is_checkpoint_due_fired:
+            undone.is_checkpoint_due_fired = True
             self.fire_checkpoint_due("before_eval")
 
     def _evaluate(self) -> None:

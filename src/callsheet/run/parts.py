@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from callsheet.core.context import Context
 from callsheet.core.control import Request
@@ -16,13 +16,18 @@ from callsheet.core.time import Interval
 class DueEvaluation:
     """An evaluation that is due and not done yet: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
 
-    `is_told` is True once `on_checkpoint_due` has been fired before it. Checkpoints hold these fields by their names.
+    `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before it. Checkpoints hold these fields by their names.
     """
 
     step: int
     boundary: str
     names: list[str]
-    is_told: bool = False
+    is_checkpoint_due_fired: bool = False
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Return the evaluation of a checkpoint, in which earlier versions named the last field `is_told`."""
+        return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
 class EvaluationSchedule(Protocol):

@@ -131,7 +131,7 @@ class Records:
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,
-            "told_at": self._recorded_step,
+            "recorded_step": self._recorded_step,
             "learning_rate": self.learning_rate,
         }
 
@@ -139,4 +139,5 @@ class Records:
         """Load what `state_dict` returned."""
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
-        self._passed, self._recorded_step, self.learning_rate = state["passed"], state["told_at"], state["learning_rate"]
+        self._passed, self.learning_rate = state["passed"], state["learning_rate"]
+        self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]  # of earlier versions

@@ -38,12 +38,12 @@ class RunGuard:
         self._has_begun = False
         self._is_unguarded = False
 
-        def hurry() -> None:  # on the lock's thread; the loop reacts after its next step
-            run.has_lost_folder = control.is_hurried = control.pending = True
+        def request_boundary() -> None:  # on the lock's thread; the loop reacts after its next step
+            run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # on rank 0
         if run.is_world_process_zero and run.folder is not None:
-            self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=hurry)
+            self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=request_boundary)
 
     def acquire(self) -> None:
         """Acquire the lock, before anything is written. A collective.

@@ -203,7 +203,7 @@ class Evaluation:
         """Load what `state_dict` returned; evaluators that are added later get their part."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
-        self.undone = DueEvaluation(**state["undone"]) if state["undone"] is not None else None
+        self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
         self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:

@@ -163,9 +163,9 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._evaluation_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
         self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
-        self._hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks]
+        self._hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
             self._hooks.append(self._steps)
@@ -289,7 +289,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         else:
             self._close_epoch(run)
         run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
-        self._judging_hooks.listen(True)
+        self._evaluation_hooks.listen(True)
         self._patch("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
@@ -303,7 +303,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     @_in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
         """End the evaluation. `logs` has its losses and metrics."""
-        self._judging_hooks.listen(False)
+        self._evaluation_hooks.listen(False)
         self._hooks.pop().remove()
         run.end_dataset(EVALUATED, logs or {})
         run.end_evaluation()

@@ -146,9 +146,15 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         }
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._judging_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._evaluation_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
         self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
-        hooks: list[Any] = [watch, self._model_hooks, self._judging_hooks, self._predict_hooks, Fetches(unit, self._fetchers())]
+        hooks: list[Any] = [
+            watch,
+            self._model_hooks,
+            self._evaluation_hooks,
+            self._predict_hooks,
+            Fetches(unit, self._fetchers()),
+        ]
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
@@ -364,7 +370,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         self._fires_eval = not (state.should_stop or run.driver.is_open("train_step"))
         if self._fires_eval:
             run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
-            self._judging_hooks.listen(True)
+            self._evaluation_hooks.listen(True)
 
     @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
@@ -392,7 +398,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         run = self._run
         if run is None:
             return
-        self._judging_hooks.listen(False)
+        self._evaluation_hooks.listen(False)
         self._batch = None
         found = {name: float(total) / self._weight for name, total in self._sums.items()}
         found |= {name: float(getattr(unit, name)) for name in self._metrics} if self._weight else {}

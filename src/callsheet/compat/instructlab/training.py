@@ -45,7 +45,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
     from callsheet.launcher import launch  # with torch, which callbacks alone do without
     from callsheet.transport import payload
 
-    if payload.is_opening:  # a rank, or the trial before it, imports the script
+    if payload.is_opening:  # a rank, or the preflight check before it, imports the script
         return {}
     train_args.check()
     ranks = torch_args.ranks
@@ -53,7 +53,9 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         raise ConfigError(
             f"effective_batch_size={train_args.effective_batch_size} does not divide over {ranks} ranks; give a multiple of it"
         )
-    from callsheet.compat.instructlab.job import rows_of  # with all recipes, which the trial of the callbacks does without
+    from callsheet.compat.instructlab.job import (
+        rows_of,
+    )  # imports all recipes, which the preflight check of the callbacks does not need
 
     rows = rows_of(train_args)
     callbacks = [each if isinstance(each, Callback) else Carried.of(each) for each in train_args.callbacks or ()]
