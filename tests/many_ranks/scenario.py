@@ -247,7 +247,7 @@ class Fate(Callback):
         self.rank_number = rank
         self.folder = folder
         self.report = report
-        self.requests = [request for request in scenario.requests if request.rank == rank]
+        self.planned = [request for request in scenario.requests if request.rank == rank]
         self.is_mine = scenario.kind != "calm" and scenario.rank in (rank, -1)
         self.is_over = False
         self.lock = threading.Lock()
@@ -258,8 +258,8 @@ class Fate(Callback):
             with self.lock:  # whoever is in the midst of asking has asked before
                 self.is_over = True
         step = max(ctx.step, 0)
-        for request in [request for request in self.requests if request.event == event and step >= request.step]:
-            self.requests.remove(request)
+        for request in [request for request in self.planned if request.event == event and step >= request.step]:
+            self.planned.remove(request)
             self.later(request.delay, lambda request=request: self.ask(ctx, request))  # type: ignore[misc]
         if self.is_mine and step >= self.scenario.step and event == self.scenario.event:
             self.is_mine = False

@@ -1,4 +1,8 @@
-"""Sending notifications, with retries and a time limit."""
+"""Sending notifications, with retries and a time limit.
+
+This is our own and not `apprise` for the reasons in `destinations`. Its two functions also have to agree: `longest` is the deadline of the
+lane that sends, so it has the sum of all attempts and pauses.
+"""
 
 from __future__ import annotations
 

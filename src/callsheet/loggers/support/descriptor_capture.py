@@ -1,4 +1,8 @@
-"""Copying everything that is written to the file descriptors 1 and 2 to a file."""
+"""Copying everything that is written to the file descriptors 1 and 2 to a file.
+
+We do not use `wurlitzer` (3.1): it reads the pipes on a thread of this process, which a library that holds the interpreter lock blocks,
+and whose last output is lost in a crash. It waits for that thread without a time limit, and is not typed.
+"""
 
 from __future__ import annotations
 
