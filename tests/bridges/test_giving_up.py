@@ -35,7 +35,7 @@ class Breaks(Callback):
 
     def on_event(self, ctx: Context) -> None:
         if ctx.event == "on_train_step_end" and ctx.step == 3:
-            for driver in (self.run.driver, self.run.eval_driver):
+            for driver in (self.run.driver, self.run.eval.driver if isinstance(self.run, HostedRun) else self.run.eval_driver):
                 self.break_driver(driver)
         elif ctx.event == "on_exception":
             self.ends.append(type(ctx.exception))

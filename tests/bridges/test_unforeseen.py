@@ -114,15 +114,15 @@ class Loop:
         if word in ("start", "end", "start_and_end"):
             getattr(run.driver, word)(name)
         elif word in ("judge", "judged"):
-            (run.eval_driver.start if word == "judge" else run.eval_driver.end)(name)
+            (run.eval.driver.start if word == "judge" else run.eval.driver.end)(name)
         else:
             acts: dict[str, Any] = {
                 "step": run.end_step,
                 "epoch": lambda: run.end_epoch(is_whole=True),
-                "evaluate": lambda: run.begin_evaluation("validation"),
-                "dataset": lambda: run.end_dataset("validation", {"loss": 1.0}),
-                "evaluated": run.end_evaluation,
-                "told evaluation": lambda: run.fire_evaluation({"validation": {"loss": 2.0}}),
+                "evaluate": lambda: run.eval.begin("validation"),
+                "dataset": lambda: run.eval.end_dataset("validation", {"loss": 1.0}),
+                "evaluated": run.eval.end,
+                "told evaluation": lambda: run.eval.fire({"validation": {"loss": 2.0}}),
                 "train": self.train,
             }
             acts[name]()
@@ -143,7 +143,7 @@ def test_events_that_a_framework_adds_leaves_out_and_reorders(seed: int, tmp_pat
     check_events(recorder.events)
     assert recorder.events[-1] == "on_run_end"
     assert torch.equal(loop.model.weight, loop.weights)
-    assert [part.name for driver in (run.driver, run.eval_driver) for part in driver.opened] == ["run", "run"]
+    assert [part.name for driver in (run.driver, run.eval.driver) for part in driver.opened] == ["run", "run"]
     assert reads.read
 
 
@@ -197,7 +197,7 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
     for _ in range(3):
         loop.train()
         run.end_step()
-        run.begin_evaluation("validation")
+        run.eval.begin("validation")
         assert not torch.equal(loop.model.weight, loop.weights)  # the average
     loop.train()
     assert torch.equal(loop.model.weight, loop.weights)

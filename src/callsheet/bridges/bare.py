@@ -21,6 +21,7 @@ from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
@@ -205,7 +206,7 @@ class AttachedRun:
         self._batches_per_step = gradient_accumulation_steps
         self._scaler = scaler
         self._resume = resume
-        self._strict = strict
+        self._support = SupportCheck(run.manager, run.host, strict=strict)
         self._position = _EpochPosition()
         run.parts["place"] = self._position
         self._is_over = False
@@ -219,7 +220,7 @@ class AttachedRun:
         self._epoch: int | None = None  # the epoch of the last call of `steps`
         self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
-        run.reject((), strict=strict, logger=logger)
+        self._support.before_run((), run.control)
 
     @property
     def ctx(self) -> Context:
@@ -451,12 +452,12 @@ class AttachedRun:
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            elif self._strict:
+            elif self._support.strict:
                 raise NotSupported(
                     f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
                     "gradient_accumulation_steps= to the number of batches of a step, and give attach the optimizer that the loop steps"
                 )
-        run.check_supported(strict=self._strict, logger=logger)
+        self._support.after_first_step(run.driver)
 
     def _close_epoch(self, *, continues: bool) -> None:
         """End a step and an epoch that the loop has left with `break`. `continues` says whether training may continue after them."""

@@ -61,6 +61,12 @@ class BoundaryOrder:
             "between two steps. Its events are not fired; training continues."
         )
 
+    def warn_of_missing_end(self, name: str) -> None:
+        """Log that training continues although the framework has not reported the end of an evaluation, a test or a prediction."""
+        self._driver.warn_once(
+            f"{self._host} continues, and the end of {name} was not reported. It is ended here; training continues."
+        )
+
     def excuse(self, what: str) -> None:
         """Log that a handler reads a field which the framework has not provided."""
         self._driver.warn_once(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.support_check import SupportCheck
 from callsheet.core.run_state import Outcome
 
 logger = logging.getLogger("callsheet")
@@ -60,14 +61,18 @@ class HostBase:
         run.fails_by(self._leave)
         run.signals.__enter__()
         self._ends = weakref.finalize(self, end or end_run, run, hooks)
-        run.reject(not_fired, strict=self._strict, logger=logger)
+        self._support(run).before_run(not_fired, run.control)
         run.begin(**options)
 
     def _check_first_step(self, run: HostedRun) -> None:
         """After the run's first step: reject, or warn of, events that have listeners and were not fired."""
         if not self._is_checked:
             self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+            self._support(run).after_first_step(run.driver)
+
+    def _support(self, run: HostedRun) -> SupportCheck:
+        """Return the check of what the callbacks need; see `_strict`."""
+        return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _finish(self) -> None:
         """End the run, if there is one: its training is over."""

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.bridges.boundary_order import BoundaryOrder
+from callsheet.bridges.eval_events import EvalEvents
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.background import inner
-from callsheet.core.callback import Callback, label_of
+from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
-from callsheet.core.lifecycle import EVENTS, SPANS
+from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
-from callsheet.errors import NotSupported, mark_as_users
+from callsheet.errors import mark_as_users
 from callsheet.run.boundaries import Boundaries
 from callsheet.run.checkpoints import Checkpoints, Typed
 from callsheet.run.log_ranks import LogRanks
@@ -122,9 +122,7 @@ class HostedRun(Run):
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.log_ranks.start()
-        self.eval_ctx = ctx.sibling()
-        self.eval_spans = self.manager.spans(self.eval_ctx)
-        self.evaluation = HostEvaluation(ctx, evaluates, self.fire_evaluation)
+        self.evaluation = HostEvaluation(ctx, evaluates, lambda results: self.eval.fire(results))
         self.connect(
             self.evaluation,
             HostCheckpoints(ctx, self.spans, saves)
@@ -158,13 +156,10 @@ class HostedRun(Run):
             is_recorded=lambda: self.records.are_read,
             is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in events),
         )
-        self.eval_driver = LifecycleDriver(self.eval_spans, {})
-        self.eval_driver.is_barred = self._is_barred
-        self._order = BoundaryOrder(host, self.driver, self.eval_driver)
+        self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
+        self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened  # each step reads them
         self.records.may_come = self.boundaries.may_come = self._order.may_come
-        ctx.excuse = self.eval_ctx.excuse = self._order.excuse
-        self._open_eval_spans = self.eval_driver.opened
-        self._found: dict[str, dict[str, float]] = {}
+        ctx.excuse = self.eval.ctx.excuse = self._order.excuse
         self.losses: Callable[[], Tensor | None] = lambda: None
         """Returns the step's mean loss, or None. The host sets this function."""
         self.other_losses: Mapping[str, Tensor] = {}
@@ -175,8 +170,6 @@ class HostedRun(Run):
         """The step's gradient norm, if the host knows it when `clip_gradients` ends, else None."""
         self.counted = (0, 0)
         """The samples and tokens of the current step."""
-        self.found: dict[str, dict[str, float]] = {}
-        """The results of the current evaluation so far, by dataset name."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
         """Results of evaluations that the loop made within the current step. Their events are fired when the step has ended."""
         self.parts: dict[str, Stateful] = {}
@@ -215,8 +208,8 @@ class HostedRun(Run):
             if part is not None:
                 shared[name] = Typed(part)
         self.load(shared, {"callbacks": self.manager, "records": self.records, **self.parts}, resume)
-        self.eval_ctx.muting = ctx.muting
-        for each in (ctx, self.eval_ctx):
+        self.eval.ctx.muting = ctx.muting
+        for each in (ctx, self.eval.ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
             each.user_state = self.manager.user_state
         if is_writing:
@@ -245,7 +238,7 @@ class HostedRun(Run):
     def fail(self, error: BaseException) -> None:
         """Fire `on_exception` and the end of the run: an exception has left the loop."""
         self.driver.forget()
-        self.eval_driver.forget()
+        self.eval.driver.forget()
         self.lifetime.fail(error)
         self.lifetime.end()
 
@@ -254,7 +247,7 @@ class HostedRun(Run):
 
         `leave` raises the error if the user has to know of it. Otherwise the user's computation continues. The host is not kept alive.
         """
-        self.driver.give_up = self.eval_driver.give_up = weakly(leave)
+        self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     # --- after a step and an epoch ---
 
@@ -264,8 +257,7 @@ class HostedRun(Run):
         ctx, made = self.ctx, self.made
         if made:
             self.made = []
-            self.records.tally.update_timestamp(self.state)
-            self.records.fire_log(ctx)
+            self.fire_record()
             self._fire_evaluations(made)
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
             is_over = self.boundaries.reach("step")
@@ -290,23 +282,6 @@ class HostedRun(Run):
         """End the current epoch. If it is complete, do what is due at its end, such as an evaluation. Return whether training has to end."""
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
-
-    def check_supported(self, *, strict: bool, logger: Any, driver: LifecycleDriver | None = None) -> None:
-        """Reject, or warn of, events that have listeners and that the host did not fire in its first step.
-
-        Args:
-            strict: whether to raise an error; else log a warning.
-            logger: logs the warnings.
-            driver: the driver that has seen its first step. None: the driver of training.
-
-        Raises:
-            NotSupported: with `strict`; the message names event, callbacks and host.
-        """
-        synthesized = (driver or self.driver).synthesized
-        for name in sorted(synthesized, key=list(SPANS).index):
-            for event in (SPANS[name].start_event, SPANS[name].end_event):
-                self._not_supported(event, "did not fire in its first step", strict, logger, _CAUSES.get(name, ""))
-        synthesized.clear()
 
     # --- checkpoints of the host's own ---
 
@@ -353,155 +328,30 @@ class HostedRun(Run):
         self.manager.fire("on_checkpoint_published", ctx)
         ctx.close("on_checkpoint_published")
 
-    def reject(self, never: Collection[str], *, strict: bool, logger: Any) -> None:
-        """Reject, or warn of, callbacks that cannot work with this host.
+    # --- records and evaluations ---
 
-        Such a callback listens to no event that this host fires besides the run's start and end, or the host supports none of the
-        requests that the callback declares (`Callback.requests`). For other callbacks, log which of their events and requests are
-        unsupported.
-
-        Args:
-            never: the events that this host never fires.
-            strict: whether to raise an error; else log a warning.
-            logger: logs the messages.
-
-        Raises:
-            NotSupported: with `strict`; the message names event, callbacks and host.
-        """
-        edges = {"on_run_start", "on_run_end"}
-        served = {each for event in EVENTS if event not in edges and event not in never for each in self._listeners(event)}
-        for event in never:
-            if any(each not in served for each in self._listeners(event)):
-                self._not_supported(event, "does not fire", strict, logger)
-        for each in dict.fromkeys(each for event in never for each in self._listeners(event)):
-            if each in served and not self._listens_to_all(each):
-                missed = ", ".join(event for event in never if each in self._listeners(event))
-                logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self.host)
-        if self.control.able:  # a run that supports no request at all does not train
-            self._reject_requests(strict=strict, logger=logger)
-
-    def _reject_requests(self, *, strict: bool, logger: Any) -> None:
-        for each in self.manager.callbacks:
-            asked = set(inner(each).requests)
-            if cannot := sorted(asked - self.control.able):
-                missed = ", ".join(f"ctx.control.{request}" for request in cannot)
-                if not asked & self.control.able:
-                    message = f"{label_of(each)} asks for {missed}, which {self.host} does not support here"
-                    if strict:
-                        hint = next(
-                            (self.control.hints[request] for request in cannot if request in self.control.hints),
-                            "leave the callback out",
-                        )
-                        raise NotSupported(f"{message}; {hint}, or pass strict=False to log an error only if it asks")
-                    logger.warning("%s", message)
-                else:
-                    logger.info("%s may ask for %s, which %s does not support here", label_of(each), missed, self.host)
-
-    def _listeners(self, event: str) -> list[Any]:
-        return self.manager.list_callbacks(event)
-
-    def _not_supported(self, event: str, why: str, strict: bool, logger: Any, cause: str = "") -> None:
-        listeners = ", ".join(_name_of(each) for each in self.manager.list_callbacks(event) if not self._listens_to_all(each))
-        if not listeners:
-            return
-        message = f"{listeners} listens to {event}, which {self.host} {why}{cause}"
-        if strict:
-            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to train without that event")
-        logger.warning("%s", message)
-
-    def _listens_to_all(self, listener: Any) -> bool:
-        """Return whether it listens to all events, so that it depends on none."""
-        if isinstance(listener, Callback):
-            return type(inner(listener)).on_event is not Callback.on_event
-        return all(listener in self.manager.list_callbacks(event) for event in EVENTS)
-
-    # --- evaluation ---
-
-    def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a handler listens to the forward of an `eval` or `test` step, or could read the outputs at the step's end."""
-        forward, step = getattr(self.eval_spans, f"{kind}_forward"), getattr(self.eval_spans, f"{kind}_step")
-        return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
-
-    def begin_evaluations(self, *, standalone: bool = False) -> None:
-        """Note that the host begins to evaluate, if it has not begun yet."""
-        ctx, driver = self.eval_ctx, self.eval_driver
-        if not driver.is_open("eval_all"):
-            self.records.tally.stop()
-            ctx.step, ctx.epoch, ctx.standalone = self.ctx.step, self.ctx.epoch, standalone
-            self.found = {}
-            driver.start("eval_all")
-
-    def begin_evaluation(self, name: str, *, standalone: bool = False) -> None:
-        """Note that the host begins to evaluate a dataset: the first or the next one of an evaluation."""
-        self.begin_evaluations(standalone=standalone)
-        self.eval_ctx.eval_name = name
-        self.eval_driver.start("eval")
-
-    def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
-        """End the evaluation of a dataset. `found` holds its losses and metrics by name."""
-        ctx = self.eval_ctx
-        self.found[name] = values = {metric: float(value) for metric, value in found.items()}
-        ctx.eval_name = name
-        ctx.eval_losses = {metric: torch.tensor(value) for metric, value in values.items() if "loss" in metric}
-        ctx.log({f"{name}/{metric}": value for metric, value in values.items()}, across="same")
-        self.eval_driver.end("eval")
-
-    def end_evaluation(self) -> None:
-        """End the evaluation: all datasets are done."""
-        if not self.eval_driver.is_open("eval_all"):
-            if self._found and self.driver.is_open("train_step"):
-                self.made.append(self._found)  # its events are fired when the step has ended
-            self._found = {}
-            self.records.tally.start()
-            return
-        self.evaluation.results.update(self.found)
-        self.eval_ctx.eval_results = self.found
-        self.eval_driver.end("eval_all")
-        self.records.tally.start()
-
-    def fire_evaluation(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire the events of an evaluation that the host has already made. `results` are by dataset name, then by metric name."""
-        for name, found in results.items():
-            self.begin_evaluation(name, standalone=standalone)
-            self.end_dataset(name, found)
-        if results:
-            self.end_evaluation()
+    def fire_record(self) -> None:
+        """Make a metrics record and fire `on_log`, if anything was logged since the last one."""
+        self.records.tally.update_timestamp(self.state)
+        self.records.fire_log(self.ctx)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Do the same between two epochs or outside training, where a metrics record and a checkpoint may follow."""
+        """Fire the events of an evaluation that the loop has made, and of the metrics record and the checkpoint that may follow it.
+
+        The loop is between two epochs or outside training.
+        """
         self.records.tally.update_timestamp(self.state)
         self._fire_evaluations([results])
         self.boundaries.fire_checkpoint_due("epoch")
 
     def _fire_evaluations(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
         for results in made:
-            self.fire_evaluation(results, standalone=not self.driver.is_open("train"))
+            self.eval.fire(results, standalone=not self.driver.is_open("train"))
         self.records.fire_log(self.ctx)
-
-    # --- when the framework does something that the host does not expect ---
-
-    def _is_barred(self, name: str) -> bool:
-        """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
-        if len(self._open_eval_spans) > 1:  # an earlier one, whose end was not reported
-            self.leave_evaluation()
-        return self._order.is_barred(name)
-
-    def leave_evaluation(self) -> None:
-        """End an evaluation whose end the framework has not reported, so that callbacks put the trained weights back."""
-        driver = self.eval_driver
-        self.driver.warn_once(
-            f"{self.host} continues, and the end of {self._open_eval_spans[1].name} was not reported. It is ended here; training continues."
-        )
-        if driver.is_open("eval"):
-            self.end_dataset(self.eval_ctx.eval_name if self.eval_ctx.has("eval_name") else "validation", {})
-        if driver.is_open("eval_all"):
-            self.end_evaluation()
-        for span in ("test", "predict"):
-            driver.end(span)
 
     def _continue_training(self) -> None:
         if len(self._open_eval_spans) > 1:
-            self.leave_evaluation()
+            self.eval.leave()
         self._order.leave()
 
     # --- what is done just before an event is fired ---
@@ -513,7 +363,7 @@ class HostedRun(Run):
 
     def _prepare_step(self) -> None:
         if len(self._open_eval_spans) > 1:
-            self.leave_evaluation()
+            self.eval.leave()
         self._order.leave()
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
@@ -602,20 +452,6 @@ class _Boundaries(Boundaries):
 
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
-
-_CAUSES: Mapping[str, str] = {
-    "forward": (
-        ": backward() was called before the model was. If the step trains another model first, such as a GAN's discriminator, give that one"
-        " as the model. If the loop calls submodules of the model, make it call the model itself"
-    ),
-    "backward": ": backward() was not called on a loss within this step",
-    "optimizer_step": ": the loop did not step the optimizer that the bridge was given",
-}
-"""By a span of the first step that was not fired: the probable cause, and what to do."""
-
-
-def _name_of(listener: Any) -> str:
-    return label_of(listener) if isinstance(listener, Callback) else getattr(listener, "__name__", repr(listener))
 
 
 def _device_of(model: nn.Module) -> torch.device:

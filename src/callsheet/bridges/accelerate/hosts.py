@@ -179,7 +179,7 @@ class AcceleratedRun(AttachedRun):
 
     def _begin(self) -> None:
         self._run.checkpoints.loads = self._load
-        self._run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        self._support.before_run(NOT_FIRED, self._run.control)
         super()._begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
@@ -334,12 +334,12 @@ class AcceleratedRun(AttachedRun):
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            elif self._strict:
+            elif self._support.strict:
                 raise NotSupported(
                     "the loop has not stepped the optimizer in its first step, where gradients were synchronized; give host the optimizer that"
                     " the loop steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
                 )
-        run.check_supported(strict=self._strict, logger=logger)
+        self._support.after_first_step(run.driver)
 
     # --- wrappers around the accelerator's methods ---
 

@@ -134,8 +134,8 @@ class CalledModel(NotCopied):
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval_driver.is_open("eval_all"):  # the recipe has not reported the validation's end
-            run.end_evaluation()
+        if run.eval.driver.is_open("eval_all"):  # the recipe has not reported the validation's end
+            run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
             if driver.is_open("epoch"):  # the data had no known length, so the epoch's end was not recognized
@@ -160,10 +160,10 @@ class CalledModel(NotCopied):
         try:
             run = self._run
             if not model.training:
-                if run.eval_driver.is_open("eval_forward"):
-                    run.eval_ctx.outputs = outputs
-                    run.eval_driver.end("eval_forward")
-                    return run.eval_ctx.outputs
+                if run.eval.driver.is_open("eval_forward"):
+                    run.eval.ctx.outputs = outputs
+                    run.eval.driver.end("eval_forward")
+                    return run.eval.ctx.outputs
             elif run.driver.is_open("forward"):
                 run.ctx.outputs = outputs
                 run.driver.start("loss")  # ends the forward
@@ -174,18 +174,20 @@ class CalledModel(NotCopied):
 
     def _evaluates(self, batch: Any, args: Any) -> Any:
         run = self._run
-        driver = run.eval_driver
+        driver = run.eval.driver
         if len(self._sets) > 1:
-            run.begin_evaluations()
+            run.eval.begin_all()
         if len(self._sets) != 1:
             return None
         if not driver.is_open("eval"):
-            run.begin_evaluation(self._sets[0])
+            run.eval.begin(self._sets[0])
         driver.end("eval_step")
-        run.eval_ctx.batch = batch
+        run.eval.ctx.batch = batch
         driver.start("eval_forward")
-        self._after.install(run.listens_to_outputs("eval"), self._ends)  # for each batch, as callbacks may be muted in between
-        given = run.eval_ctx.batch
+        self._after.install(
+            run.eval.listens_to_outputs("eval"), self._ends
+        )  # for each batch, as callbacks may be muted in between
+        given = run.eval.ctx.batch
         return None if given is batch else _replaced(given, args)
 
     def remove(self) -> None:

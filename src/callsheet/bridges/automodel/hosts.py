@@ -291,13 +291,12 @@ class AutoModelHost(HostBase, AutoModelCallback):
             return
         for name, sample in val_results.items():
             shown = _shown(name)
-            if not run.eval_driver.is_open("eval"):
-                run.begin_evaluation(shown)
+            if not run.eval.driver.is_open("eval"):
+                run.eval.begin(shown)
             found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
-            run.end_dataset(shown, found)
-        run.end_evaluation()
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+            run.eval.end_dataset(shown, found)
+        run.eval.end()
+        run.fire_record()
         self._fire_due(run)  # a checkpoint that is requested now is saved at this step
         self._stop_if_asked(run)
 

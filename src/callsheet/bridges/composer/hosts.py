@@ -123,7 +123,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         run.checkpoints.loads = self._loads
         run.losses = self._mean_loss
         run.fails_by(self._leave)
-        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        self._support(run).before_run(NOT_FIRED, run.control)
         run.begin()
         self._hook = Hook(optimizer.register_step_post_hook) if optimizer is not None else None
         self._listener = Listener(run)
@@ -154,7 +154,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         """End the run. If training is not over, an exception has ended it, and the run has failed. The program's end calls this too."""
         if self._run is not None:
             self._look_for_checkpoint()
-            if self._run.driver.is_open("train") or self._run.eval_driver.is_open("eval_all"):
+            if self._run.driver.is_open("train") or self._run.eval.driver.is_open("eval_all"):
                 self._run.lifetime.outcome = Outcome.FAILED
                 self._run.driver.forget()
             run = self._run
@@ -362,66 +362,65 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         self._eval_before_all(state)
 
     def _eval_before_all(self, state: Any) -> None:
-        self._run.begin_evaluations(standalone=self._is_standalone)
+        self._run.eval.begin_all(standalone=self._is_standalone)
 
     def _eval_start(self, state: Any) -> None:
-        self._run.begin_evaluation(state.dataloader_label, standalone=self._is_standalone)
+        self._run.eval.begin(state.dataloader_label, standalone=self._is_standalone)
 
     def _eval_batch_start(self, state: Any) -> None:
-        self._run.eval_ctx.batch = state.batch
-        self._run.eval_driver.start("eval_step")
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("eval_step")
 
     def _eval_before_forward(self, state: Any) -> None:
-        self._run.eval_ctx.batch = state.batch
-        self._run.eval_driver.start("eval_forward")
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("eval_forward")
 
     def _eval_after_forward(self, state: Any) -> None:
         run = self._run
-        if run.eval_driver.is_open("eval_forward"):
-            run.eval_ctx.outputs = state.outputs
-            run.eval_driver.end("eval_forward")
-            state.outputs = run.eval_ctx.outputs
+        if run.eval.driver.is_open("eval_forward"):
+            run.eval.ctx.outputs = state.outputs
+            run.eval.driver.end("eval_forward")
+            state.outputs = run.eval.ctx.outputs
 
     def _eval_batch_end(self, state: Any) -> None:
-        self._run.eval_driver.end("eval_step")
+        self._run.eval.driver.end("eval_step")
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
         found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
-        self._run.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
+        self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
 
     def _eval_after_all(self, state: Any) -> None:
         run = self._run
-        run.end_evaluation()
+        run.eval.end()
         if self._is_standalone:
             run.records.tally.stop()
         self._evaluation_requests.is_pending = False
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+        run.fire_record()
 
     def _eval_standalone_end(self, state: Any) -> None:
         self._eval_after_all(state)
         self._is_standalone = False
 
     def _predict_start(self, state: Any) -> None:
-        self._run.eval_driver.start("predict")
+        self._run.eval.driver.start("predict")
 
     def _predict_batch_start(self, state: Any) -> None:
-        self._run.eval_ctx.batch = state.batch
-        self._run.eval_driver.start("predict_step")
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("predict_step")
 
     def _predict_before_forward(self, state: Any) -> None:
-        self._run.eval_driver.start("predict_forward")
+        self._run.eval.driver.start("predict_forward")
 
     def _predict_after_forward(self, state: Any) -> None:
-        self._run.eval_ctx.outputs = state.outputs
-        self._run.eval_driver.end("predict_forward")
+        self._run.eval.ctx.outputs = state.outputs
+        self._run.eval.driver.end("predict_forward")
 
     def _predict_batch_end(self, state: Any) -> None:
-        self._run.eval_driver.end("predict_step")
+        self._run.eval.driver.end("predict_step")
 
     def _predict_end(self, state: Any) -> None:
-        self._run.eval_driver.end("predict")
+        self._run.eval.driver.end("predict")
 
     # --- checkpoints ---
 

@@ -81,7 +81,7 @@ class ForwardHooks(NotCopied):
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap `prediction_step`: in an evaluation, expect a call of the model. Predictions are not reported."""
-        if not self._run.eval_driver.is_open("eval_all"):
+        if not self._run.eval.driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"
         try:
@@ -140,25 +140,25 @@ class ForwardHooks(NotCopied):
     def _begin_eval_step(self, batch: Any) -> Any:
         self.expected = ""
         run = self._run
-        driver = run.eval_driver
+        driver = run.eval.driver
         if not driver.is_open("eval"):
-            run.begin_evaluation(self.name_of_dataset())
+            run.eval.begin(self.name_of_dataset())
         driver.end("eval_step")
-        run.eval_ctx.batch = batch
+        run.eval.ctx.batch = batch
         driver.start("eval_forward")
-        if not self._after.is_registered and run.listens_to_outputs("eval"):
+        if not self._after.is_registered and run.eval.listens_to_outputs("eval"):
             self.listen(True)
-        return run.eval_ctx.batch
+        return run.eval.ctx.batch
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         if self.is_inert:
             return outputs
         try:
             run = self._run
-            if run.eval_driver.is_open("eval_forward"):
-                run.eval_ctx.outputs = outputs
-                run.eval_driver.end("eval_forward")
-                return run.eval_ctx.outputs
+            if run.eval.driver.is_open("eval_forward"):
+                run.eval.ctx.outputs = outputs
+                run.eval.driver.end("eval_forward")
+                return run.eval.ctx.outputs
             if run.driver.parts["forward"].is_open:
                 run.ctx.outputs = outputs
                 run.driver.start("loss")

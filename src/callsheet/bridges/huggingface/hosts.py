@@ -386,7 +386,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
     @_in_a_run
     def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
         """End a step of an evaluation."""
-        run.eval_driver.end("eval_step")
+        run.eval.driver.end("eval_step")
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `trainer.evaluate` and report the evaluation, also if it fails, so that callbacks put the trained weights back.
@@ -430,7 +430,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
         if self._fits(run, "E"):
-            run.begin_evaluations(standalone=not is_own)
+            run.eval.begin_all(standalone=not is_own)
         else:
             self._warn(
                 "an evaluation within a step, before the first one of an epoch or after another evaluation is not reported"
@@ -438,22 +438,21 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
         """End the evaluation, if one is open; return whether one was."""
-        if not run.eval_driver.is_open("eval_all"):
+        if not run.eval.driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
-        if run.eval_driver.is_open("eval"):  # the Trainer did not call on_evaluate
-            run.end_dataset(run.eval_ctx.eval_name, found)
-        elif not run.found:
-            run.begin_evaluation("validation")
-            run.end_dataset("validation", found)
-        run.end_evaluation()
+        if run.eval.driver.is_open("eval"):  # the Trainer did not call on_evaluate
+            run.eval.end_dataset(run.eval.ctx.eval_name, found)
+        elif not run.eval.found:
+            run.eval.begin("validation")
+            run.eval.end_dataset("validation", found)
+        run.eval.end()
         return True
 
     def _end_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> None:
         if not self._close_evaluation(run, found):
             return
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+        run.fire_record()
         self._stop_if_asked(run)
         if run.driver.is_open("train"):  # otherwise it was the evaluation before training
             self._fire_due(run)
@@ -461,17 +460,17 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
     @_in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
-        is_open, prefix = run.eval_driver.is_open("eval_all"), self._prefix or "eval"
+        is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
         if not is_open and self._prefix is None:  # not called from `evaluate`
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )
             self._begin_evaluation(run, is_own=True)
-        if run.eval_driver.is_open("eval_all"):
+        if run.eval.driver.is_open("eval_all"):
             found = found_in(given.get("metrics") or {}, prefix)
-            if not run.eval_driver.is_open("eval"):  # the model was not called
-                run.begin_evaluation(_dataset(prefix))
-            run.end_dataset(_dataset(prefix), found)
+            if not run.eval.driver.is_open("eval"):  # the model was not called
+                run.eval.begin(_dataset(prefix))
+            run.eval.end_dataset(_dataset(prefix), found)
             if not is_open:
                 self._end_evaluation(run, {})
 

@@ -128,7 +128,7 @@ class IgniteHost(HostBase):
         )
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, model)
-        self._eval_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, model)
+        self._eval_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
         run.losses = watch.reader
@@ -304,7 +304,7 @@ class IgniteHost(HostBase):
                     f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
                     " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
                 )
-        run.check_supported(strict=self._strict, logger=logger)
+        self._support(run).after_first_step(run.driver)
 
     @observing
     def _epoch_completed(self, trainer: Engine) -> None:
@@ -342,7 +342,7 @@ class IgniteHost(HostBase):
 
     def _continue_training(self, run: HostedRun) -> None:
         """End the evaluation and reach the waiting boundary, since the trainer continues."""
-        if run.eval_driver.is_open("eval_all"):
+        if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
         self._is_due_fired = False
@@ -370,7 +370,7 @@ class IgniteHost(HostBase):
         self._evaluates = True
         try:
             self._runs_evaluators()
-            if self._run.eval_driver.is_open("eval_all"):
+            if self._run.eval.driver.is_open("eval_all"):
                 self._end_evaluation(self._run)
         finally:
             self._evaluates = False
@@ -380,23 +380,23 @@ class IgniteHost(HostBase):
     def _evaluation_started(self, evaluator: Engine, name: str) -> None:
         self._handle_current_event()
         run = self._run
-        if run is None or name in self._evaluated or (self._evaluated and not run.eval_driver.is_open("eval_all")):
+        if run is None or name in self._evaluated or (self._evaluated and not run.eval.driver.is_open("eval_all")):
             return  # the lifecycle has only one evaluation between two steps, and this is a second one
         self._dataset = name
         self._evaluated.add(name)
-        self._eval_hooks.listen(run.listens_to_outputs("eval"))
-        run.begin_evaluation(name, standalone=not run.driver.is_open("train"))
+        self._eval_hooks.listen(run.eval.listens_to_outputs("eval"))
+        run.eval.begin(name, standalone=not run.driver.is_open("train"))
 
     @observing
     def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
-            self._run.eval_ctx.batch = evaluator.state.batch
-            self._run.eval_driver.start("eval_step")
+            self._run.eval.ctx.batch = evaluator.state.batch
+            self._run.eval.driver.start("eval_step")
 
     @observing
     def _evaluation_iteration_completed(self, evaluator: Engine, name: str) -> None:
         if self._dataset == name and self._run is not None:
-            self._run.eval_driver.end("eval_step")
+            self._run.eval.driver.end("eval_step")
 
     @observing
     def _evaluation_completed(self, evaluator: Engine, name: str) -> None:
@@ -405,17 +405,16 @@ class IgniteHost(HostBase):
             return
         self._dataset = ""
         self._eval_hooks.remove()
-        run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
-        run.end_dataset(name, numbers(evaluator.state.metrics))
+        self._support(run).after_first_step(run.eval.driver)
+        run.eval.end_dataset(name, numbers(evaluator.state.metrics))
         if self._evaluated == self._evaluators.keys():
             self._end_evaluation(run)
 
     def _end_evaluation(self, run: HostedRun) -> None:
-        run.end_evaluation()
+        run.eval.end()
         if self._evaluates:  # the boundary that has asked for it does the rest
             return
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+        run.fire_record()
         if self._is_waiting:
             run.control.done("evaluate")  # this evaluation answers requests that were made since
             self._reach(run)

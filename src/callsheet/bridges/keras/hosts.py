@@ -163,7 +163,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._evaluation_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, module)
         self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
         self._hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
         if optimizer is not None:
@@ -260,7 +260,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         if found:
             run.ctx.log(found, across="same")
         if found or self._has_evaluated:
-            self._fire_record(run)
+            run.fire_record()
         if self._is_whole:
             run.boundaries.reach("epoch")
         self._stop_if_asked(run)
@@ -288,34 +288,30 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
             run = self._begin(is_training=False)
         else:
             self._close_epoch(run)
-        run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
+        run.eval.begin(EVALUATED, standalone=not run.driver.is_open("train"))
         self._evaluation_hooks.listen(True)
         self._patch("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
-        (run.eval_ctx.batch,) = data
-        run.eval_driver.start("eval_step")
+        (run.eval.ctx.batch,) = data
+        run.eval.driver.start("eval_step")
         return data
 
     def _end_eval_step(self, run: HostedRun) -> None:
-        run.eval_driver.end("eval_step")
+        run.eval.driver.end("eval_step")
 
     @_in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
         """End the evaluation. `logs` has its losses and metrics."""
         self._evaluation_hooks.listen(False)
         self._hooks.pop().remove()
-        run.end_dataset(EVALUATED, logs or {})
-        run.end_evaluation()
+        run.eval.end_dataset(EVALUATED, logs or {})
+        run.eval.end()
         self._has_evaluated = True
-        run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+        self._support(run).after_first_step(run.eval.driver)
         if not run.driver.is_open("train"):
-            self._fire_record(run)
+            run.fire_record()
             self._finish()
-
-    def _fire_record(self, run: HostedRun) -> None:
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
 
     @observing
     def on_predict_begin(self, logs: Any = None) -> None:

@@ -124,13 +124,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             lock_timeout_seconds=self._lock_timeout_seconds,
             **options,
         )
-        self._steps = StepHooks(run.eval_driver, run.eval_ctx, module)
+        self._steps = StepHooks(run.eval.driver, run.eval.ctx, module)
         self._hooks = [self._steps]
         self._is_first_step = self._is_first_eval_step = True
         self._fault: Exception | None = None
         run.fails_by(self._leave)
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
-        run.reject(NOT_FIRED, strict=self._strict, logger=logger)
+        self._support(run).before_run(NOT_FIRED, run.control)
         run.begin()
         return run
 
@@ -161,10 +161,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         Save a checkpoint only if there is one rank: other ranks may be at another step.
         """
         run.manager.fire("on_preempt", run.ctx)
-        if run.eval_driver.is_open("eval"):
-            run.end_dataset(run.eval_ctx.eval_name, {})
-            run.end_evaluation()
-        for driver, span in ((run.driver, "train"), (run.eval_driver, "test"), (run.eval_driver, "predict")):
+        if run.eval.driver.is_open("eval"):
+            run.eval.end_dataset(run.eval.ctx.eval_name, {})
+            run.eval.end()
+        for driver, span in ((run.driver, "train"), (run.eval.driver, "test"), (run.eval.driver, "predict")):
             driver.end(span)
         if run is self._trained and run.world.size == 1:
             run.control.save("SIGTERM", kind="preempt", replicated=True)
@@ -350,7 +350,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
                 self._is_first_step = False
                 if not self._has_begun_optimizer_step:  # manual optimization that steps only after several batches
                     driver.synthesized -= {"clip_gradients", "optimizer_step"}
-                run.check_supported(strict=self._strict, logger=logger)
+                self._support(run).after_first_step(run.driver)
             if run.control.pending:
                 self._stop_if_asked(trainer, run)
         except Exception as error:
@@ -412,10 +412,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     def _next_dataset(self, run: HostedRun, index: int) -> None:
         self._dataset = index
-        run.begin_evaluation(self._names[index], standalone=not run.driver.is_open("train"))
+        run.eval.begin(self._names[index], standalone=not run.driver.is_open("train"))
 
     def _listen(self, run: HostedRun, step: str, span: str) -> None:
-        self._steps.listen(f"{step}_step", run.listens_to_outputs(span))
+        self._steps.listen(f"{step}_step", run.eval.listens_to_outputs(span))
 
     @observing
     def on_validation_batch_start(
@@ -426,10 +426,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         if trainer.sanity_checking or run is None:
             return
         if dataloader_idx != self._dataset:
-            run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+            run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
             self._next_dataset(run, dataloader_idx)
-        run.eval_ctx.batch = batch
-        run.eval_driver.start("eval_step")
+        run.eval.ctx.batch = batch
+        run.eval.driver.start("eval_step")
 
     @observing
     def on_validation_batch_end(
@@ -443,10 +443,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run = self._run
         if run is None:
             return
-        run.eval_driver.end(step)
+        run.eval.driver.end(step)
         if self._is_first_eval_step:
             self._is_first_eval_step = False
-            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+            self._support(run).after_first_step(run.eval.driver)
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -454,11 +454,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run = self._run
         if trainer.sanity_checking or run is None:
             return
-        run.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
-        run.end_evaluation()
+        run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+        run.eval.end()
         self._steps.remove()
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+        run.fire_record()
         if not run.driver.is_open("train"):
             self._finish()
             return
@@ -481,8 +480,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """Start a step of the test or the prediction."""
         if self._run is not None:
-            self._run.eval_ctx.batch = batch
-            self._run.eval_driver.start("test_step" if trainer.testing else "predict_step")
+            self._run.eval.ctx.batch = batch
+            self._run.eval.driver.start("test_step" if trainer.testing else "predict_step")
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -497,9 +496,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run, found = self._run, self._found(trainer, "test")
         if run is None:
             return
-        run.eval_ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
-        run.eval_ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
-        run.eval_driver.end("test")
+        run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
+        run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
+        run.eval.driver.end("test")
         run.records.fire_log(run.ctx)
         self._finish()
 
@@ -512,13 +511,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """End the prediction."""
         if self._run is not None:
-            self._run.eval_driver.end("predict")
+            self._run.eval.driver.end("predict")
             self._finish()
 
     def _begin_standalone(self, trainer: Any, module: Any, what: str) -> None:
         run = self._begin(trainer, module, able=())
         self._listen(run, what, what)
-        run.eval_driver.start(what)
+        run.eval.driver.start(what)
 
     # --- checkpoints ---
 

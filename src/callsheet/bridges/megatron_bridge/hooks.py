@@ -59,12 +59,12 @@ class ForwardHooks(NotCopied):
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         batch = kwargs or (args[0] if len(args) == 1 else args)
-        if model.training and torch.is_grad_enabled() and run.eval_driver.is_open("eval"):
+        if model.training and torch.is_grad_enabled() and run.eval.driver.is_open("eval"):
             # Megatron trains, and has reported neither the evaluation's end nor the step's start.
-            run.leave_evaluation()
+            run.eval.leave()
             self.evaluating = ""
         if self.evaluating:
-            driver, ctx = run.eval_driver, run.eval_ctx
+            driver, ctx = run.eval.driver, run.eval.ctx
             if not driver.is_open(f"{self.evaluating}_step"):
                 return None
             ctx.batch = batch
@@ -89,10 +89,10 @@ class ForwardHooks(NotCopied):
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         run = self._run
         if self.evaluating:
-            if run.eval_driver.is_open(f"{self.evaluating}_forward"):
-                run.eval_ctx.outputs = outputs
-                run.eval_driver.end(f"{self.evaluating}_forward")
-                return run.eval_ctx.outputs
+            if run.eval.driver.is_open(f"{self.evaluating}_forward"):
+                run.eval.ctx.outputs = outputs
+                run.eval.driver.end(f"{self.evaluating}_forward")
+                return run.eval.ctx.outputs
         elif run.driver.is_open("forward"):
             run.ctx.outputs = outputs
             run.driver.start("loss")

@@ -288,7 +288,7 @@ class MegatronBridgeHost(HostBase):
         self._is_due_fired = True
         if not self._is_checked and not run.step_skipped:
             self._is_checked = True
-            run.check_supported(strict=self._strict, logger=logger)
+            self._support(run).after_first_step(run.driver)
         if run.control.pending:
             self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this event
 
@@ -302,27 +302,26 @@ class MegatronBridgeHost(HostBase):
     def on_eval_start(self, run: HostedRun, context: Any) -> None:
         """Start a validation."""
         run.driver.end("data_init")
-        run.begin_evaluation("validation", standalone=not self._settings.is_training)
+        run.eval.begin("validation", standalone=not self._settings.is_training)
         self._observe_forward(run, "eval")
 
     @_with_run
     def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
         """Start a step of the validation: one global batch."""
-        run.eval_driver.start("eval_step")
+        run.eval.driver.start("eval_step")
 
     @_with_run
     def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
         """End the step of the validation."""
-        run.eval_driver.end("eval_step")
+        run.eval.driver.end("eval_step")
 
     @_with_run
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
         """End the validation."""
         self._end_observing()
-        run.end_dataset("validation", self._found(run, context))
-        run.end_evaluation()
-        run.records.tally.update_timestamp(run.state)
-        run.records.fire_log(run.ctx)
+        run.eval.end_dataset("validation", self._found(run, context))
+        run.eval.end()
+        run.fire_record()
         if self._settings.is_training:
             run.boundaries.fire_checkpoint_due("step")
             self._stop_if_asked(run)
@@ -333,35 +332,35 @@ class MegatronBridgeHost(HostBase):
     def on_test_start(self, run: HostedRun, context: Any) -> None:
         """Start a test."""
         run.driver.end("data_init")
-        run.eval_ctx.step, run.eval_ctx.epoch = run.ctx.step, run.ctx.epoch
-        run.eval_driver.start("test")
+        run.eval.ctx.step, run.eval.ctx.epoch = run.ctx.step, run.ctx.epoch
+        run.eval.driver.start("test")
         self._observe_forward(run, "test")
 
     @_with_run
     def on_test_step_start(self, run: HostedRun, context: Any) -> None:
         """Start a step of the test: one global batch."""
-        run.eval_driver.start("test_step")
+        run.eval.driver.start("test_step")
 
     @_with_run
     def on_test_step_end(self, run: HostedRun, context: Any) -> None:
         """End the step of the test."""
-        run.eval_driver.end("test_step")
+        run.eval.driver.end("test_step")
 
     @_with_run
     def on_test_end(self, run: HostedRun, context: Any) -> None:
         """End the test, and the run with it."""
         self._end_observing()
-        ctx = run.eval_ctx
+        ctx = run.eval.ctx
         found = self._found(run, context)
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
         ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
-        run.eval_driver.end("test")
+        run.eval.driver.end("test")
         run.records.fire_log(run.ctx)
         if not self._settings.is_training:
             self._release()
 
     def _observe_forward(self, run: HostedRun, kind: str) -> None:
-        has_listeners = run.listens_to_outputs(kind) and not self._is_pipelined
+        has_listeners = run.eval.listens_to_outputs(kind) and not self._is_pipelined
         self._forward.listen(has_listeners or self._settings.is_training)
         self._forward.evaluating = kind if has_listeners else ""
 

@@ -146,7 +146,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         }
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = EvaluationHooks(run.eval_driver, run.eval_ctx, module)
+        self._evaluation_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, module)
         self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
         hooks: list[Any] = [
             watch,
@@ -309,7 +309,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             self._is_checked = True
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            run.check_supported(strict=self._strict, logger=logger)
+            self._support(run).after_first_step(run.driver)
         if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run, state)
 
@@ -369,7 +369,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         self._weight = 0
         self._fires_eval = not (state.should_stop or run.driver.is_open("train_step"))
         if self._fires_eval:
-            run.begin_evaluation(EVALUATED, standalone=not run.driver.is_open("train"))
+            run.eval.begin(EVALUATED, standalone=not run.driver.is_open("train"))
             self._evaluation_hooks.listen(True)
 
     @observing
@@ -377,8 +377,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         """Start the evaluation's step with the batch that was fetched."""
         run = self._run
         if run is not None and self._fires_eval:
-            run.eval_ctx.batch = self._batch
-            run.eval_driver.start("eval_step")
+            run.eval.ctx.batch = self._batch
+            run.eval.driver.start("eval_step")
 
     @observing
     def on_eval_step_end(self, state: State, unit: Any) -> None:
@@ -390,7 +390,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         self._weight += samples
         for name, loss in losses_in(state.eval_state.step_output).items():
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
-        run.eval_driver.end("eval_step")
+        run.eval.driver.end("eval_step")
 
     @observing
     def on_eval_end(self, state: State, unit: Any) -> None:
@@ -403,11 +403,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         found = {name: float(total) / self._weight for name, total in self._sums.items()}
         found |= {name: float(getattr(unit, name)) for name in self._metrics} if self._weight else {}
         if self._fires_eval:
-            run.end_dataset(EVALUATED, found)
-            run.end_evaluation()
-            run.records.tally.update_timestamp(run.state)
-            run.records.fire_log(run.ctx)
-            run.check_supported(strict=self._strict, logger=logger, driver=run.eval_driver)
+            run.eval.end_dataset(EVALUATED, found)
+            run.eval.end()
+            run.fire_record()
+            self._support(run).after_first_step(run.eval.driver)
         elif self._weight:  # within a step of several batches: the events are fired when the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)

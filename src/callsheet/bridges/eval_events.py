@@ -1,0 +1,113 @@
+"""The events of the evaluations, tests and predictions that a framework makes itself: their context, their spans and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from callsheet.bridges.boundary_order import BoundaryOrder
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.core.context import Context
+from callsheet.core.manager import CallbackManager
+from callsheet.run.tally import Tally
+
+
+class EvalEvents:
+    """Fires the events of a host's evaluations. The host reports to the `driver` where an evaluation, a test or a prediction is.
+
+    Args:
+        host: the name of the framework in messages.
+        manager: the callbacks.
+        ctx: the context of the training.
+        training: the lifecycle driver of the training.
+        tally: its clock stops during an evaluation.
+        results: receives the results of each evaluation, by dataset name.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        manager: CallbackManager,
+        ctx: Context,
+        training: LifecycleDriver,
+        tally: Tally,
+        results: dict[str, dict[str, float]],
+    ) -> None:
+        self._training = ctx
+        self._tally = tally
+        self._results = results
+        self.ctx = ctx.sibling()
+        """The context of evaluations, tests and predictions."""
+        self.spans = manager.spans(self.ctx)
+        """Their spans."""
+        self.driver = LifecycleDriver(self.spans, {})
+        """Their lifecycle driver."""
+        self.driver.is_barred = self._is_barred
+        self.order = BoundaryOrder(host, training, self.driver)
+        """Whether an evaluation may be fired now, and what may be fired beside it."""
+        self.found: dict[str, dict[str, float]] = {}
+        """The results of the current evaluation so far, by dataset name."""
+
+    def listens_to_outputs(self, kind: str) -> bool:
+        """Return whether a handler listens to the forward of an `eval` or `test` step, or could read the outputs at the step's end."""
+        forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
+        return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
+
+    def begin_all(self, *, standalone: bool = False) -> None:
+        """Note that the host begins to evaluate, if it has not begun yet."""
+        ctx, driver = self.ctx, self.driver
+        if not driver.is_open("eval_all"):
+            self._tally.stop()
+            ctx.step, ctx.epoch, ctx.standalone = self._training.step, self._training.epoch, standalone
+            self.found = {}
+            driver.start("eval_all")
+
+    def begin(self, name: str, *, standalone: bool = False) -> None:
+        """Note that the host begins to evaluate a dataset: the first or the next one of an evaluation."""
+        self.begin_all(standalone=standalone)
+        self.ctx.eval_name = name
+        self.driver.start("eval")
+
+    def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
+        """End the evaluation of a dataset. `found` holds its losses and metrics by name."""
+        ctx = self.ctx
+        self.found[name] = values = {metric: float(value) for metric, value in found.items()}
+        ctx.eval_name = name
+        ctx.eval_losses = {metric: torch.tensor(value) for metric, value in values.items() if "loss" in metric}
+        ctx.log({f"{name}/{metric}": value for metric, value in values.items()}, across="same")
+        self.driver.end("eval")
+
+    def end(self) -> None:
+        """End the evaluation: all datasets are done."""
+        if self.driver.is_open("eval_all"):
+            self._results.update(self.found)
+            self.ctx.eval_results = self.found
+            self.driver.end("eval_all")
+        self._tally.start()
+
+    def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
+        """Fire the events of an evaluation that the host has already made. `results` are by dataset name, then by metric name."""
+        for name, found in results.items():
+            self.begin(name, standalone=standalone)
+            self.end_dataset(name, found)
+        if results:
+            self.end()
+
+    def leave(self) -> None:
+        """End an evaluation whose end the framework has not reported, so that callbacks put the trained weights back."""
+        driver = self.driver
+        self.order.warn_of_missing_end(driver.opened[1].name)
+        if driver.is_open("eval"):
+            self.end_dataset(self.ctx.eval_name if self.ctx.has("eval_name") else "validation", {})
+        if driver.is_open("eval_all"):
+            self.end()
+        for span in ("test", "predict"):
+            driver.end(span)
+
+    def _is_barred(self, name: str) -> bool:
+        """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
+        if len(self.driver.opened) > 1:  # an earlier one, whose end was not reported
+            self.leave()
+        return self.order.is_barred(name)

@@ -1,0 +1,139 @@
+"""Checks whether callbacks need what a host does not support: before a run by what they declare, after its first step by what was fired."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.core.background import inner
+from callsheet.core.callback import Callback, label_of
+from callsheet.core.control import Control
+from callsheet.core.lifecycle import EVENTS, SPANS
+from callsheet.core.manager import CallbackManager
+from callsheet.errors import NotSupported
+
+logger = logging.getLogger("callsheet")
+
+_ALWAYS_FIRED = frozenset({"on_run_start", "on_run_end"})
+"""Events that every host fires, so that a callback is of no use if it listens to no others."""
+
+_CAUSES: Mapping[str, str] = {
+    "forward": (
+        ": backward() was called before the model was. If the step trains another model first, such as a GAN's discriminator, give that one"
+        " as the model. If the loop calls submodules of the model, make it call the model itself"
+    ),
+    "backward": ": backward() was not called on a loss within this step",
+    "optimizer_step": ": the loop did not step the optimizer that the bridge was given",
+}
+"""By a span of the first step that was not fired: the probable cause, and what to do."""
+
+
+class SupportCheck:
+    """Raises an error if a callback needs what a host does not support, or logs a warning.
+
+    Args:
+        manager: the callbacks.
+        host: the name of the host in messages.
+        strict: whether to raise an error; else log a warning.
+        hint: the end of an error message: what the user can do.
+
+    Raises:
+        NotSupported: by the methods, with `strict`; the message names events or requests, callbacks and host.
+    """
+
+    def __init__(
+        self,
+        manager: CallbackManager,
+        host: str,
+        *,
+        strict: bool,
+        hint: str = "leave the callback out, or pass strict=False to train without that event",
+    ) -> None:
+        self._manager = manager
+        self._host = host
+        self.strict = strict
+        """Whether an error is raised."""
+        self._hint = hint
+
+    def before_run(self, never: Collection[str], control: Control) -> None:
+        """Reject callbacks that cannot work with the host.
+
+        Such a callback listens to no event that the host fires besides the run's start and end, or the host supports none of the requests
+        that the callback declares (`Callback.requests`). For other callbacks, log which of their events and requests are unsupported.
+
+        Args:
+            never: the events that the host never fires.
+            control: the run's control, which knows the requests that the host supports.
+        """
+        served = self.served(never)
+        for event in never:
+            if any(each not in served for each in self._manager.list_callbacks(event)):
+                self._reject_listeners(event, "does not fire")
+        for each in dict.fromkeys(each for event in never for each in self._manager.list_callbacks(event)):
+            if each in served and not self._listens_to_all(each):
+                missed = ", ".join(event for event in never if each in self._manager.list_callbacks(event))
+                logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self._host)
+        if control.able:  # a run that supports no request at all does not train
+            self._reject_requests(control)
+
+    def after_first_step(self, driver: LifecycleDriver) -> None:
+        """Reject events that have listeners and were not fired in the first step that `driver` has seen."""
+        for span, event in events_of(driver.synthesized):
+            self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
+        driver.synthesized.clear()
+
+    def served(self, never: Collection[str]) -> set[Any]:
+        """Return the callbacks and functions that listen to an event that the host fires, besides the run's start and end."""
+        fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
+        return {each for event in fired for each in self._manager.list_callbacks(event)}
+
+    def listeners(self, event: str) -> list[Any]:
+        """Return the callbacks and functions that listen to this event, except those that listen to all events and so depend on none."""
+        return [each for each in self._manager.list_callbacks(event) if not self._listens_to_all(each)]
+
+    def reject(self, listeners: Iterable[Any], why: str, hint: str | None = None) -> None:
+        """Raise an error that names the listeners and says `why`, or log it as a warning; see `strict`."""
+        message = f"{', '.join(map(_name_of, listeners))} {why}"
+        if self.strict:
+            raise NotSupported(f"{message}; {hint or self._hint}")
+        logger.warning("%s", message)
+
+    def _reject_listeners(self, event: str, why: str, cause: str = "") -> None:
+        if listeners := self.listeners(event):
+            self.reject(listeners, f"listens to {event}, which {self._host} {why}{cause}")
+
+    def _reject_requests(self, control: Control) -> None:
+        for each in self._manager.callbacks:
+            asked = set(inner(each).requests)
+            if cannot := sorted(asked - control.able):
+                missed = ", ".join(f"ctx.control.{request}" for request in cannot)
+                if asked & control.able:
+                    logger.info("%s may ask for %s, which %s does not support here", label_of(each), missed, self._host)
+                else:
+                    hint = next(
+                        (control.hints[request] for request in cannot if request in control.hints), "leave the callback out"
+                    )
+                    self.reject(
+                        [each],
+                        f"asks for {missed}, which {self._host} does not support here",
+                        f"{hint}, or pass strict=False to log an error only if it asks",
+                    )
+
+    def _listens_to_all(self, listener: Any) -> bool:
+        """Return whether it listens to all events, so that it depends on none."""
+        if isinstance(listener, Callback):
+            return type(inner(listener)).on_event is not Callback.on_event
+        return all(listener in self._manager.list_callbacks(event) for event in EVENTS)
+
+
+def events_of(spans: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the start and the end event of each span, each with the span's name, in the order of the lifecycle."""
+    for span in sorted(spans, key=list(SPANS).index):
+        yield span, SPANS[span].start_event
+        yield span, SPANS[span].end_event
+
+
+def _name_of(listener: Any) -> str:
+    return label_of(listener) if isinstance(listener, Callback) else getattr(listener, "__name__", repr(listener))
