@@ -95,7 +95,6 @@ class ActivationMonitor(Callback):
             self._log(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Remove the hooks."""
         self._unhook()
         self._seen = {}
 

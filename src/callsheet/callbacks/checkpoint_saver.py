@@ -127,7 +127,6 @@ class CheckpointSaver(Callback):
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the best score so far."""
         return {"best_score": self._best_score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

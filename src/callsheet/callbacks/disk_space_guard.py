@@ -88,7 +88,6 @@ class DiskSpaceGuard(Callback):
     on_checkpoint_load_end = on_checkpoint_published
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the size of the largest checkpoint."""
         return {"largest": self._largest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

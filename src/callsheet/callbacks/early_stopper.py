@@ -116,7 +116,6 @@ class EarlyStopper(Callback):
         ctx.control.stop(why, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the best value, its time, and the number of evaluations since."""
         times = {"best_at": self._best_at, "seen_at": self._seen_at}
         return {
             "best": self._best,

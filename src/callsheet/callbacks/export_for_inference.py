@@ -129,12 +129,10 @@ class ExportForInferenceCallback(Callback):
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:
-        """Remove the hook."""
         self._unhook()
 
     @at("restore")  # after an EMA has put its average into the model
     def on_train_end(self, ctx: Context) -> None:
-        """Export the model."""
         self._unhook()
         if self._is_leaving:
             return

@@ -91,11 +91,9 @@ class FreezeUnfreeze(Callback):
             parameter.grad = None
 
     def on_train_end(self, ctx: Context) -> None:
-        """Unfreeze the modules."""
         self._unfreeze()
 
     def on_exception(self, ctx: Context) -> None:
-        """Unfreeze the modules."""
         self._unfreeze()
 
     def _is_over(self, ctx: Context) -> bool:

@@ -64,15 +64,12 @@ class GarbageCollection(Callback):
             self._collect(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Enable automatic collection again."""
         self._restore()
 
     def on_exception(self, ctx: Context) -> None:
-        """Enable automatic collection again."""
         self._restore()
 
     def on_run_end(self, ctx: Context) -> None:
-        """Enable automatic collection again, however the run ended."""
         self._restore()
 
     def _collect(self, ctx: Context) -> None:

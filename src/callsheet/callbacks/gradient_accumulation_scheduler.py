@@ -41,7 +41,6 @@ class GradientAccumulationScheduler(Callback):
         self._schedule = dict(sorted(read.items()))
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Set the value for this epoch."""
         due = [batches for epoch, batches in self._schedule.items() if epoch <= ctx.epoch]
         if due:
             ctx.control.set_gradient_accumulation(due[-1])

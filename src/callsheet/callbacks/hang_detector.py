@@ -133,7 +133,6 @@ class HangDetector(Callback):
     on_exception = on_run_end = on_train_end
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the learned step times."""
         return {"learned": list(self._learned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -63,49 +63,39 @@ class Heartbeat(Callback):
         self._enter(ctx, "starting")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Write if it is time."""
         if time.monotonic() >= self._next:
             self._write(ctx)
 
     on_eval_step_end = on_test_step_end = on_predict_step_end = on_train_step_end
 
     def on_train_start(self, ctx: Context) -> None:
-        """Write that training begins or continues."""
         self._enter(ctx, "training")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Write that an evaluation begins."""
         self._enter(ctx, "evaluating")
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write that the evaluation is over."""
         self._enter(ctx, "waiting" if ctx.standalone else "training")
 
     def on_test_start(self, ctx: Context) -> None:
-        """Write that a test begins."""
         self._enter(ctx, "testing")
 
     def on_predict_start(self, ctx: Context) -> None:
-        """Write that a prediction begins."""
         self._enter(ctx, "predicting")
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write that a checkpoint is being saved."""
         self._before_save = self._state
         self._enter(ctx, "saving")
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Write the state from before the save."""
         self._enter(ctx, self._before_save)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write that the run waits."""
         self._enter(ctx, "waiting")
 
     on_test_end = on_predict_end = on_train_end
 
     def on_run_end(self, ctx: Context) -> None:
-        """Write the outcome."""
         self._enter(ctx, str(ctx.run.outcome))
         self._path = None
 

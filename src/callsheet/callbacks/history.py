@@ -66,7 +66,6 @@ class History(Callback):
         self._forget_old()
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Keep the results."""
         if not ctx.standalone:
             self.evaluations.append((ctx.step, {name: dict(result) for name, result in ctx.eval_results.items()}))
             self._forget_old()
@@ -83,7 +82,6 @@ class History(Callback):
         return column
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return all records and evaluations."""
         return {"records": list(self.records), "evaluations": list(self.evaluations)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -89,7 +89,6 @@ class ImageVisualizer(Callback):
             self._keep(f"{self.name or 'images'}/train", ctx.microbatch, ctx.outputs)
 
     def on_log(self, ctx: Context) -> None:
-        """Log the images that were kept."""
         self._log(ctx)
         self._logged = self._taken
 
@@ -103,7 +102,6 @@ class ImageVisualizer(Callback):
             self._keep(f"{self.name or 'images'}/{ctx.eval_name}", ctx.batch, ctx.outputs)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Log the images that were kept."""
         self._log(ctx)
 
     def _keep(self, name: str, batch: Any, outputs: Any) -> None:

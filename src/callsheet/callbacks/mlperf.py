@@ -160,7 +160,6 @@ class MLPerfCallback(Callback):
             self._look(ctx, self._reached)
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Write that the epoch starts."""
         self._write(ctx, "epoch_start")
 
     def on_microbatch_start(self, ctx: Context) -> None:
@@ -180,7 +179,6 @@ class MLPerfCallback(Callback):
                 )
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Write that the epoch ends."""
         self._write(ctx, "epoch_stop")
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -205,7 +203,6 @@ class MLPerfCallback(Callback):
             self._start_block(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """End the block."""
         self._stop_block(ctx)
 
     def on_run_end(self, ctx: Context) -> None:

@@ -39,7 +39,6 @@ class NaNMonitor(Callback):
         self._forget()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Keep the loss."""
         losses = self._losses
         if not losses and not self._folded:
             self._first = ctx.step
@@ -57,11 +56,9 @@ class NaNMonitor(Callback):
             self._look(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Check the losses before an evaluation."""
         self._look(ctx)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Check the losses before a checkpoint is written."""
         self._look(ctx)
 
     def on_train_end(self, ctx: Context) -> None:

@@ -115,7 +115,6 @@ class Notify(Callback):
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Notify of the start."""
         self._seen = self._seen or ctx.state.timestamp
         self._is_training = True
         if not self._has_started:
@@ -143,11 +142,9 @@ class Notify(Callback):
             self._notify(ctx, "progress", f"is at step {ctx.step}{part}", self._losses())
 
     def on_preempt(self, ctx: Context) -> None:
-        """Notify of the preemption."""
         self._notify(ctx, "preemption", f"is preempted by a signal at step {ctx.step}")
 
     def on_exception(self, ctx: Context) -> None:
-        """Notify of the exception and its place."""
         error = ctx.exception
         if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported as an end
             return

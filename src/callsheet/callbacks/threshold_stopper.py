@@ -79,7 +79,6 @@ class ThresholdStopper(Callback):
                 self._look(ctx, value)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Compare the evaluation's value."""
         if ctx.standalone or not self._is_training:
             return
         value = evaluated(ctx, self._monitor)

@@ -57,7 +57,6 @@ class TimeLimit(Callback):
         self._look(ctx, save=False)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Stop if the time is up."""
         if not self._has_asked:
             self._look(ctx, save=self._save)
 
@@ -86,7 +85,6 @@ class TimeLimit(Callback):
             ctx.control.save(why, kind="final")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the seconds that the run has taken."""
         return {"seconds": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

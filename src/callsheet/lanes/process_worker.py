@@ -29,7 +29,6 @@ class _RemoteInbox(Inbox):
         self._connection = connection
 
     def put(self, message: LaneMessage) -> None:
-        """Send the message."""
         self._connection.send_bytes(pickle.dumps(("message", message)))
 
 

@@ -224,7 +224,6 @@ class Snapshot(Context):
     unmute = mute
 
     def log(self, values: Mapping[str, Any], *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Log numbers for the next record; see `Context.log`."""
         self._lane.inbox.put(
             LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )
@@ -236,7 +235,6 @@ class Snapshot(Context):
         )
 
     def has(self, name: str) -> bool:
-        """See `Context.has`."""
         return name in _SAME or super().has(name)
 
     def control_values(self) -> dict[str, Any]:

@@ -103,7 +103,6 @@ class ConsoleLogger(Logger):
             self._print("\n  ".join([f"{_plain(name)} at step {ctx.step}:", *lines]))
 
     def on_run_end(self, ctx: Context) -> None:
-        """Print the outcome."""
         self._print(outcome(ctx))
 
     def _is_time(self, ctx: Context) -> bool:

@@ -58,7 +58,6 @@ class CSVLogger(Logger):
         self._path, self._rows = path, kept
 
     def on_log(self, ctx: Context) -> None:
-        """Write a row."""
         if self._path is None:
             return
         cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIELDS} | {"time": time.time()}
@@ -70,7 +69,6 @@ class CSVLogger(Logger):
         self._rows += 1
 
     def on_run_end(self, ctx: Context) -> None:
-        """Close the file."""
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:

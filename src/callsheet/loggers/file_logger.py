@@ -92,7 +92,6 @@ class FileLogger(Logger):
 
     @at("restore")  # after other callbacks have printed
     def on_run_end(self, ctx: Context) -> None:
-        """Stop capturing."""
         self._end()
 
     def _take(self, text: str, stream: str) -> None:

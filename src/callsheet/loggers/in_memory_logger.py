@@ -65,15 +65,12 @@ class InMemoryLogger(Logger):
         self.hyperparameters.update(ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
-        """Keep the record."""
         self._keep(self.records, replace(ctx.record, values=dict(ctx.record.values)))
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Keep the settings."""
         self.hyperparameters.update(values)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Keep the table."""
         self._keep(self.tables.setdefault(name, []), (ctx.step, list(columns), [list(row) for row in rows]))
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
@@ -84,7 +81,6 @@ class InMemoryLogger(Logger):
             self._keep(self.images.setdefault(name, []), (ctx.step, [as_pixels(image) for image in images]))
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Keep the path."""
         self.files[name] = path
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:

@@ -104,13 +104,11 @@ class JSONLLogger(Logger):
             self.log_hyperparameters(ctx, ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
-        """Write a line of metrics."""
         if self._writer is not None:
             self._records += 1
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write the evaluation's results."""
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
@@ -118,21 +116,17 @@ class JSONLLogger(Logger):
         self._flush()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Write where the checkpoint is."""
         assert ctx.checkpoint is not None
         self._event(ctx, "checkpoint", flush=True, checkpoint=asdict(ctx.checkpoint))
 
     def on_preempt(self, ctx: Context) -> None:
-        """Write that the run is preempted."""
         self._event(ctx, "preempt", flush=True)
 
     def on_exception(self, ctx: Context) -> None:
-        """Write what was raised, and where."""
         error = ctx.exception
         self._event(ctx, "exception", flush=True, type=type(error).__name__, message=str(error), span=ctx.span)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Write how the run ended."""
         writer = self._writer
         if writer is not None:
             more: dict[str, Any] = {"reason": ctx.run.outcome_reason} if ctx.run.outcome_reason else {}
@@ -156,7 +150,6 @@ class JSONLLogger(Logger):
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Write the call sheet to a file."""
         if self._writer is not None:
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
 
@@ -177,7 +170,6 @@ class JSONLLogger(Logger):
             self._images.write(files, images, then=partial(self._append, "images.jsonl", line))
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Write an event with the path of the file."""
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
@@ -185,7 +177,6 @@ class JSONLLogger(Logger):
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Write a line for some steps."""
         self._append("timeline.jsonl", {**self._moment(ctx), **window.to_dict()})
 
     # --- state ---

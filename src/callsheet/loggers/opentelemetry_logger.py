@@ -86,7 +86,6 @@ class OpenTelemetryLogger(Tracker):
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Note the time."""
         self._load_began = time.time_ns()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -99,7 +98,6 @@ class OpenTelemetryLogger(Tracker):
         self._point("checkpoint_published", about(ctx))
 
     def on_preempt(self, ctx: Context) -> None:
-        """Log the preemption."""
         self._point("preempt", about(ctx))
 
     def on_exception(self, ctx: Context) -> None:
@@ -110,7 +108,6 @@ class OpenTelemetryLogger(Tracker):
             self._status("ERROR", f"{type(error).__name__}: {error}"[:5000])
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Log the path of a file."""
         self._point("file", {**about(ctx), "callsheet.file": name, "callsheet.path": str(path)})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:

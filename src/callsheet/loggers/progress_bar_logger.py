@@ -54,7 +54,6 @@ class ProgressBarLogger(Logger):
             self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Show the bar."""
         self._began = (time.perf_counter(), ctx.state.elapsed or 0.0)
         self._shown, self._figures = -math.inf, ""
         if self._wants_bar():
@@ -80,28 +79,22 @@ class ProgressBarLogger(Logger):
         self._begin_counting(ctx)
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Show the evaluation's progress."""
         self._count(f"evaluating {ctx.eval_name}")
 
     def on_test_start(self, ctx: Context) -> None:
-        """Begin to count the batches of a test."""
         self._begin_counting(ctx)
 
     def on_test_step_end(self, ctx: Context) -> None:
-        """Show the test's progress."""
         self._count("testing")
 
     def on_test_end(self, ctx: Context) -> None:
-        """Remove the bar of the test."""
         self._end_counting()
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write the evaluation's results."""
         self._end_counting()
         self._write(f"evaluation at step {ctx.step}: {results(ctx)}")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Write the path of the checkpoint."""
         if ctx.checkpoint is not None:
             self._write(f"checkpoint ({ctx.checkpoint.kind}): {ctx.checkpoint.path}")
 
@@ -116,7 +109,6 @@ class ProgressBarLogger(Logger):
         self._stop()
 
     def on_run_end(self, ctx: Context) -> None:
-        """Write the outcome."""
         self._stop()
         self._write(outcome(ctx))
 

@@ -71,7 +71,6 @@ class TrackioLogger(Tracker):
         self._has_unsent, self._send_at = False, 0.0  # whether hyperparameters are unsent, and when they may be sent
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a Trackio table."""
         if self.is_open:
             cells = [[plain(cell) for cell in row] for row in rows]
             self._log({name: self._module().Table(columns=list(columns), data=cells)}, ctx.step)

@@ -143,15 +143,12 @@ class Classify(Recipe[ClassifyConfig]):
         return self._batches("train")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return each validation set by its name."""
         return {name: self._batches(name) for name in self.sets if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return the test rows, if there are any."""
         return self._batches("test") if "test" in self.sets else None
 
     def processor(self) -> Any:
-        """The tokenizer."""
         return self.tokenizer
 
     def about_data(self) -> str:

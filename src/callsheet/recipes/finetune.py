@@ -96,7 +96,6 @@ class CausalTask(HuggingFaceTask):
     """The model's own loss, without a key-value cache: nothing reads the cache, and it would let packed examples see each other."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """`model(**batch)`."""
         return model(**batch, use_cache=False)
 
 
@@ -169,11 +168,9 @@ class Finetune(Recipe[FinetuneConfig]):
         return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return the examples of the test data, if there are any."""
         return self._loader("test", train=False) if "test" in self.rows else None
 
     def processor(self) -> Any:
-        """The tokenizer."""
         return self.tokenizer
 
     def about_data(self) -> str:

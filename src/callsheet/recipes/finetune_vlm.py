@@ -115,23 +115,18 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return model
 
     def train_data(self) -> Iterable[Any]:
-        """The rows to train on."""
         return self._loader("train")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Each dataset by its name."""
         return {name: self._loader(name) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return the test rows, if there are any."""
         return self._loader("test") if "test" in self.rows else None
 
     def processor(self) -> Any:
-        """The model's, of images and text."""
         return self.vlm_processor
 
     def about_data(self) -> str:
-        """Return the number of rows."""
         sizes = [f"{len(rows)} {name}" if isinstance(rows, Table) else f"{name} streamed" for name, rows in self.rows.items()]
         return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
 

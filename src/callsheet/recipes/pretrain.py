@@ -125,11 +125,9 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:
-        """The tokenizer."""
         return self.tokenizer
 
     def about_data(self) -> str:
-        """Return the amount of data."""
         return str(self._texts) if self.config.rows is not None else self.config.data.about()
 
     def finish(self) -> None:

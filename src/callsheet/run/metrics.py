@@ -223,7 +223,6 @@ class MetricLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._series, self._how = {}, {}
         for name, saved in state.items():
             series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])

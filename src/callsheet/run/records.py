@@ -136,7 +136,6 @@ class Records:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]

@@ -42,7 +42,6 @@ class Recorder(Callback):
         return [each.event for each in self.recorded]
 
     def on_event(self, ctx: Context) -> None:
-        """Record the event."""
         readable = frozenset(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
         self.recorded.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
         for name, values in self.values.items():

@@ -84,7 +84,6 @@ class Schedule:
         return {"passed": self._passed, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load what `state_dict` returned."""
         self._passed, self._last_step = state["passed"], state["last_step"]
 
 

@@ -269,5 +269,4 @@ class TrainLoop:
         return {"accumulate": self.gradient_accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
         self.gradient_accumulation_steps = state["accumulate"]

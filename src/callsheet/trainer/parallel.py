@@ -128,7 +128,6 @@ class ParallelModel:
         return self._model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the model's state."""
         self._model.load_state_dict(state)
 
     def compile(self, options: Mapping[str, Any]) -> None:

@@ -84,7 +84,6 @@ class SupervisedTask(Task):
         self.metrics = checked_metrics(metrics)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return `model(inputs)`."""
         try:
             inputs = batch[0]
         except _NO_PAIR as error:
@@ -92,7 +91,6 @@ class SupervisedTask(Task):
         return model(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return `loss_function(outputs, targets)`."""
         try:
             targets = batch[1]
         except _NO_PAIR as error:
@@ -100,7 +98,6 @@ class SupervisedTask(Task):
         return self.loss_function(outputs, targets)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return `outputs` and `targets`."""
         return outputs, batch[1]
 
     def counts(self, batch: Any) -> tuple[int, int]:
@@ -137,7 +134,6 @@ class HuggingFaceTask(Task):
         self.shifts_labels = shifts_labels
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return `model(**batch)`."""
         return model(**batch)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
@@ -205,7 +201,6 @@ class ForwardStepTask(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return `loss_function(outputs)`."""
         loss_function, self._loss_function = self._loss_function, None  # it may keep the batch and parts of the graph alive
         assert loss_function is not None  # set in forward
         given = loss_function(outputs)

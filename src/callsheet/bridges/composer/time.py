@@ -217,7 +217,6 @@ class Timestamp:
         return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         Timestamp.__init__(self, **state)
 
     def copy(self, **changes: Any) -> Timestamp:

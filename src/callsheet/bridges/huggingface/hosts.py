@@ -19,7 +19,7 @@ from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.huggingface.hooks import SPEEDS, ForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.huggingface.hooks import SPEEDS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -197,7 +197,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, optimizer: Any = None,
         lr_scheduler: Any = None, train_dataloader: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Begin a run."""
         self._forget_earlier_run()
         trainer = find_trainer(state, sys._getframe())
         if not isinstance(model, Module):  # SetFit passes an object that contains the trained module
@@ -232,7 +231,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
-        self._hooks = watch.hooks = hooks = ForwardHooks(run, model)
+        self._hooks = watch.hooks = hooks = HuggingFaceForwardHooks(run, model)
         methods = self._wrap_methods(trainer) if trainer is not None else None
         self._begin_run(run, [hooks, watch, *([methods] if methods is not None else [])], NOT_FIRED)
         if state.global_step:
@@ -272,7 +271,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     @_in_a_run
     def on_train_end(self, run: HostedRun, *_: Any) -> None:
-        """End the run."""
         run.finish()
         self._release()
 
@@ -280,7 +278,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     @_in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
-        """Start an epoch."""
         self._fired = None
         run.driver.start("epoch")
 

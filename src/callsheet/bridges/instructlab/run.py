@@ -53,7 +53,6 @@ class _ContextWithoutModel(Context):
         del self.model  # the handler that reads it is skipped, with a warning
 
     def sibling(self, accumulator: Any = None) -> Context:
-        """Return a context for evaluations."""
         return _ContextWithoutModel(
             self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
         )

@@ -29,7 +29,7 @@ from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
-from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.time import Time
@@ -162,9 +162,9 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         run.parts = {"place": self._place}
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
-        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, module)
-        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
+        self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
+        self._evaluation_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
+        self._predict_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
         self._hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
@@ -271,7 +271,6 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
     @observing
     def on_train_end(self, logs: Any = None) -> None:
-        """End the run."""
         self._is_in_fit = False
         self.model._initial_epoch = None
         self._finish()
@@ -332,7 +331,6 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
     @_in_a_run
     def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
-        """End the run."""
         if run.driver.is_open("predict"):
             run.driver.end("predict")
             self._finish()

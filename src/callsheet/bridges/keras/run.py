@@ -35,7 +35,6 @@ class KerasRun(Common):
         return {"total": float(self._total), "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._total, self._samples = state["total"], state["samples"]
 
     def on_train_start(self, ctx: Context) -> None:

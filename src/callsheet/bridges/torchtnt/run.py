@@ -45,7 +45,6 @@ class TorchTNTRun(Common):
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         for phase in ("eval", "predict"):
             self.progress[phase].load_state_dict(state[phase])
 

@@ -188,7 +188,6 @@ class StepFlops:
         return {"rate": self.rate, "precision": self.precision, "waiting": waiting, "by_tokens": self.by_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.rate, self.precision, self._waiting = state["rate"], state["precision"], state["waiting"]
         self.by_tokens = state.get("by_tokens", False)
 

@@ -69,7 +69,6 @@ class SpeedWindow:
         return {"points": [list(point) for point in self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._points = deque(_Point(*point) for point in state["points"])
 
 

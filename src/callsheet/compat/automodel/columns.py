@@ -21,7 +21,6 @@ class MappedRows(Rows):
     columns: dict[str, str] = field(default_factory=dict)
 
     def read(self, columns: Collection[str]) -> Table | Stream:
-        """See `Rows`."""
         rows = super().read(tuple(self.columns.values()))
         if isinstance(rows, Stream):
             raise ConfigError(f"{self.path}: columns of rows that are streamed cannot be renamed; give prompt and completion")
@@ -47,5 +46,4 @@ class MappedTable(Table):
         }
 
     def place(self, index: int) -> str:
-        """As the table's own."""
         return self._table.place(index)

@@ -78,12 +78,10 @@ class ComposerClassifier(ComposerModel):
         return self.module(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss of the outputs."""
         _, targets = batch
         return self._loss_fn(outputs, targets)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """Return the metrics by name."""
         metrics = self.train_metrics if is_train else self.val_metrics
         return {type(metrics).__name__: metrics} if isinstance(metrics, Metric) else dict(metrics.items())
 

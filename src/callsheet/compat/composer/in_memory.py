@@ -23,11 +23,9 @@ class InMemoryLogger(LoggerDestination):
         self._state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep them."""
         self.hyperparameters.update(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep them, with the timestamp."""
         now = self._state.timestamp
         for name, value in metrics.items():
             self.data.setdefault(name, []).append((now, value))
@@ -35,7 +33,6 @@ class InMemoryLogger(LoggerDestination):
         self.most_recent_timestamps.update(dict.fromkeys(metrics, now))
 
     def log_table(self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None) -> None:
-        """Keep it, as columns and rows."""
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:

@@ -139,7 +139,6 @@ class TrainMetrics(Callback):
             model.train()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Log them."""
         ctx.log({f"train/{name}": metric.compute() for name, metric in self.metrics.items()})
 
 
@@ -171,7 +170,6 @@ class EpochScheduler(LRScheduler):
         return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it back to each."""
         for scheduler, its in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(its)
 

@@ -80,7 +80,6 @@ class _Guest(InstructLabGuest):
         self._args = args
 
     def output_dir(self, ctx: Context) -> str:
-        """As it was given."""
         return self._args.ckpt_output_dir
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
@@ -104,7 +103,6 @@ class _Exports(Callback):
             self._group = distributed.new_group(backend="gloo")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Write it."""
         if ctx.checkpoint is None or ctx.checkpoint.kind == "preempt":
             return
         path, job = _exported(self._args, ctx), self._job

@@ -85,7 +85,6 @@ class Carried(Callback):
         return carried
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its own, where it has one."""
         state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
         return state
 

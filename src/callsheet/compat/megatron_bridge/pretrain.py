@@ -96,7 +96,6 @@ class BridgePretrain(Pretrain):
     state: GlobalState
 
     def make_model(self) -> nn.Module:
-        """The same, wrapped."""
         model = GPTModel(super().make_model())
         size = sum(parameter.numel() for parameter in model.parameters())
         length = (self.config.rows or self.config.data).sequence_length

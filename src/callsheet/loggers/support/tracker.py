@@ -87,7 +87,6 @@ class Tracker(Logger):
             self.log_hyperparameters(ctx, ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
-        """Write the record."""
         if self.is_open:
             self._write(ctx, ctx.record.values)
 
@@ -97,7 +96,6 @@ class Tracker(Logger):
             self._settings(ctx, flat(values))
 
     def on_exception(self, ctx: Context) -> None:
-        """Log the exception."""
         if self.is_open:
             self._fail(ctx, f"{type(ctx.exception).__name__}: {ctx.exception}"[:5000])
 

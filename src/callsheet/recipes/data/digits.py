@@ -39,7 +39,6 @@ class Digits(Table):
         return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
 
     def place(self, index: int) -> str:
-        """The number of the image in the set."""
         return f"digit {self._numbers[index]} of scikit-learn"
 
 

@@ -43,7 +43,6 @@ class ClassificationTask(Task):
         return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Logits and labels."""
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
