@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, CheckpointInfo, Context, RunInfo, TrainState
+from callsheet import CallsheetError, CheckpointInfo, Context, MetricsRecord, RunInfo, TrainState
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS
 from callsheet.core.ranks import Ranks
 from callsheet.core.time import Time, Timestamp
-from callsheet.errors import FieldNotAvailable, RequestRejected
+from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected
 from callsheet.run.metrics import MetricLog
 
 WINDOWED = [name for name in FIELDS if name not in ALWAYS]
@@ -258,3 +258,23 @@ def test_contexts_do_not_share_by_accident() -> None:
     assert one.user_state is not other.user_state
     assert one.control is not other.control
     assert one.state is not other.state
+
+
+def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> None:
+    log = MetricLog()
+    ctx = Context(RunInfo("test"), accumulator=log)
+    ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {"train/loss": 1.0})
+    earlier = ctx.record
+    ctx.log({"speed/steps": 2, ("norm/a", "norm/b"): [3.0, 4.0]}, across="same")
+    ctx.log({"later/mean": 5.0})
+    assert ctx.record.values == {"train/loss": 1.0, "speed/steps": 2.0, "norm/a": 3.0, "norm/b": 4.0}
+    assert earlier.values == {"train/loss": 1.0}  # whoever kept it has what was there
+    assert log.take() == {"later/mean": 5.0}
+
+
+@pytest.mark.parametrize("value", ["fast", None, [1.0, 2.0]])
+def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
+    ctx = context()
+    ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {})
+    with pytest.raises(ConfigError, match="^speed/steps: .* is not one number a name"):
+        ctx.log({"speed/steps": value}, across="same")

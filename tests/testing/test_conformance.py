@@ -581,7 +581,7 @@ def test_leaves_nothing_when_a_run_fails(tmp_path: Path) -> None:
 
 class TellsItsRank(Callback):
     def on_log(self, ctx: Context) -> None:
-        ctx.record.values["mine/rank"] = float(ctx.run.rank)
+        ctx.log({"mine/rank": ctx.run.rank}, across="same")
 
 
 class FailsOnOne(Callback):

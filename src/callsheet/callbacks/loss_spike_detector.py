@@ -70,13 +70,11 @@ class LossSpikeDetector(Callback):
         score = self._score(loss)
         if math.isfinite(loss):
             self._window.append(loss)
-        if score is not None:
-            if math.isfinite(score):
-                ctx.record.values[f"{family}/score"] = score
-            if score > self._threshold:
-                self._count += 1
-                self._act(ctx, loss)
-        ctx.record.values[f"{family}/count"] = float(self._count)
+        if score is not None and score > self._threshold:
+            self._count += 1
+            self._act(ctx, loss)
+        scores = {f"{family}/score": score} if score is not None and math.isfinite(score) else {}
+        ctx.log({**scores, f"{family}/count": self._count}, across="same")
 
     def _score(self, loss: float) -> float | None:
         if not math.isfinite(loss):
@@ -98,7 +96,6 @@ class LossSpikeDetector(Callback):
             ctx.control.stop(why, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the window and the number of spikes."""
         return {"window": list(self._window), "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,6 @@ class LRMonitor(Callback):
         ]
 
     def on_log(self, ctx: Context) -> None:
-        """Add the rates to the record."""
         groups, values = ctx.optimizer.param_groups, ctx.record.values
         rates, self._rates = self._rates, []  # an evaluation's record gets none
         if len(groups) > 1:
@@ -47,5 +46,5 @@ class LRMonitor(Callback):
             rates = [values[_RECORDED]]
         if rates:
             self._last_step = ctx.step
-        for i, (group, rate) in enumerate(zip(groups, rates, strict=False)):
-            values[f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}"] = float(rate)
+        names = (f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}" for i, group in enumerate(groups))
+        ctx.log(dict(zip(names, rates, strict=False)), across="same")

@@ -39,15 +39,14 @@ class MemoryMonitor(Callback):
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        """Add the current memory to the record."""
         is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices the record already has it
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)
             here |= {name: float(stats.get(key, 0)) for name, key in _DEVICE.items()}
         there = ctx.gather(here)
-        for name in here:
-            ctx.record.values[f"{self.name or 'memory'}/{name}"] = max(rank.get(name, 0.0) for rank in there)
+        highest = {name: max(rank.get(name, 0.0) for rank in there) for name in here}
+        ctx.log({f"{self.name or 'memory'}/{name}": value for name, value in highest.items()}, across="same")
 
 
 def _resident(now: float) -> dict[str, float]:

@@ -70,13 +70,13 @@ class RuntimeEstimator(Callback):
                 ctx.mute(self, "on_train_step_end")
 
     def on_log(self, ctx: Context) -> None:
-        """Add the estimate to the record."""
         if self._paused is None:
             self._add_stretch(ctx.state)
         estimate = ctx.gather(self._estimate(ctx.state))[0]
         if estimate is not None:
             suffix = "" if self._unit == "seconds" else f"_{self._unit}"
-            ctx.record.values[f"{self.name or 'time'}/remaining_estimate{suffix}"] = estimate / _SECONDS[self._unit]
+            name = f"{self.name or 'time'}/remaining_estimate{suffix}"
+            ctx.log({name: estimate / _SECONDS[self._unit]}, across="same")
 
     def on_eval_all_start(self, ctx: Context) -> None:
         """Stop measuring training."""
@@ -96,7 +96,6 @@ class RuntimeEstimator(Callback):
         self._unpause(ctx.state)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the measurements so far."""
         pauses = {kind: list(pause) for kind, pause in self._pauses.items()}
         return {"counts": self._counts, "seconds": self._seconds, "progress": self._progress, "pauses": pauses}
 

@@ -63,22 +63,18 @@ class SlowRankDetector(Callback):
         (ctx.mute if ctx.run.world_size == 1 else ctx.unmute)(self, *_COMPARING)
 
     def on_fetch_start(self, ctx: Context) -> None:
-        """Start the clock of `fetch`."""
         self._began = perf_counter()
 
     def on_fetch_end(self, ctx: Context) -> None:
-        """Stop the clock of `fetch`."""
         self._fetching += perf_counter() - self._began
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Start the clock of `forward`."""
         if self._is_on_cuda:
             self._start = _recorded()
         else:
             self._began = perf_counter()
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Stop the clock of `forward`."""
         if self._is_on_cuda:
             self._events.append((self._start, _recorded()))
         else:
@@ -109,9 +105,8 @@ class SlowRankDetector(Callback):
         median = statistics.median_low(seconds)
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         family = f"{self.name or 'slow_rank'}/{stage}"
-        ctx.record.values[f"{family}/seconds"] = median
-        ctx.record.values[f"{family}/ratio"] = seconds[slowest] / median if median > 0 else 1.0
-        ctx.record.values[f"{family}/slowest"] = float(slowest)
+        ratio = seconds[slowest] / median if median > 0 else 1.0
+        ctx.log({f"{family}/seconds": median, f"{family}/ratio": ratio, f"{family}/slowest": slowest}, across="same")
         for rank, taken in enumerate(seconds):
             key = f"{stage} {rank}"
             if taken > self._factor * median and taken - median > self._min_seconds:

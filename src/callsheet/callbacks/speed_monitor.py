@@ -80,7 +80,6 @@ class SpeedMonitor(Callback):
             self._flops = StepFlops()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start measuring."""
         self._window.begin(ctx.state.timestamp)
         self._device, self._is_cpu = device_name(ctx.run.device), ctx.run.device.startswith("cpu")
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
@@ -111,11 +110,10 @@ class SpeedMonitor(Callback):
             ctx.mute(self, *_COUNTING, *(_BATCHES if self._flops.by_tokens else ()))
 
     def on_log(self, ctx: Context) -> None:
-        """Add the rates to the record."""
         now = ctx.state.timestamp
         if not self._window.moves_to(now):  # the record of an evaluation: nothing was trained since the last one
             return
-        family, ranks, values = self.name or "throughput", ctx.run.world_size, ctx.record.values
+        family, ranks = self.name or "throughput", ctx.run.world_size
         flops = None
         if self._counts_flops:
             tokens = self._window.tokens_to(now)
@@ -126,25 +124,24 @@ class SpeedMonitor(Callback):
             if not self._flops.by_tokens and None not in numbers and sum(numbers) == tokens:
                 self._flops.by_tokens = True
                 ctx.mute(self, *_BATCHES)
-        for name, rate in self._window.add(now, flops).items():
-            # Write into this record, which the loggers receive next: `ctx.log` would write into the next record.
-            values[f"{family}/{name}_per_second"] = rate
-            values[f"{family}/device/{name}_per_second"] = rate / ranks
-        self._add_mfu(values, f"{family}/device/")
-
-    def _add_mfu(self, values: dict[str, float], family: str) -> None:
         if self._flops.trouble:
             self._log_once(
                 "FLOPs are not logged: %s; give the model a flops_per_batch(batch) for forward and backward", self._flops.trouble
             )
-        rate = values.get(f"{family}flops_per_second")
+        rates = self._window.add(now, flops)
+        values = {f"{family}/{name}_per_second": rate for name, rate in rates.items()}
+        values |= {f"{family}/device/{name}_per_second": rate / ranks for name, rate in rates.items()}
+        mfu = self._mfu(rates["flops"] / ranks) if "flops" in rates else None
+        ctx.log(values if mfu is None else values | {f"{family}/device/mfu": mfu}, across="same")
+
+    def _mfu(self, rate: float) -> float | None:
+        """Return the share of the device's peak that this many FLOP/s are; None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
-        if rate is not None and peak is not None:
-            values[f"{family}mfu"] = rate / peak
-        elif rate is not None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known
+        if peak is None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
             self._log_once("MFU is not logged: the peak of %s is not known; give peak_flops=, in FLOP/s per device", what)
+        return rate / peak if peak is not None else None
 
     def _log_once(self, message: str, detail: str) -> None:
         if message not in self._logged:
@@ -156,7 +153,6 @@ class SpeedMonitor(Callback):
         self._flops.begin_run(None)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the window and what was counted."""
         return {"window": self._window.state_dict(), "flops": self._flops.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

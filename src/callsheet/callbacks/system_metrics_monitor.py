@@ -62,14 +62,14 @@ class SystemMetricsMonitor(Callback):
             self._gpu = self._opened(ctx.run.device)
 
     def on_log(self, ctx: Context) -> None:
-        """Add the metrics to the record."""
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
             self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
         there = ctx.gather(self._seen)  # empty in an evaluation without training
-        values = ctx.record.values
+        highest: dict[str, float] = {}
         for rank in there:
             for name, value in rank.items():
-                values[name] = max(value, values.get(name, value))
+                highest[name] = max(value, highest.get(name, value))
+        ctx.log(highest, across="same")
 
     def on_run_end(self, ctx: Context) -> None:
         """Shut down NVML."""

@@ -7,6 +7,7 @@ reading it raises `FieldNotAvailable` instead of returning an old value. Reading
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import ALWAYS, FIELDS
 from callsheet.core.run_state import CheckpointInfo, MetricsRecord, RunInfo, TrainState
-from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean
+from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected, did_you_mean
 
 if TYPE_CHECKING:
     from callsheet.core.callback import Callback
@@ -138,6 +139,9 @@ class Context:
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Log numbers for the next record; tensors stay on their device until the boundary.
 
+        At `on_log`, values with `across="same"` are added to the record that is being made, `ctx.record`: the handlers that are called
+        later read them, the loggers among them.
+
         Args:
             values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names takes a one-dimensional tensor with a
                 number for each name, which is much cheaper for many numbers.
@@ -150,7 +154,9 @@ class Context:
         Raises:
             ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
         """
-        if self._accumulator is not None:
+        if across == "same" and self.event == Event.LOG:
+            self.record = replace(self.record, values={**self.record.values, **_floats(values)})
+        elif self._accumulator is not None:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
@@ -253,6 +259,17 @@ class Context:
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
+
+
+def _floats(values: Loggable) -> dict[str, float]:
+    """Return a float for each name."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        try:
+            found |= {name: float(value)} if isinstance(name, str) else zip(name, map(float, value), strict=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {value!r} is not one number a name ({error})") from None
+    return found
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}

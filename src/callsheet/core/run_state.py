@@ -156,10 +156,13 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving."""
+    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving.
+
+    To add values to it at `on_log`, call `ctx.log(values, across="same")`.
+    """
 
     step: int
-    values: dict[str, float]
+    values: Mapping[str, float]
     elapsed_seconds: float = 0.0
     samples_per_second: float = 0.0
     tokens_per_second: float = 0.0
