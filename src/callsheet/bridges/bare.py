@@ -22,7 +22,7 @@ from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import BackwardWatch, ModelHooks, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
@@ -213,7 +213,7 @@ class AttachedRun:
         self._is_iterating = False
         self._is_checked = False
         self._listens_to_fetch = self._listens_to_microbatch = True
-        self._hooks: list[ModelHooks | OptimizerHooks | BackwardWatch] = []
+        self._hooks: list[ForwardHooks | OptimizerHooks | BackwardWatch] = []
         self._backward: Any = None  # a BackwardWatch, within the `with` block
         self._has_given_up = False
         self._was_in_step = False  # when the host gave up
@@ -493,7 +493,7 @@ class AttachedRun:
     def _begin(self) -> None:
         run = self._run
         run.begin(self._resume)
-        self._model_hooks = ModelHooks(run.driver, run.ctx, self._model)
+        self._model_hooks = ForwardHooks(run.driver, run.ctx, self._model)
         self._backward = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._hooks = [self._model_hooks, self._backward]
         self._optimizer_hooks = OptimizerHooks(run.driver, self._optimizer, watch=self._backward)

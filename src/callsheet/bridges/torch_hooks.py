@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context
 
 logger = logging.getLogger("callsheet")
+
+Mode = Literal["train", "eval", "test", "predict"]
+"""What a model is called for."""
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[BackwardWatch] = []
@@ -96,60 +99,23 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     driver.start("forward")
 
 
-class ModelHooks(NotCopied):
-    """Report the forward of a model in training and its outputs, which a callback may replace.
+class ForwardHooks(NotCopied):
+    """Report the forward of a model and its outputs, which a callback may replace.
 
-    Only calls within a microbatch are reported. The hooks are registered only between `listen(True)` and `listen(False)`.
-    """
-
-    def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module) -> None:
-        self._driver = driver
-        self._ctx = ctx
-        self._microbatch = driver.parts["microbatch"]
-        self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
-
-    def listen(self, has_listeners: bool) -> None:
-        """Register the hooks in the model, or remove them."""
-        self._before.install(has_listeners, self._begins)
-        self._after.install(has_listeners, self._ends)
-
-    def _begins(self, model: nn.Module, inputs: Any) -> None:
-        try:
-            if self._microbatch.is_open and model.training and torch.is_grad_enabled():
-                start_forward(self._driver, self._ctx)
-        except Exception as error:
-            self._driver.give_up(error)
-
-    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
-        driver = self._driver
-        try:
-            if driver.is_open("forward"):
-                ctx = self._ctx
-                ctx.outputs = outputs
-                driver.start("loss")  # which ends the forward
-                return ctx.outputs
-        except Exception as error:
-            driver.give_up(error)
-        return outputs
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        self.listen(False)
-
-
-class EvaluationHooks(NotCopied):
-    """Report the forward of a model in evaluation, test or prediction and its outputs, which a callback may replace.
-
-    The hooks are registered only between `listen(True)` and `listen(False)`.
+    In training, only calls within a microbatch are reported; otherwise, those within a step of the evaluation, test or prediction. The hooks
+    are registered only between `listen(True)` and `listen(False)`.
 
     Args:
-        kind: `eval`, `test` or `predict`.
+        mode: what the model is called for.
     """
 
-    def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module, *, kind: str = "eval") -> None:
+    def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module, mode: Mode = "train") -> None:
         self._driver = driver
         self._ctx = ctx
-        self._step, self._forward = f"{kind}_step", f"{kind}_forward"
+        self._is_training = mode == "train"
+        self._around, self._forward = (
+            driver.parts[name] for name in (("microbatch", "forward") if mode == "train" else (f"{mode}_step", f"{mode}_forward"))
+        )
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
@@ -159,17 +125,25 @@ class EvaluationHooks(NotCopied):
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         try:
-            if not model.training and self._driver.is_open(self._step):
-                self._driver.start(self._forward)
+            if self._around.is_open:
+                if self._is_training:
+                    if model.training and torch.is_grad_enabled():
+                        start_forward(self._driver, self._ctx)
+                elif not model.training:
+                    self._driver.start(self._forward.name)
         except Exception as error:
             self._driver.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         try:
-            if self._driver.is_open(self._forward):
-                self._ctx.outputs = outputs
-                self._driver.end(self._forward)
-                return self._ctx.outputs
+            if self._forward.is_open:
+                driver, ctx = self._driver, self._ctx
+                ctx.outputs = outputs
+                if self._is_training:
+                    driver.start("loss")  # which ends the forward
+                else:
+                    driver.end(self._forward.name)
+                return ctx.outputs
         except Exception as error:
             self._driver.give_up(error)
         return outputs

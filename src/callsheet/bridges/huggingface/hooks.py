@@ -40,7 +40,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
     return None
 
 
-class ForwardHooks(NotCopied):
+class HuggingFaceForwardHooks(NotCopied):
     """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs if they have listeners.
 
     Other calls are not the loop's: a callback that samples, a loss that calls the model a second time, a separate evaluator.
@@ -176,7 +176,7 @@ class ForwardHooks(NotCopied):
 class StepWatch(BackwardWatch):
     """A `BackwardWatch` for losses that call the model only within their backward, such as `CachedMultipleNegativesRankingLoss`."""
 
-    hooks: ForwardHooks
+    hooks: HuggingFaceForwardHooks
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
         """Begin the microbatch, if no forward has begun it, and do as `BackwardWatch`."""

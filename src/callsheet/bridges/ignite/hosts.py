@@ -18,7 +18,7 @@ from callsheet.bridges.host_states import own_state, restore_states, resume_with
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
-from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager, normalize_callbacks
@@ -127,8 +127,8 @@ class IgniteHost(HostBase):
             **self._settings,
         )
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
-        self._model_hooks = ModelHooks(run.driver, run.ctx, model)
-        self._eval_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, model)
+        self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
+        self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, model, "eval")
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
         hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
         run.losses = watch.reader

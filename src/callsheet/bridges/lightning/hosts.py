@@ -15,7 +15,7 @@ from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
-from callsheet.bridges.torch_hooks import BackwardWatch
+from callsheet.bridges.torch_hooks import BackwardWatch, Mode
 from callsheet.core import ranks as distributed
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -108,8 +108,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     # --- a run ---
 
-    def _begin(self, trainer: Any, module: Any, **options: Any) -> HostedRun:
-        """Begin a run for a call of `fit`, `validate`, `test` or `predict`."""
+    def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
+        """Begin a run for a call of `fit` or `validate`, or with another `mode` for one of `test` or `predict`."""
         self._has_given_up = False
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -124,7 +124,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             lock_timeout_seconds=self._lock_timeout_seconds,
             **options,
         )
-        self._steps = StepHooks(run.eval.driver, run.eval.ctx, module)
+        self._steps = StepHooks(run.eval.driver, run.eval.ctx, module, mode)
         self._hooks = [self._steps]
         self._is_first_step = self._is_first_eval_step = True
         self._fault: Exception | None = None
@@ -257,7 +257,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
                 if driver.listen():
                     watch.listen(driver.is_loss_read)
                     self._listens_to_microbatch = driver.listens_to("microbatch")
-                    self._forward.listen("training_step", self._listens_to_microbatch or driver.listens_to("fetch"))
+                    self._forward.listen(self._listens_to_microbatch or driver.listens_to("fetch"))
                     self._clip.listen(driver.listens_to("clip_gradients") and pl_module.automatic_optimization)
                 if not parts["fetch"].has_no_listeners:
                     driver.start_and_end("fetch")
@@ -406,16 +406,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self._cadence.remove()
         self._may_fire_save = False
         self._names = dataset_names(trainer.val_dataloaders)
-        self._listen(run, "validation", "eval")
+        self._steps.listen(run.eval.listens_to_outputs("eval"))
         self._known = dict(trainer.callback_metrics)
         self._next_dataset(run, 0)
 
     def _next_dataset(self, run: HostedRun, index: int) -> None:
         self._dataset = index
         run.eval.begin(self._names[index], standalone=not run.driver.is_open("train"))
-
-    def _listen(self, run: HostedRun, step: str, span: str) -> None:
-        self._steps.listen(f"{step}_step", run.eval.listens_to_outputs(span))
 
     @observing
     def on_validation_batch_start(
@@ -514,10 +511,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self._run.eval.driver.end("predict")
             self._finish()
 
-    def _begin_standalone(self, trainer: Any, module: Any, what: str) -> None:
-        run = self._begin(trainer, module, able=())
-        self._listen(run, what, what)
-        run.eval.driver.start(what)
+    def _begin_standalone(self, trainer: Any, module: Any, mode: Mode) -> None:
+        run = self._begin(trainer, module, mode, able=())
+        self._steps.listen(run.eval.listens_to_outputs(mode))
+        run.eval.driver.start(mode)
 
     # --- checkpoints ---
 

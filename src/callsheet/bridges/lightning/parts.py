@@ -9,12 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from callsheet.bridges.copies import add_hook, replace
+from callsheet.bridges.copies import replace
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.torch_hooks import NotCopied, start_forward
+from callsheet.bridges.torch_hooks import ForwardHooks, Hook, Mode, start_forward
 from callsheet.core.context import Context
 
-_STEPS: Mapping[str, str] = {"validation_step": "eval", "test_step": "test", "predict_step": "predict"}
+_STEPS: Mapping[Mode, str] = {
+    "train": "training_step",
+    "eval": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
 
 
 class Methods:
@@ -40,35 +45,44 @@ class Methods:
             self._restores.pop()()
 
 
-class StepHooks(NotCopied):
+class StepHooks(ForwardHooks):
     """Reports the forward of a LightningModule within its steps, and its outputs, which a callback may replace.
 
     If the module has a single child with parameters, a call of that child counts, too. The steps are replaced, because Lightning has no
     hook around a step, and under DDP it calls the module itself to enter a step.
     """
 
-    def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module) -> None:
-        self._driver, self._ctx, self._module = driver, ctx, module
+    def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module, mode: Mode = "train") -> None:
+        super().__init__(driver, ctx, module, mode)
+        self._module, self._name = module, _STEPS[mode]
         self._methods = Methods(module)
-        self._removals: list[Callable[[], None]] = []
+        self._of_child: tuple[Hook, ...] = ()
         self._is_inside = False  # a step
         self._caller: nn.Module | None = None  # the module whose call is being reported
         self.replaced: Any = None
         """A list with the batch that a callback has set instead of the step's, or None."""
 
-    def listen(self, name: str, has_listeners: bool) -> None:
-        """Wrap the step of this name and register the hooks in the model, or remove both."""
-        if has_listeners and not self._removals:
-            self._kind = _STEPS.get(name, "")
-            self._methods.replace(name, self._step)
+    def listen(self, has_listeners: bool) -> None:
+        """Wrap the step and register the hooks in the model, or remove both."""
+        if has_listeners is self._before.is_registered:
+            return
+        super().listen(has_listeners)
+        if has_listeners:
+            self._methods.replace(self._name, self._step)
             children = [child for child in self._module.children() if any(True for _ in child.parameters())]
-            for each in (self._module, *(children if len(children) == 1 else [])):
-                self._removals += [
-                    add_hook(each.register_forward_pre_hook, self._begins),
-                    add_hook(each.register_forward_hook, self._ends),
-                ]
-        elif self._removals and not has_listeners:
-            self.remove()
+            if len(children) == 1:
+                before, after = self._of_child = (
+                    Hook(children[0].register_forward_pre_hook),
+                    Hook(children[0].register_forward_hook),
+                )
+                before.install(True, self._begins)
+                after.install(True, self._ends)
+        else:
+            self._methods.put_back()
+            for hook in self._of_child:
+                hook.remove()
+            self._of_child = ()
+            self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         if self.replaced is not None:  # not reset, since an optimizer may evaluate its closure again
@@ -79,45 +93,24 @@ class StepHooks(NotCopied):
         finally:
             self._is_inside = False
 
-    def _begins(self, module: nn.Module, inputs: Any) -> None:
+    def _begins(self, model: nn.Module, inputs: Any) -> None:
         if not self._is_inside or self._caller is not None:
             return
-        kind, driver = self._kind, self._driver
         try:
-            if driver.is_open(f"{kind}_step" if kind else "microbatch"):
-                self._caller = module
-                if kind:
-                    driver.start(f"{kind}_forward")
+            if self._around.is_open:
+                self._caller = model
+                if self._is_training:
+                    start_forward(self._driver, self._ctx)
                 else:
-                    start_forward(driver, self._ctx)
+                    self._driver.start(self._forward.name)
         except Exception as error:
-            driver.give_up(error)
+            self._driver.give_up(error)
 
-    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        if self._caller is not module:
+    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if self._caller is not model:
             return outputs
         self._caller = None
-        if not self._is_inside:
-            return outputs
-        kind, driver, ctx = self._kind, self._driver, self._ctx
-        try:
-            if driver.is_open(f"{kind}_forward" if kind else "forward"):
-                ctx.outputs = outputs
-                if kind:
-                    driver.end(f"{kind}_forward")
-                else:
-                    driver.start("loss")  # which ends the forward
-                return ctx.outputs
-        except Exception as error:
-            driver.give_up(error)
-        return outputs
-
-    def remove(self) -> None:
-        """Remove the wrappers and the hooks from the module."""
-        self._methods.put_back()
-        while self._removals:
-            self._removals.pop()()
-        self._caller, self._is_inside = None, False
+        return super()._ends(model, inputs, outputs) if self._is_inside else outputs
 
 
 class ClipHook:

@@ -29,7 +29,7 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
     return called  # type: ignore[return-value]  # of the same shape
 
 
-class ForwardHooks(NotCopied):
+class MegatronForwardHooks(NotCopied):
     """Observe the calls of a model: a microbatch in training, else a batch of an evaluation or a test.
 
     The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the

@@ -21,7 +21,7 @@ from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.guests import MODULE, MegatronBridgeGuest
-from callsheet.bridges.megatron_bridge.hooks import ForwardHooks, torch_optimizers
+from callsheet.bridges.megatron_bridge.hooks import MegatronForwardHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
@@ -186,7 +186,7 @@ class MegatronBridgeHost(HostBase):
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # the callbacks' states by step, for checkpoints that are still being written
-        self._forward = ForwardHooks(run, chunks[0])
+        self._forward = MegatronForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
         end = functools.partial(_end, settings)
         self._begin_run(run, [self._steps, self._forward], _not_fired(), end=end, data_is_made=data_is_made)

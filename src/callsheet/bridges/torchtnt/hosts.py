@@ -19,7 +19,7 @@ from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.host_base import HostBase, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, EvaluationHooks, ModelHooks, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
@@ -145,9 +145,9 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             "place": self._place
         }
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
-        self._model_hooks = ModelHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = EvaluationHooks(run.eval.driver, run.eval.ctx, module)
-        self._predict_hooks = EvaluationHooks(run.driver, run.ctx, module, kind="predict")
+        self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
+        self._evaluation_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
+        self._predict_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
         hooks: list[Any] = [
             watch,
             self._model_hooks,
