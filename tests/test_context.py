@@ -276,5 +276,5 @@ def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> No
 def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
     ctx = context()
     ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {})
-    with pytest.raises(ConfigError, match="^speed/steps: .* is not one number a name"):
+    with pytest.raises(ConfigError, match=r"^speed/steps: .* is not one number a name"):
         ctx.log({"speed/steps": value}, across="same")

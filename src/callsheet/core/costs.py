@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from callsheet.core.lifecycle import SPAN_OF, SPANS, names_in
 from callsheet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from callsheet.core.call_sheet import HandlerEntry
+    from callsheet.core.call_sheet import HandlerEntry, Registration
     from callsheet.core.context import Context
     from callsheet.core.wrappers import Handler
 
@@ -81,6 +82,17 @@ class Failures(NamedTuple):
     last: str
     dropped: int = 0
     undelivered: int = 0
+
+
+def failures_of(
+    registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
+) -> tuple[Failures, ...]:
+    """Return the failures of these callbacks, and of removed ones whose lanes dropped events; only of those that have any."""
+    return tuple(
+        Failures(each.label, each.failures, each.is_off, each.last_failure, dropped.get(each, 0), undelivered.get(each, 0))
+        for each in dict.fromkeys([*registrations, *dropped])
+        if each.failures or dropped.get(each) or undelivered.get(each)
+    )
 
 
 class CostReport(NamedTuple):

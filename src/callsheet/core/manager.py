@@ -12,26 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, all_entries, recover
-from callsheet.core.callback import Callback, Lane, OnError, Phase, label_of, ungated
+from callsheet.core.callback import Callback, Lane, OnError, Phase, label_of
 from callsheet.core.context import Context
-from callsheet.core.costs import CostReport, Costs, Failures
+from callsheet.core.costs import CostReport, Costs, failures_of
 from callsheet.core.dispatch_table import DispatchTable
 from callsheet.core.events import Event, as_event
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.muting import Muting
 from callsheet.core.ranks import RankGate, read_ranks
-from callsheet.core.registration import check_callback, handlers_of, resolve_options
+from callsheet.core.registration import check_callback, check_interval, check_unique, entry_of, handlers_of, interval_of
 from callsheet.core.spans import Spans
-from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
-from callsheet.core.time import Interval, Time, TimeUnit
+from callsheet.core.states import is_inline, load_states, states_of
+from callsheet.core.time import Interval, Time
 from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, in_gate, isolated
 from callsheet.errors import (
-    ConfigError,
     NotACallbackError,
     RegistrationError,
     RequestRejected,
     UnknownEventError,
-    text_of,
     where,
 )
 
@@ -83,7 +81,7 @@ class CallbackManager:
         self._muting = Muting(self._table)
         self._lanes: LaneSet | None = None  # None until a handler has a lane
         self._registrations: list[Registration] = []
-        self._entry_numbers, self._registration_numbers = count(), count()
+        self._numbers = count()  # of registrations and entries, in the order in which they were added
         self._ctx: weakref.ref[Context] | None = None  # of the run in progress
         self._is_over = False  # a run has ended, and no other has begun
         self.add(callbacks)
@@ -117,17 +115,15 @@ class CallbackManager:
             callback = check_callback(given)
             if callback.lane == "process" and not isinstance(callback, Background):
                 callback = self._lane_set().in_process(callback)
-            registration = Registration(
-                callback, label_of(callback), where(type(inner(callback))), next(self._registration_numbers)
-            )
-            self._check_unique(callback, [*self._registrations, *registrations])
+            registration = Registration(callback, label_of(callback), where(type(inner(callback))), next(self._numbers))
+            check_unique(callback, [*self._registrations, *registrations])
             if callback.lane == "inline":
                 callback.share_with(
                     [*self.callbacks, *(each.thing for each in registrations if isinstance(each.thing, Callback))]
                 )
             registrations.append(registration)
             for event, handler in handlers_of(inner(callback)).items():
-                lines.append(self._entry(event, handler, registration, callback, {}))
+                lines.append(entry_of(event, handler, registration, callback, {}, next(self._numbers)))
         self._enter(registrations, lines)
 
     @overload
@@ -189,14 +185,14 @@ class CallbackManager:
             events = EVENTS if event == "*" else (as_event(event).value,)
         except UnknownEventError as error:
             raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
-        interval = every if isinstance(every, Interval) or every is None else _interval(every, label, function)
+        interval = every if isinstance(every, Interval) or every is None else interval_of(every, label, function)
         given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
         if any(entry.registration.thing == function for each in events for entry in self._table.entries[each]):
             raise RegistrationError(
                 f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
             )
-        registration = Registration(function, label, where(function), next(self._registration_numbers))
-        lines = [self._entry(each, function, registration, Callback, given) for each in events]
+        registration = Registration(function, label, where(function), next(self._numbers))
+        lines = [entry_of(each, function, registration, Callback, given, next(self._numbers)) for each in events]
         if lane == "process":
             raise RegistrationError(
                 f"a function cannot be sent to another process; make it a method of a Callback in a module ({label}, {where(function)})"
@@ -291,7 +287,7 @@ class CallbackManager:
             )
         entries = self.call_sheet().entries
         for entry in entries:
-            _check_interval(entry, ctx)
+            check_interval(entry, ctx)
         self._table.ranks = ctx.run.ranks
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
@@ -355,23 +351,9 @@ class CallbackManager:
 
     def cost_report(self, step: int) -> CostReport:
         """Return what the callbacks of this process have cost by the end of `step`, and which of them failed."""
-        dropped = self._lanes.dropped if self._lanes is not None else {}
-        undelivered = self._lanes.undelivered if self._lanes is not None else {}
-        failures = (
-            Failures(
-                registration.label,
-                registration.failures,
-                registration.is_off,
-                registration.last_failure,
-                dropped.get(registration, 0),
-                undelivered.get(registration, 0),
-            )
-            for registration in dict.fromkeys(
-                [*self._registrations, *dropped]
-            )  # `dropped` adds callbacks in lanes that were removed
-            if registration.failures or dropped.get(registration) or undelivered.get(registration)
-        )
-        return self.costs.report(step, tuple(failures))
+        lanes = self._lanes
+        dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
+        return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
         """Pass the costs and the latest window to the loggers if they are due, or if it `is_last`. The loop calls this after a record."""
@@ -446,30 +428,9 @@ class CallbackManager:
             RegistrationError: two callbacks keep their state under one name.
             Exception: what an inline callback that is not isolated raised.
         """
-        missing: dict[str, str] = {}
-
-        def failed(registration: Registration, error: Exception) -> None:
-            missing[registration.label] = reason = f"{type(error).__name__}: {text_of(error)}"
-            logger.error(
-                "The state of callback %s (%s) is missing from this checkpoint: %s",
-                registration.label,
-                registration.source,
-                reason,
-                exc_info=error,
-            )
-
         if self._lanes is not None:
             self._lanes.wait_for_states()
-        reads = {registration: partial(state_of, callback) for registration, callback in self._stateful.items()}
-        states: dict[str, dict[str, Any]] = {}
-        for registration, state in results_of(self._calls(reads), failed).items():
-            if state:
-                name = label_of(reads[registration].args[0])
-                if name in states:
-                    raise RegistrationError(
-                        f"two callbacks keep their state under the name {name!r}; give one another: callback.name = '...'"
-                    )
-                states[name] = state
+        states, missing = states_of(self._registrations, self._state_calls)
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -483,70 +444,20 @@ class CallbackManager:
         """
         if self._lanes is not None:
             self._lanes.wait_for_states(is_loading=True)
-        saved: Mapping[str, Mapping[str, Any]] = state.get("callbacks", {})
-        for label, reason in state.get("missing", {}).items():
-            logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
-        loads = {
-            registration: partial(registration.thing.load_state_dict, saved[label_of(registration.thing)])
-            for registration in self._registrations
-            if isinstance(registration.thing, Callback) and label_of(registration.thing) in saved
-        }
-        results_of(self._calls(loads), starts_without)
-        if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in self.callbacks}):
-            logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
+        load_states(self._registrations, state.get("callbacks", {}), state.get("missing", {}), self._state_calls)
         self.user_state.update(state.get("user_state", {}))
 
-    @property
-    def _stateful(self) -> dict[Registration, Callback]:
-        return {
-            registration: registration.thing
-            for registration in self._registrations
-            if isinstance(registration.thing, Callback) and keeps_state(registration.thing)
-        }
-
-    def _calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
+    def _state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
         return calls if self._lanes is None else self._lanes.state_calls(calls)
 
     # --- adding ---
-
-    def _entry(self, event: str, handler: Handler, registration: Registration, owner: Any, given: dict[str, Any]) -> HandlerEntry:
-        options = resolve_options(owner, handler, registration.label, given)
-        return HandlerEntry(
-            event=event,
-            handler=ungated(handler),
-            registration=registration,
-            phase=options.phase,
-            ranks=options.ranks,
-            lane=options.lane,
-            on_error=options.on_error,
-            every=options.every,
-            draws_random=options.draws_random,
-            number=next(self._entry_numbers),
-        )
-
-    def _check_unique(self, callback: Callback, registrations: list[Registration]) -> None:
-        for registration in registrations:
-            if registration.thing is callback:
-                raise RegistrationError(
-                    f"{label_of(callback)} ({registration.source}) is on the call sheet already; add each instance once"
-                )
-            if (
-                isinstance(registration.thing, Callback)
-                and registration.label == label_of(callback)
-                and keeps_state(callback)
-                and keeps_state(registration.thing)
-            ):
-                raise RegistrationError(
-                    f"two callbacks would keep their state under the name {label_of(callback)!r} ({registration.source} and {where(type(callback))}); "
-                    "give one of them another before adding it: callback.name = '...'"
-                )
 
     def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
         """Add the registrations and their entries. If one does not suit the run in progress, none is added."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
-                _check_interval(entry, ctx)
+                check_interval(entry, ctx)
         for entry in lines:
             entry.added_at = ctx.state.timestamp if ctx is not None else None
         self._registrations = [*self._registrations, *registrations]
@@ -583,18 +494,3 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
 def should_fire(manager: CallbackManager | None, event: str) -> bool:
     """Return whether there is a manager with a handler for `event`. Raises UnknownEventError for an unknown event."""
     return manager is not None and manager.has_callbacks(event)
-
-
-def _interval(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
-    try:
-        return Interval(every)
-    except ValueError as error:
-        raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
-
-
-def _check_interval(entry: HandlerEntry, ctx: Context) -> None:
-    if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
-        raise ConfigError(
-            f"{entry.registration.label} ({entry.registration.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
-            "use another unit"
-        )

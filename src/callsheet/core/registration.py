@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callsheet.core.background import Background
-from callsheet.core.callback import ERROR_POLICIES, LANES, PHASES, Callback, Lane, Marks, OnError, Phase, label_of, marks, one_of
+from callsheet.core.call_sheet import HandlerEntry, Registration
+from callsheet.core.callback import (
+    ERROR_POLICIES,
+    LANES,
+    PHASES,
+    Callback,
+    Lane,
+    Marks,
+    OnError,
+    Phase,
+    label_of,
+    marks,
+    one_of,
+    ungated,
+)
 from callsheet.core.control import REQUESTS
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
-from callsheet.core.time import Interval
+from callsheet.core.states import keeps_state
+from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownEventError, did_you_mean, where
+
+if TYPE_CHECKING:
+    from callsheet.core.context import Context
 
 _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
@@ -143,6 +161,48 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
         )
     _check_signature(handler, label)
     return options
+
+
+def entry_of(
+    event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: dict[str, Any], number: int
+) -> HandlerEntry:
+    """Return the line of the call sheet for a handler. `owner` and `given` hold its options; raises as `resolve_options` does."""
+    options = resolve_options(owner, handler, registration.label, given)
+    return HandlerEntry(event, ungated(handler), registration, **options._asdict(), number=number)
+
+
+def check_unique(callback: Callback, registrations: Iterable[Registration]) -> None:
+    """Raise RegistrationError if the callback is there already, or if another one would keep its state under the same name."""
+    for registration in registrations:
+        other = registration.thing
+        if other is callback:
+            raise RegistrationError(
+                f"{label_of(callback)} ({registration.source}) is on the call sheet already; add each instance once"
+            )
+        if not isinstance(other, Callback) or registration.label != label_of(callback):
+            continue
+        if keeps_state(callback) and keeps_state(other):
+            raise RegistrationError(
+                f"two callbacks would keep their state under the name {label_of(callback)!r} ({registration.source} and {where(type(callback))}); "
+                "give one of them another before adding it: callback.name = '...'"
+            )
+
+
+def interval_of(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
+    """Return the interval. Raise RegistrationError if it cannot be read."""
+    try:
+        return Interval(every)
+    except ValueError as error:
+        raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
+
+
+def check_interval(entry: HandlerEntry, ctx: Context) -> None:
+    """Raise ConfigError if the entry's interval is a fraction of the run's duration, and the run has none."""
+    if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
+        raise ConfigError(
+            f"{entry.registration.label} ({entry.registration.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
+            "use another unit"
+        )
 
 
 def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> HandlerOptions:

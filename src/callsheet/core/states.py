@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from callsheet.core.background import inner
 from callsheet.core.call_sheet import Registration
-from callsheet.core.callback import Callback
-from callsheet.errors import text_of
+from callsheet.core.callback import Callback, label_of
+from callsheet.errors import RegistrationError, text_of
 
 logger = logging.getLogger("callsheet")
 
@@ -24,6 +25,69 @@ def keeps_state(callback: Callback) -> bool:
 def state_of(callback: Callback) -> dict[str, Any]:
     """Return the callback's state as a dict of its own."""
     return dict(callback.state_dict())
+
+
+Starts = Callable[[Mapping[Registration, Callable[[], T]]], Mapping[Registration, Callable[[], T]]]
+"""Starts the calls of callbacks in lanes, and returns functions that wait for the results; see `LaneSet.state_calls`."""
+
+
+def states_of(registrations: Iterable[Registration], start: Starts[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the states of all callbacks that keep one, by name, and the reasons of those that are missing, by name.
+
+    Raises:
+        RegistrationError: two callbacks keep their state under one name.
+        Exception: what an inline callback that is not isolated raised.
+    """
+    missing: dict[str, str] = {}
+
+    def failed(registration: Registration, error: Exception) -> None:
+        missing[registration.label] = reason = f"{type(error).__name__}: {text_of(error)}"
+        logger.error(
+            "The state of callback %s (%s) is missing from this checkpoint: %s",
+            registration.label,
+            registration.source,
+            reason,
+            exc_info=error,
+        )
+
+    stateful = {registration: callback for registration, callback in _callbacks(registrations).items() if keeps_state(callback)}
+    reads = {registration: partial(state_of, callback) for registration, callback in stateful.items()}
+    states: dict[str, dict[str, Any]] = {}
+    for registration, state in results_of(start(reads), failed).items():
+        if state:
+            name = label_of(stateful[registration])
+            if name in states:
+                raise RegistrationError(
+                    f"two callbacks keep their state under the name {name!r}; give one another: callback.name = '...'"
+                )
+            states[name] = state
+    return states, missing
+
+
+def load_states(
+    registrations: Iterable[Registration], saved: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str], start: Starts[None]
+) -> None:
+    """Give every callback its saved state. Log what is missing, and which states have no callback.
+
+    Raises:
+        Exception: what an inline callback that is not isolated raised.
+    """
+    for label, reason in missing.items():
+        logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
+    callbacks = _callbacks(registrations)
+    loads = {
+        registration: partial(callback.load_state_dict, saved[label_of(callback)])
+        for registration, callback in callbacks.items()
+        if label_of(callback) in saved
+    }
+    results_of(start(loads), starts_without)
+    if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in callbacks.values()}):
+        logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
+
+
+def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Callback]:
+    """Return the registered callbacks, without functions."""
+    return {registration: registration.thing for registration in registrations if isinstance(registration.thing, Callback)}
 
 
 def is_inline(registration: Registration) -> bool:
