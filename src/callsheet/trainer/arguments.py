@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.ranks import Ranks
+from callsheet.core.run_state import RunInfo
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
@@ -112,6 +113,26 @@ def check_run_name(run_name: str | None, resume: object) -> None:
 def new_name() -> str:
     """Return a name for a run without one: the time, and random digits, since two runs may begin within a second."""
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def run_info(
+    name: str,
+    runs_folder: str | os.PathLike[str],
+    checkpoints_folder: str | os.PathLike[str] | None,
+    ranks: Ranks,
+    device: torch.device,
+    config: Mapping[str, Any] | None,
+) -> RunInfo:
+    """Return what is known of a run before it begins."""
+    return RunInfo(
+        name,
+        config=dict(config or {}),
+        folder=Path(runs_folder) / name,
+        ranks=ranks,
+        checkpoints=f"{os.fspath(checkpoints_folder).rstrip('/')}/{name}/checkpoints" if checkpoints_folder is not None else "",
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        device=str(device),
+    )
 
 
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from callsheet.core.context import Context
-from callsheet.core.spans import HasListeners, Spans
 from callsheet.errors import ConfigError
-from callsheet.run.boundaries import Boundaries
-from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.records import Records
-from callsheet.run.signals import SignalWatch
+from callsheet.run.run import Run
 from callsheet.trainer.batches import TrainBatches, to_device
 from callsheet.trainer.data import SharedBatches
 from callsheet.trainer.microbatches import Fetched, MicrobatchPlan, added, trained_on
@@ -30,6 +25,7 @@ class TrainLoop:
     """Trains until the run's duration is reached or a stop is requested.
 
     Args:
+        run: the run, whose boundaries are connected.
         microbatch_size: samples per microbatch, or None for whole batches.
         gradient_accumulation_steps: how many batches are fetched for a step; the last step of an epoch may have fewer.
         clip_grad_norm: see `Trainer`.
@@ -38,19 +34,13 @@ class TrainLoop:
 
     def __init__(
         self,
-        ctx: Context,
-        spans: Spans,
-        world: ProcessGroups,
+        run: Run,
         model: ParallelModel,
         task: Task,
         optimizer: Optimizer,
         scheduler: Any,
         precision: Precision,
         batches: TrainBatches,
-        records: Records,
-        boundaries: Boundaries,
-        signals: SignalWatch,
-        has_listeners: HasListeners,
         device: torch.device,
         *,
         microbatch_size: int | None,
@@ -58,19 +48,19 @@ class TrainLoop:
         clip_grad_norm: float | None,
         epochs_per_round: int | None,
     ) -> None:
-        self._ctx = ctx
-        self._spans = spans
-        self._world = world
+        self._ctx = run.ctx
+        self._spans = run.spans
+        self._world = run.world
+        self._records = run.records
+        self._boundaries = run.boundaries
+        self._signals = run.signals
+        self._has_listeners = run.manager.has_listeners
         self._model = model
         self._task = task
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._precision = precision
         self._batches = batches
-        self._records = records
-        self._boundaries = boundaries
-        self._signals = signals
-        self._has_listeners = has_listeners
         self._compute = device
         self._device = device if device.type != "cpu" else None  # None: batches need not be moved
         self._microbatch_size = microbatch_size

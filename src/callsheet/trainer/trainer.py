@@ -9,7 +9,6 @@ import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
-from callsheet.core.run_state import CheckpointInfo, Outcome, RunInfo, TrainState
+from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
 from callsheet.run.checkpoints import Checkpoints, Typed
@@ -48,6 +47,7 @@ from callsheet.trainer.arguments import (
     positive,
     progress_shown,
     resolved_device,
+    run_info,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
 from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
@@ -211,7 +211,6 @@ class Trainer:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
         self._activity = ""  # the public method that is running
-        config = dict(config or {})
         world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
             check_same_on_all_ranks(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
@@ -220,17 +219,7 @@ class Trainer:
         except BaseException:
             world.close()
             raise
-        self.run = RunInfo(
-            name,
-            config=config,
-            folder=Path(runs_folder) / name,
-            ranks=ranks,
-            checkpoints=f"{os.fspath(checkpoints_folder).rstrip('/')}/{name}/checkpoints"
-            if checkpoints_folder is not None
-            else "",
-            restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            device=str(self.device),
-        )
+        self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
         the_task = self.task  # not `self`: the lifetime must not keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
@@ -258,15 +247,7 @@ class Trainer:
             run.lifetime.start()
             if seed is not None:
                 seed_all(seed)
-            for one in (model, *self.task.frozen_models):
-                one.to(self.device)
-            if gradient_checkpointing:
-                enable_gradient_checkpointing(model)
-            self._parallel = ParallelModel(model, parallel, world, self.device, self._precision.type, self.task.frozen_models)
-            if compile:
-                self._parallel.compile(compile if isinstance(compile, Mapping) else {})
-            if self._parallel.kind == "fsdp":
-                self._precision.casts = False
+            self._parallel = self._prepared_model(parallel, compile)
             self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
             self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
             self._evaluation = Evaluation(
@@ -287,19 +268,13 @@ class Trainer:
             run.connect(self._evaluation, checkpoints)
             if self.optimizer is not None:
                 self._loop = TrainLoop(
-                    self.ctx,
-                    run.spans,
-                    world,
+                    run,
                     self._parallel,
                     self.task,
                     self.optimizer,
                     self.scheduler,
                     self._precision,
                     self._batches,
-                    run.records,
-                    run.boundaries,
-                    self._signals,
-                    self.callbacks.has_listeners,
                     self.device,
                     microbatch_size=microbatch_size,
                     gradient_accumulation_steps=gradient_accumulation_steps,
@@ -311,13 +286,31 @@ class Trainer:
             run.load(*self._parts(), resume)
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
-                if train_dataloader is not None:
-                    self._batches.load(train_dataloader)
-                if self._loop is not None:
-                    self._loop.set_epoch_length()
-                for name, evaluator in named_evaluators(eval_dataloader).items():
-                    self._evaluation.add(name, evaluator)
-                self.state.evaluators = tuple(self._evaluation.loaders)
+                self._load_data(train_dataloader, named_evaluators(eval_dataloader))
+
+    def _prepared_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
+        """Move the model to its device, and wrap, shard and compile it."""
+        for model in (self.model, *self.task.frozen_models):
+            model.to(self.device)
+        if self._gradient_checkpointing:
+            enable_gradient_checkpointing(self.model)
+        prepared = ParallelModel(
+            self.model, parallel, self._run.world, self.device, self._precision.type, self.task.frozen_models
+        )
+        if compile:
+            prepared.compile(compile if isinstance(compile, Mapping) else {})
+        if prepared.kind == "fsdp":
+            self._precision.casts = False
+        return prepared
+
+    def _load_data(self, train_dataloader: Loader | None, evaluators: Mapping[str, Evaluator]) -> None:
+        if train_dataloader is not None:
+            self._batches.load(train_dataloader)
+        if self._loop is not None:
+            self._loop.set_epoch_length()
+        for name, evaluator in evaluators.items():
+            self._evaluation.add(name, evaluator)
+        self.state.evaluators = tuple(self._evaluation.loaders)
 
     @property
     def signal(self) -> signal.Signals | None:
