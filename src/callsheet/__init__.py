@@ -5,20 +5,19 @@ A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires 
 
 from typing import TYPE_CHECKING
 
-from callsheet.core import registration as _registration
-from callsheet.core.background import Background
-from callsheet.core.callback import Callback, at, every, local_rank_zero_only, rank_zero_only
+from callsheet.core.callback import Callback, at, every, foreign_hints, local_rank_zero_only, rank_zero_only
 from callsheet.core.context import Context
 from callsheet.core.events import Event
-from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
 from callsheet.core.on_demand import attributes
-from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
-from callsheet.core.spec import CallbackSpec
 from callsheet.core.time import Interval, Time, Timestamp
 from callsheet.errors import CallsheetError, DistributedError, NonFiniteError, RunInUseError
 
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
+    from callsheet.core.background import Background
+    from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
+    from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
+    from callsheet.core.spec import CallbackSpec
     from callsheet.lanes.process import Process
     from callsheet.launcher import launch
     from callsheet.trainer import Trainer
@@ -63,17 +62,21 @@ def _guest_hint(thing: object) -> str:
     return guest_hint(thing)
 
 
-_registration.foreign_hint = _guest_hint
+foreign_hints.append(_guest_hint)
 
-__getattr__ = attributes(  # imported at first use, since these modules import torch or start processes
-    __name__,
-    {
-        "Process": "callsheet.lanes.process",
-        "Trainer": "callsheet.trainer",
-        "attach": "callsheet.bridges.bare",
-        "launch": "callsheet.launcher",
-    },
-)
+_ON_DEMAND = {
+    "callsheet.bridges.bare": ("attach",),
+    "callsheet.core.background": ("Background",),
+    "callsheet.core.manager": ("CallbackManager", "normalize_callbacks", "should_fire"),
+    "callsheet.core.run_state": ("CheckpointInfo", "MetricsRecord", "Outcome", "RunInfo", "TrainState"),
+    "callsheet.core.spec": ("CallbackSpec",),
+    "callsheet.lanes.process": ("Process",),
+    "callsheet.launcher": ("launch",),
+    "callsheet.trainer": ("Trainer",),
+}
+"""What is imported at first use, since a file of callbacks does not need it: half of the package's import time, and torch."""
+
+__getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND.items() for name in names})
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
@@ -109,11 +109,11 @@ class Dispatcher(Protocol):
     current: Event | None
 
 
-@dataclass(frozen=True, slots=True)
 class CallSheet:
     """The printable table of all handlers: event, phase, callback, ranks, lane and interval, in the order in which they are called."""
 
-    entries: tuple[HandlerEntry, ...] = field(default=())
+    def __init__(self, entries: tuple[HandlerEntry, ...] = ()) -> None:
+        self.entries = entries
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return event, phase, callback, ranks, lane and interval of every line, as text."""

@@ -24,6 +24,10 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 LANES: tuple[Lane, ...] = get_args(Lane)
 ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 
+foreign_hints: list[Callable[[object], str]] = []
+"""Each returns what to do with an object that is not a callback, for the error message. `callsheet` adds one, since `core` knows no
+frameworks."""
+
 
 class Callback(Hooks):
     """The base of all callbacks: override the methods of the events that you want to handle; each receives the context.

@@ -15,11 +15,11 @@ from callsheet.core import ranks as distributed
 from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import ALWAYS, FIELDS
-from callsheet.core.run_state import CheckpointInfo, MetricsRecord, RunInfo, TrainState
 from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected, did_you_mean
 
 if TYPE_CHECKING:
     from callsheet.core.callback import Callback
+    from callsheet.core.run_state import CheckpointInfo, MetricsRecord, RunInfo, TrainState
 
 
 Over = Literal["last", "mean", "sum"]
@@ -100,7 +100,7 @@ class Context:
     ) -> None:
         self.event = None
         self.run = run
-        self.state = state if state is not None else TrainState()
+        self.state = state if state is not None else _new_state()
         self.step = 0
         self.epoch = 0
         self.model = model
@@ -270,6 +270,13 @@ def _floats(values: Loggable) -> dict[str, float]:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name}: {value!r} is not one number a name ({error})") from None
     return found
+
+
+def _new_state() -> TrainState:
+    """Return the state of a run that begins. Its module is imported here, since its dataclasses would slow down `import callsheet`."""
+    from callsheet.core.run_state import TrainState
+
+    return TrainState()
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}

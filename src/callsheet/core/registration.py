@@ -18,6 +18,7 @@ from callsheet.core.callback import (
     Marks,
     OnError,
     Phase,
+    foreign_hints,
     label_of,
     marks,
     one_of,
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
-
-foreign_hint: Callable[[object], str] = lambda thing: ""  # noqa: E731
-"""Returns what to do with an object that is not a callback, for the error message. `callsheet` sets it, since `core` knows no frameworks."""
 
 
 class HandlerOptions(NamedTuple):
@@ -74,9 +72,8 @@ def check_callback(callback: object) -> Callback:
             raise NotACallbackError(
                 f"{callback!r} is a function ({where(callback)}); give it an event with manager.register(event, function)"
             )
-        raise NotACallbackError(
-            f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{foreign_hint(callback)}"
-        )
+        hint = "".join(of(callback) for of in foreign_hints)
+        raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{hint}")
     for name in _public_names(callback):
         if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
             raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
