@@ -27,5 +27,5 @@ class _NotOffered(type):
 
 def not_offered(name: str, system: str, instead: str, module: str) -> type:
     """Return a placeholder class for `name`; `instead` says what to use in its place."""
-    about = f"Not carried over from {system}: {instead}."
+    about = f"Not supported, unlike in {system}: {instead}."
     return _NotOffered(name, (), {"instead": instead, "system": system, "__doc__": about, "__module__": module})

@@ -15,7 +15,7 @@ class MappedRows(Rows):
     """Rows as prompts and completions.
 
     Args:
-        columns: which column is the `answer`, the `question`, the `context`; a context stands before its question.
+        columns: the columns that hold the `answer`, the `question` and the `context`. A context precedes its question.
     """
 
     columns: dict[str, str] = field(default_factory=dict)

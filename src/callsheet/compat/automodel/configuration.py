@@ -49,7 +49,7 @@ _HINTS = {
 
 @dataclass
 class Schedule:
-    """When AutoModel validates, saves and ends; steps and epochs count from 0 there."""
+    """When AutoModel validates, saves and ends. AutoModel counts steps and epochs from 0."""
 
     ckpt_every_steps: int | None = None
     val_every_steps: int | None = None
@@ -61,12 +61,12 @@ class Schedule:
 
 
 def load_yaml_config(path: str | Path) -> ConfigNode:
-    """A configuration in a YAML file."""
+    """Return the configuration in a YAML file."""
     return ConfigNode(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
 
 
 def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence[str] | None = None) -> ConfigNode:
-    """The configuration that the command line names with `-c` or `--config`, or `default`, with `--section.key value` put over it.
+    """Return the configuration that `-c` or `--config` names on the command line, or `default`, overridden by `--section.key value`.
 
     Raises:
         ConfigError: no file is named, or an option has no value.
@@ -91,10 +91,10 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Our configuration, of `kind`, of an AutoModel recipe's, and what stands in it for AutoModel's schedule.
+    """Return an AutoModel configuration as one of ours, of the class `kind`, and AutoModel's schedule.
 
     Raises:
-        ConfigError: a key or value that is not supported; the message names it, and the nearest that is.
+        ConfigError: a key or value is not supported; the message names it and the nearest supported one.
     """
     cfg = Section(values)
     schedule = Schedule()
@@ -121,7 +121,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Fields of our configuration that AutoModel has no key for, under `callsheet`."""
+    """Return the fields of our configuration that have no key in AutoModel; they are under the key `callsheet`."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)

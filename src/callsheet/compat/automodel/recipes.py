@@ -24,7 +24,7 @@ from callsheet.recipes.recipe import Recipe
 
 
 class StepScheduler(Scheduled):
-    """How far training is, and at which steps AutoModel validates and saves."""
+    """The progress of training, and the steps at which AutoModel validates and saves."""
 
     def __init__(self, ctx: Context, schedule: Schedule) -> None:
         super().__init__(ctx)
@@ -32,39 +32,39 @@ class StepScheduler(Scheduled):
 
     @property
     def ckpt_every_steps(self) -> int | None:
-        """How often a checkpoint is saved; None is at the end of each epoch, or of training."""
+        """The steps between checkpoints; None saves at the end of each epoch, or of training."""
         return self._schedule.ckpt_every_steps
 
     @property
     def val_every_steps(self) -> int | None:
-        """How often it is validated beside."""
+        """The steps between validations, beside those at checkpoints."""
         return self._schedule.val_every_steps
 
     @property
     def grad_acc_steps(self) -> int:
-        """How many batches make a step."""
+        """The number of batches per step."""
         return self._schedule.grad_acc_steps
 
     @property
     def num_epochs(self) -> int | None:
-        """How many epochs there will be at most."""
+        """The maximum number of epochs."""
         return self._schedule.num_epochs or super().num_epochs
 
     @property
     def is_ckpt_step(self) -> bool:
-        """Whether a checkpoint is saved after the step in hand."""
+        """Whether a checkpoint is saved after the current step."""
         every = self.ckpt_every_steps
         return bool(every and (self.step + 1) % every == 0) or self.is_last_batch or self.is_last_step
 
     @property
     def is_val_step(self) -> bool:
-        """Whether it is validated after the step in hand: also wherever a checkpoint is due."""
+        """Whether there is a validation after the current step. There is one before each checkpoint."""
         every = self.val_every_steps
         return bool(every and (self.step + 1) % every == 0) or self.is_ckpt_step
 
 
 class _AsScheduled(Callback):
-    """Asks for what AutoModel's step scheduler says: evaluations, checkpoints, and the end after so many epochs."""
+    """Requests what AutoModel's step scheduler plans: evaluations, checkpoints, and the end after `num_epochs`."""
 
     phase = "decide"
 
@@ -108,7 +108,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The recipe, with the scheduler that knows its intervals."""
+    """The recipe as callbacks see it, with the scheduler that has its intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -116,15 +116,15 @@ class _Facade(RecipeFacade):
 
 
 class BaseRecipe:
-    """What the four have in common.
+    """The base of the four recipes.
 
     Callbacks are AutoModel's, or ours. AutoModel's six hooks are called with this recipe. The exception hook is called wherever an
     exception comes from: in `setup`, in the loop, or with Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
     existing run is resumed.
 
     Args:
-        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML, of which the page on this bridge says what
-            is carried; or the configuration of our own recipe.
+        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML; the page on this bridge lists the keys that
+            are supported. Or the configuration of our own recipe.
         callbacks: the callbacks, called in this order.
 
     Attributes:
@@ -169,7 +169,7 @@ class BaseRecipe:
         self._guest.facade_for(self.recipe.trainer.ctx)
 
     def run_train_validation_loop(self) -> None:
-        """Train, and validate and save where they are due; then write the weights, where `checkpoint.save_consolidated` wants them."""
+        """Train, validate and save. Write the weights at the end if `checkpoint.save_consolidated` is set."""
         recipe = self.recipe
         with recipe.trainer as trainer:
             recipe.begin()
@@ -192,7 +192,7 @@ class BaseRecipe:
 
     @property
     def step_scheduler(self) -> Scheduled:
-        """How far training is."""
+        """The progress of training."""
         return self._facade.step_scheduler
 
     @property
@@ -212,19 +212,19 @@ class BaseRecipe:
 
     @property
     def lr_scheduler(self) -> list[Any] | None:
-        """The schedule of the learning rate, in a list, where there is one."""
+        """The learning rate scheduler, in a list; empty if there is none."""
         return self._facade.lr_scheduler
 
 
 class _TellsRecipe(AutoModelGuest):
-    """Calls the recipe's callbacks with the recipe itself."""
+    """Calls the recipe's callbacks with the recipe itself as the argument."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """A facade, with AutoModel's intervals where it has some."""
+        """Return a facade, with AutoModel's intervals if the recipe has them."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

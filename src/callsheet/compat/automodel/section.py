@@ -14,8 +14,8 @@ class Section:
     """Keys and values under a path, such as `step_scheduler`.
 
     Args:
-        values: what was given; None is nothing.
-        path: what the part is called in messages; empty for the whole.
+        values: the mapping that was given; None is an empty one.
+        path: the section's name in messages; empty for the whole configuration.
     """
 
     def __init__(self, values: Any, path: str = "") -> None:
@@ -29,31 +29,31 @@ class Section:
         self._parts: list[Section] = []
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A key's value, or `default`."""
+        """Return a key's value, or `default`."""
         self._known.append(name)
         return self._left.pop(name, default)
 
     def number(self, name: str, default: Any = None) -> Any:
-        """The same, where it has to be a number, or None."""
+        """Return a key's value, which must be a number or None."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
         return value
 
     def first(self, *names: str) -> Any:
-        """The value of the one key that is given of several that mean the same."""
+        """Return the value of several keys that mean the same, of which at most one may be given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
         return given[0][1] if given else None
 
     def ignore(self, *names: str) -> None:
-        """Keys that may be given, and change nothing here."""
+        """Accept keys that have no effect here."""
         for name in names:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """The last part of `_target_`, or nothing; one that is not among those allowed is refused."""
+        """Return the last part of `_target_`, or "" if it is not given. Reject one that is not in `allowed`."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""
@@ -75,7 +75,7 @@ class Section:
         return self._left.get(name) is not None
 
     def names(self, beginning: str) -> list[str]:
-        """The keys that begin so and have not been taken."""
+        """Return the keys with this prefix that have not been read."""
         return [name for name in self._left if name.startswith(beginning)]
 
     def reject(self, name: str, why: str) -> NoReturn:
@@ -83,10 +83,10 @@ class Section:
         raise ConfigError(f"{self._called(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:
-        """Refuse what nobody has taken, here and in the parts; `hints` say where to go instead.
+        """Reject keys that have not been read, here and in the sections below. `hints` say what to use instead.
 
         Raises:
-            ConfigError: with the nearest name that there is.
+            ConfigError: the message names the key, and the nearest known one.
         """
         for name in self._left:
             if hint := (hints or {}).get(name):

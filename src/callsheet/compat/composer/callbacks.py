@@ -50,7 +50,7 @@ _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
-    """Saves every so often, and when training ends; `num_checkpoints_to_keep=-1` keeps all."""
+    """Saves at an interval and when training ends. `num_checkpoints_to_keep=-1` keeps all checkpoints."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class SpeedMonitor(callbacks.SpeedMonitor):
 
 
 class RuntimeEstimator(callbacks.RuntimeEstimator):
-    """When the run will be over."""
+    """The remaining time of the run."""
 
     def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
         super().__init__(skip_batches=skip_batches, time_unit=time_unit)
 
 
 class OptimizerMonitor(callbacks.OptimizerMonitor):
-    """Norms of the gradients, and what the optimizer reports."""
+    """Norms of the gradients, and the optimizer's own metrics."""
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
         super().__init__(log_optimizer_metrics=log_optimizer_metrics, batch_log_interval=batch_log_interval)
@@ -125,7 +125,7 @@ class MemoryMonitor(callbacks.MemoryMonitor):
             {
                 "memory_keys": (memory_keys, None, "all are logged, in bytes"),
                 "dist_aggregate_batch_interval": (
-                    dist_aggregate_batch_interval, None, "each record tells of the rank where it is most"
+                    dist_aggregate_batch_interval, None, "each record has the highest value of all ranks"
                 ),
             },
         )  # fmt: skip
@@ -133,7 +133,7 @@ class MemoryMonitor(callbacks.MemoryMonitor):
 
 
 class MemorySnapshot(callbacks.MemorySnapshot):
-    """What is in the device's memory, once."""
+    """A snapshot of the device's memory, taken once."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
 
 
 class OOMObserver(callbacks.OOMObserver):
-    """What was in the device's memory when it was full."""
+    """A snapshot of the device's memory when an allocation fails."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class ThresholdStopper(callbacks.ThresholdStopper):
 
 
 class EarlyStopper(callbacks.EarlyStopper):
-    """Stops when a metric has not become better for more than `patience`; a whole number means epochs."""
+    """Stops when a metric has not improved for longer than `patience`. A whole number means epochs."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class ActivationMonitor(callbacks.ActivationMonitor):
 
 
 class LoadCheckpoint(callbacks.LoadCheckpoint):
-    """Begins with the weights of a checkpoint: with `load_weights_only=True` alone."""
+    """Starts with the weights of a checkpoint. Needs `load_weights_only=True`."""
 
     def __init__(
         self,
@@ -347,10 +347,10 @@ class LoadCheckpoint(callbacks.LoadCheckpoint):
 
 
 class SystemMetricsMonitor(callbacks.SystemMetricsMonitor):
-    """The machine's own figures."""
+    """Metrics of the machine."""
 
     def __init__(self, log_all_data: bool = False) -> None:
-        reject("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record tells of the rank where it is most")})
+        reject("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record has the highest value of all ranks")})
         super().__init__()
 
 
@@ -362,14 +362,14 @@ def _in_batches(who: str, interval: Any) -> int:
 
 
 def _mode(who: str, comp: Any, monitor: str) -> str:
-    """`min` or `max`, of a word, of torch's own function, or by the metric's name."""
+    """Return `min` or `max`, from the word, from `torch.less` or `torch.greater`, or guessed from the metric's name."""
     if comp is None:
         return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
     modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}
     modes |= {"greater": "max", "gt": "max", torch.greater: "max", torch.gt: "max"}
     known = comp.lower() if isinstance(comp, str) else comp
     if known not in modes:
-        raise ConfigError(f"{who}(comp={comp!r}): give 'less' or 'greater'; no other function is carried over from Composer")
+        raise ConfigError(f"{who}(comp={comp!r}): give 'less' or 'greater'; no other function is supported")
     return modes[known]
 
 

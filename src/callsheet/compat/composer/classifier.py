@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class CrossEntropy(Metric):
-    """The mean over the batches of their cross entropy, for class indices or probabilities."""
+    """The mean cross entropy of the batches, for class indices or probabilities."""
 
     full_state_update = False
     sum_loss: Tensor
@@ -31,12 +31,12 @@ class CrossEntropy(Metric):
         self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, targets: Tensor) -> None:
-        """Add a batch."""
+        """Add the cross entropy of a batch."""
         self.sum_loss += nn.functional.cross_entropy(preds, targets, ignore_index=self.ignore_index)
         self.total_batches += 1
 
     def compute(self) -> Any:
-        """Return the mean."""
+        """Return the mean over the batches."""
         return self.sum_loss / self.total_batches
 
 

@@ -79,7 +79,7 @@ class _Cut:
 
 
 class _CollatedAndTransformed:
-    """A `collate_fn` with a transform behind it; workers can unpickle it."""
+    """A `collate_fn` followed by a transform. Workers can unpickle it."""
 
     def __init__(self, collate: Callable[[Any], Any], transform: Callable[[Any], Any]) -> None:
         self._collate, self._transform = collate, transform

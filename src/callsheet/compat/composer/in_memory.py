@@ -19,7 +19,7 @@ class InMemoryLogger(LoggerDestination):
         self._state: Any = None
 
     def init(self, state: Any, logger: Any) -> None:
-        """Remember where timestamps come from."""
+        """Keep the state, whose timestamp each value gets."""
         self._state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """A metric's values, and each unit of time at which they were logged. Raises ValueError for one that was not logged."""
+        """Return a metric's values, and their times in each unit. Raise ValueError if the metric was not logged."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}

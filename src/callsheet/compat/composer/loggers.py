@@ -37,14 +37,14 @@ _NOT_SUPPORTED = {
     "MosaicMLLogger": "callsheet watch shows a run as it goes",
     "NeptuneLogger": _OTHER_TRACKER,
     "RemoteUploaderDownloader": "callsheet's own Trainer(checkpoints_folder='s3://...') writes there at once",
-    "SlackLogger": "callsheet.callbacks.Notify tells Slack how a run fares",
+    "SlackLogger": "callsheet.callbacks.Notify posts the progress of a run to Slack",
 }
 
 _NAMES = "the file is `output.log` in the run's folder"
 
 
 class ConsoleLogger(loggers.ConsoleLogger):
-    """Records as lines on the console."""
+    """Prints records as lines."""
 
     def __init__(self, log_interval: Any = "1ba", stream: Any = "stderr", log_traces: bool = False) -> None:
         named = {id(sys.stderr): "stderr", id(sys.stdout): "stdout"}.get(id(stream), stream)
@@ -53,7 +53,7 @@ class ConsoleLogger(loggers.ConsoleLogger):
 
 
 class FileLogger(loggers.FileLogger):
-    """What the process writes, into the run's folder."""
+    """Copies the output of the process to a file in the run's folder."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FileLogger(loggers.FileLogger):
 
 
 class ProgressBarLogger(loggers.ProgressBarLogger):
-    """A bar."""
+    """Shows a progress bar."""
 
     def __init__(self, stream: Any = None, log_traces: bool = False) -> None:
         super().__init__()
@@ -116,6 +116,8 @@ def __getattr__(name: str) -> Any:
             raise NotSupported(f"{name} is not supported, unlike in Composer: {_NOT_SUPPORTED[name]}")
 
         return type(
-            name, (LoggerDestination,), {"__init__": rejected, "__doc__": f"Refused when it is made: {_NOT_SUPPORTED[name]}."}
+            name,
+            (LoggerDestination,),
+            {"__init__": rejected, "__doc__": f"Raises NotSupported when it is created: {_NOT_SUPPORTED[name]}."},
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

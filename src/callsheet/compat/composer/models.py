@@ -1,4 +1,4 @@
-"""`composer.models`: what Composer's Trainer trains, and what it makes of one; `ComposerClassifier` and `HuggingFaceModel` are loaded when used."""
+"""`composer.models`: models for Composer's Trainer, and the tasks made from them. `ComposerClassifier` and `HuggingFaceModel` load when used."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ _LAZY = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
 
 
 class ComposerModel(nn.Module):
-    """A model that takes a whole batch, and knows its loss and its metrics: override `forward` and `loss`, and the rest as needed."""
+    """A model that takes a whole batch and has its own loss and metrics. Override `forward` and `loss`, and the rest as needed."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss of the outputs: a tensor, several, or losses by name, of which `total` is the one that is trained on."""
+        """Return the loss of the outputs: a tensor, several tensors, or losses by name, of which `total` is trained on."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(outputs, batch)")
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """What the metrics are updated with; `outputs` are those of training, where there are any."""
+        """Return the values to update the metrics with. `outputs` are those of the training step, if there is one."""
         return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """torchmetrics by name, of evaluation or of training."""
+        """Return the torchmetrics of evaluation or of training, by name."""
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with a batch; unless overridden, with the outputs and the second of the batch's parts."""
+        """Update a metric with a batch: with the outputs and the batch's second part, unless overridden."""
         metric.update(outputs, batch[1])
 
 
 class ModelTask(Task):
-    """The task that such a model is: in training its loss, in evaluation its metrics alone, as Composer has it."""
+    """The task of such a model: the loss in training, and only the metrics in evaluation, as in Composer."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -65,13 +65,13 @@ class ModelTask(Task):
         self.metrics = {name: ModelMetric(model, metric) for name, metric in metrics.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """`model(batch)`; in evaluation `eval_forward`."""
+        """Return `model(batch)`, or in evaluation the result of `eval_forward`."""
         if self._model.training or not hasattr(self._model, "eval_forward"):
             return model(batch)
         return self._model.eval_forward(batch)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The model's, and nothing in evaluation."""
+        """Return the model's loss, or no loss in evaluation."""
         if not self._model.training:
             return {}
         loss = self._model.loss(outputs, batch)
@@ -84,23 +84,23 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """What `ModelMetric.update` takes."""
+        """Return the arguments of `ModelMetric.update`."""
         return outputs, batch
 
 
 class ModelMetric:
-    """A torchmetric that the model updates; everything else is the metric's own."""
+    """A torchmetric that is updated through the model."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_metric", metric)
 
     def update(self, outputs: Any, batch: Any) -> None:
-        """By the model's `update_metric`."""
+        """Call the model's `update_metric`."""
         self._model.update_metric(batch, outputs, self._metric)
 
     def to(self, device: Any) -> ModelMetric:
-        """The same, there."""
+        """Move the metric to a device."""
         self._metric.to(device)
         return self
 
@@ -112,7 +112,7 @@ class ModelMetric:
 
 
 class TrainMetrics(Callback):
-    """The model's metrics of training, over each batch: logged as `train/<name>`, and there for `state.train_metrics`."""
+    """The model's training metrics over each batch: logged as `train/<name>`, and read as `state.train_metrics`."""
 
     phase = "change"  # so that the metrics are available to all other callbacks of the same event
 
@@ -121,13 +121,13 @@ class TrainMetrics(Callback):
         self._model = model
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Forget the last batch."""
+        """Reset the metrics."""
         for metric in self.metrics.values():
             metric.reset()
             metric.to(ctx.run.device)
 
     def on_loss_end(self, ctx: Context) -> None:
-        """Judge a microbatch by the outputs that it was trained with."""
+        """Update the metrics with the outputs that the microbatch was trained with."""
         model = self._model
         model.eval()
         try:
@@ -143,7 +143,7 @@ class TrainMetrics(Callback):
 
 
 class EpochScheduler(LRScheduler):
-    """Schedulers as one; where they are stepped once an epoch, what steps it at every batch does nothing."""
+    """Several schedulers as one. `step`, which is called after every batch, does nothing if they are stepped once an epoch."""
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
         self.optimizer = optimizer  # no base's constructor: it would make a first step of its own
@@ -151,7 +151,7 @@ class EpochScheduler(LRScheduler):
         self.every_batch = every_batch
 
     def step(self, epoch: int | None = None) -> None:
-        """After every batch."""
+        """Step the schedulers after a batch, unless they are stepped once an epoch."""
         if self.every_batch:
             self.step_all()
 
@@ -161,7 +161,7 @@ class EpochScheduler(LRScheduler):
             scheduler.step()
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates that are in force, by parameter group."""
+        """Return the current learning rates, by parameter group."""
         rates: list[Any] = self.schedulers[-1].get_last_lr()
         return rates
 
@@ -183,7 +183,7 @@ class StepsSchedulers(Callback):
         self._scheduler = scheduler
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Not of an epoch that is left."""
+        """Step the schedulers if the epoch is complete."""
         if ctx.state.timestamp.epoch >= ctx.epoch:
             self._scheduler.step_all()
 

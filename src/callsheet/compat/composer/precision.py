@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """What the model is computed in; upper and lower case are one. The Trainer rejects `AMP_FP8` by name."""
+    """The precision of the computation; the case of a value does not matter. The Trainer rejects `AMP_FP8` by name."""
 
     FP32 = "fp32"
     AMP_FP16 = "amp_fp16"

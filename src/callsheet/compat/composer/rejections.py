@@ -9,7 +9,7 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Refuse arguments that differ from Composer's own defaults: by name the value, the default, and what to do instead.
+    """Reject arguments that differ from Composer's defaults. By name: the value, the default, and what to do instead.
 
     Raises:
         NotSupported: the message names the argument, and has a hint.

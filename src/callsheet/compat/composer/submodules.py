@@ -1,4 +1,4 @@
-"""Composer's submodule paths, such as `core.time` and `callbacks.early_stopper`: modules without files of their own, which find their names here."""
+"""Composer's submodule paths, such as `core.time` and `callbacks.early_stopper`: modules without files, made here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
                 raise AttributeError(f"module {whole!r} has no attribute {name!r}")
             return not_offered(name, "Composer", instead, whole)
 
-        _add(whole, find, names=[], about=f"Not carried over from Composer: {instead}.")
+        _add(whole, find, names=[], about=f"Not supported, unlike in Composer: {instead}.")
 
 
 def _add(path: str, find: Callable[[str], Any], *, names: list[str], about: str) -> None:

@@ -1,4 +1,4 @@
-"""Composer's loggers to trackers: their packages are needed when the module is imported."""
+"""Composer's loggers for trackers. Importing this module needs the trackers' packages."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "python_log_level": None,
     "console_stream": "stderr",
 }
-"""What Composer's Trainer takes besides, and this one has nothing for: anything but the default is refused."""
+"""Arguments of Composer's Trainer that are not supported, with their defaults. Any other value is rejected."""
 
 _NAMES = "a checkpoint is a folder in save_folder that callsheet names; give the folder to load_path, or use autoresume=True"
 _EXPORT = (
@@ -83,7 +83,7 @@ _INSTEAD = {
 
 
 class Evaluator:
-    """One dataset to evaluate, under a label of its own, with an interval of its own."""
+    """One dataset to evaluate, with its own label and interval."""
 
     def __init__(
         self,
@@ -225,17 +225,17 @@ class Trainer:
         self._trainer.fit(longest)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
-        """Evaluate; the results are in `state.eval_metrics`."""
+        """Evaluate, and set `state.eval_metrics` to the results."""
         given = self._named(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
         self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
 
     def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
-        """The model's outputs, one item a batch, on the CPU."""
+        """Return the model's outputs on the CPU, one item per batch."""
         outputs = self._trainer.predict(loader_of(dataloader, subset_num_batches))
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
-        """Write a checkpoint, a folder, in the run's own or at the given path; its path."""
+        """Write a checkpoint, which is a folder, to the run's folder or to the given path. Return its path."""
         return self._trainer.save_checkpoint(name).path
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Trainer:
         self._trainer.__exit__(kind, error, frames)
 
     def _ours(self, given: Any) -> Callback:
-        """A callback of callsheet's as it is, and any other as a guest."""
+        """Return a callback of callsheet unchanged, and any other as a guest."""
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
@@ -270,7 +270,7 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """A function of the state, and perhaps of a ratio, gives what the learning rates are multiplied with."""
+        """Return a scheduler from a function of the state, and perhaps of a ratio, that returns the factor of the learning rates."""
         takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
 
         def factor(_: int) -> float:
@@ -298,14 +298,14 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """None, one, or a list of them."""
+    """Return None, one object or several as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _evaluators(given: Any) -> list[Any]:
-    """None, one dataloader or Evaluator, or a list of either; a list of batches is one dataloader."""
+    """Return the evaluators of None, one dataloader or Evaluator, or a list of either. A list of batches is one dataloader."""
     is_list = isinstance(given, (list, tuple)) and len(given) > 0
     are_evaluators = [isinstance(each, Evaluator) for each in given] if is_list else []
     if any(are_evaluators) and not all(are_evaluators):
@@ -325,7 +325,7 @@ def _one(what: str, given: Any) -> Any:
 
 
 def _interval(what: str, given: Any) -> str:
-    """As callsheet reads it; a whole number means epochs."""
+    """Return an interval as callsheet reads it. A whole number means epochs."""
     if callable(given):
         raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
     return str(Time.from_input(given, "ep"))

@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 
 
 class DistributedBackend(Enum):
-    """What shards the model. The recipe decides: DDP, or FSDP if `parallel` says so."""
+    """The backend that shards the model. The recipe decides: DDP, or FSDP if `parallel` is `fsdp`."""
 
     FSDP = "fsdp"
     DEEPSPEED = "deepspeed"
@@ -21,7 +21,7 @@ class DistributedBackend(Enum):
 
 @dataclass(kw_only=True)
 class LoraOptions(HasModelFields):
-    """Low-rank adapters: their rank, scale and dropout, and the modules that get them; None is every linear layer but the last."""
+    """Low-rank adapters: their rank, scale and dropout, and the modules that get them; None means every linear layer but the last."""
 
     rank: int = 4
     alpha: int = 32
@@ -36,10 +36,10 @@ class LoraOptions(HasModelFields):
 
 @dataclass(kw_only=True)
 class TorchrunArgs(HasModelFields):
-    """How many ranks, all on this machine. Where they would meet is taken and not needed: they meet on 127.0.0.1, at a free port.
+    """The number of ranks, all on this machine. The rendezvous arguments have no effect: the ranks meet on 127.0.0.1, at a free port.
 
     Raises:
-        ConfigError: several machines, or two places to meet.
+        ConfigError: several machines are given, or two addresses for the rendezvous.
     """
 
     nproc_per_node: int | str
@@ -64,7 +64,7 @@ class TorchrunArgs(HasModelFields):
 
     @property
     def ranks(self) -> int:
-        """How many.
+        """The number of ranks.
 
         Raises:
             ConfigError: `gpu` is given, and there is no GPU.
@@ -121,7 +121,7 @@ _INSTEAD: dict[str, str] = {
 
 @dataclass(kw_only=True)
 class TrainingArgs(HasModelFields):
-    """What is trained on what, by InstructLab's names; `docs/bridges/instructlab.md` says what becomes of each.
+    """The model, the data and the training options, with InstructLab's names; `docs/bridges/instructlab.md` explains each.
 
     `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own: `parallel`, as the recipe `finetune` has it, and
     `allow_pickle`, by which callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
@@ -189,7 +189,7 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Again, where somebody has set a field since."""
+        """Check the fields again: they may have been set since."""
         for name, value in _AS_IT_IS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):

@@ -1,4 +1,4 @@
-"""What a rank of `run_training` does: the recipe `finetune`, with InstructLab's callbacks as guests."""
+"""The job of a rank of `run_training`: the recipe `finetune`, with InstructLab's callbacks as guests."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
 
 
 class Training(Finetune):
-    """The recipe, with a learning rate over as many steps as there will be."""
+    """The recipe, with a learning rate schedule over all steps of the training."""
 
     args: TrainingArgs | None = None
     """None where the run is only opened."""
 
     def read_data(self) -> None:
-        """Know how many steps there will be."""
+        """Read the data, and set the scheduler from the number of steps."""
         super().read_data()
         if (args := self.args) is None:
             return
@@ -83,12 +83,12 @@ class _Guest(InstructLabGuest):
         return self._args.ckpt_output_dir
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """The model that transformers loads."""
+        """Return the folder from which transformers loads the model."""
         return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
 
 
 class _Exports(Callback):
-    """Writes the model of every checkpoint for transformers, where InstructLab does. A preempted run has no time for it."""
+    """Writes the model of every checkpoint for transformers, where InstructLab writes it. A preempted run has no time for it."""
 
     phase = "save"
     collective = True
@@ -98,7 +98,7 @@ class _Exports(Callback):
         self._group: Any = None
 
     def on_train_start(self, ctx: Context) -> None:
-        """The ranks write together, on a group of their own."""
+        """Create the process group on which the ranks write together."""
         if ctx.run.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")
 

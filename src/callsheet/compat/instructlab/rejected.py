@@ -33,6 +33,6 @@ def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
 
 
 def reject_command_line(arguments: list[str]) -> NoReturn:
-    """InstructLab's `main_ds.py` is a program for its ranks; here the ranks are given no command line. Raises NotSupported."""
+    """Raise NotSupported: InstructLab's `main_ds.py` is a program for its ranks, and our ranks have no command line."""
     given = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--callbacks")), "")
     raise NotSupported(f"{given or 'a command line'}: {_INSTEAD}")

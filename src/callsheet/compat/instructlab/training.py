@@ -71,7 +71,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
 
 
 class Carried(Callback):
-    """A callback of InstructLab on its way to a rank: its class, and its constructor's arguments."""
+    """A callback of InstructLab as it is sent to a rank: its class and its constructor's arguments."""
 
     def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.foreign = kind(*args, **kwargs)
@@ -94,7 +94,7 @@ class Carried(Callback):
 
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
-    """What one rank does."""
+    """Train on one rank."""
     from callsheet.compat.instructlab.job import job_of  # see above
 
     logging.basicConfig(level=args.log_level, format="%(message)s")

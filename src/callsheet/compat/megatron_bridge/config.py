@@ -13,14 +13,12 @@ Section = TypeVar("Section")
 
 @dataclass_transform()
 def _section(kind: type[Section]) -> type[Section]:
-    """A dataclass that has its fields and no others, to read as to write."""
+    """Make the class a dataclass that rejects reading and writing of unknown fields."""
     made = dataclass(kind)
     names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # it is one now
 
     def reject(name: str) -> NotOnTheList:
-        return NotOnTheList(
-            f"{kind.__name__} has here no {name!r}, and nothing that would carry it out; it has {', '.join(names)}"
-        )
+        return NotOnTheList(f"{kind.__name__}.{name} is not supported; the supported fields are {', '.join(names)}")
 
     def read(self: Any, name: str) -> Any:  # reached where there is no such attribute
         raise AttributeError(name) if name.startswith("__") else reject(name)
@@ -37,7 +35,7 @@ def _section(kind: type[Section]) -> type[Section]:
 
 @_section
 class ModelConfig:
-    """The model: of Qwen 2's architecture, with random weights. The parallel sizes are there to be 1: ranks share the data alone."""
+    """The model: Qwen 2's architecture with random weights. The parallel sizes must be 1: ranks only share the data."""
 
     num_layers: int = 24
     hidden_size: int = 896
@@ -58,7 +56,7 @@ class ModelConfig:
 
 @_section
 class TrainingConfig:
-    """How long, how much a step, and how often to evaluate. `eval_iters` is how many global batches; 0 evaluates and tests nothing."""
+    """The duration, the batch size, and the evaluation interval. `eval_iters` is a number of global batches; 0 disables evaluation and test."""
 
     train_iters: int = 300_000
     global_batch_size: int = 32
@@ -83,7 +81,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """How the learning rate rises and falls: `cosine`, `linear` or `constant`. `lr_decay_iters` None is the length of training."""
+    """The learning rate schedule: `cosine`, `linear` or `constant`. `lr_decay_iters` is the length of training by default."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500
@@ -106,7 +104,7 @@ class DatasetConfig:
 
 @_section
 class TokenizerConfig:
-    """A folder with a tokenizer, or its name; None is the bytes themselves."""
+    """A tokenizer's folder or name; None uses the bytes of the text as tokens."""
 
     tokenizer_model: str | None = None
 
@@ -123,7 +121,7 @@ class CheckpointConfig:
 
 @_section
 class LoggerConfig:
-    """How often to log, and where to: each is there at `context.state` once it is named here."""
+    """The log interval and the trackers. Each tracker that is named here is available at `context.state`."""
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
@@ -138,14 +136,14 @@ class LoggerConfig:
 
 @_section
 class RNGConfig:
-    """The seed of everything random."""
+    """The random seed."""
 
     seed: int = 1234
 
 
 @_section
 class ConfigContainer:
-    """All of it."""
+    """The whole configuration."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainingConfig = field(default_factory=TrainingConfig)
@@ -159,7 +157,7 @@ class ConfigContainer:
     mixed_precision: str | None = "bf16_mixed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the configuration as plain data."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""A step's forward in Megatron's manner: the model gives each token's loss, and a function of them the loss and what is reported."""
+"""Megatron's forward step: the model returns each token's loss, and a loss function returns the loss and the reported values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """(batch, tokens, vocabulary), or with labels (batch, tokens) in float32. `loss_mask` is the loss function's affair."""
+        """Return logits of shape (batch, tokens, vocabulary), or with labels the losses (batch, tokens) in float32. `loss_mask` is unused."""
         logits: Tensor = self.module(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask).logits
         if labels is None:
             return logits
@@ -43,7 +43,7 @@ class GPTModel(nn.Module):
 
 
 def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
-    """The model's outputs for the next microbatch, and the function of them that gives `(loss, tokens, {"lm loss": both})`: sums over
+    """Return the model's outputs for the next microbatch, and the loss function, which returns `(loss, tokens, {"lm loss": both})`: sums over
     tokens that count."""
     if return_schedule_plan:
         raise NotSupported("forward_step makes no schedule plan: there are no pipelines here")
@@ -77,7 +77,7 @@ def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) ->
 
 
 def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tokens, the label of each, which is the next, and which of them count: not the last, which has none."""
+    """Return the tokens, their labels (the next tokens), and the loss mask. The last token has no label."""
     tokens = batch["input_ids"]
     labels = batch["labels"].roll(-1, dims=1)
     labels[:, -1] = IGNORED
@@ -93,7 +93,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean that is trained on, and what is reported beside it: a pair there is a sum and what it is a sum of."""
+    """Return the mean loss and the other reported values. A pair among them is a sum and its count."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"

@@ -53,7 +53,7 @@ def pretrain(
         The recipe, with its `trainer` and the losses that were `evaluated`; the original returns nothing.
 
     Raises:
-        NotSupported: a setting that nothing here carries out.
+        NotSupported: a setting is not supported.
         ConfigError: settings that do not go together.
         BaseException: the exception of a callback, unchanged; the callbacks after it are not called.
     """
@@ -91,7 +91,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 
 
 class BridgePretrain(Pretrain):
-    """The recipe, with the model called in Megatron's manner."""
+    """The recipe, with a model that is called as Megatron's is."""
 
     state: GlobalState
 
@@ -105,7 +105,7 @@ class BridgePretrain(Pretrain):
 
 
 class _Plan(OwnCallback):
-    """Asks for the validations and checkpoints that the configuration plans, and keeps Megatron's timers."""
+    """Requests the validations and checkpoints of the configuration, and keeps Megatron's timers."""
 
     phase = "save"
 
@@ -147,7 +147,7 @@ class _Plan(OwnCallback):
 
 
 def job_of(config: ConfigContainer) -> PretrainConfig:
-    """The recipe's configuration.
+    """Return the recipe's configuration.
 
     Raises:
         NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
@@ -240,14 +240,14 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """The folder of runs, and the run's name in it: its checkpoints are in its folder `checkpoints`."""
+    """Return the folder of runs and the run's name. Its checkpoints are in its folder `checkpoints`."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name
 
 
 def _resume(load: str | None, folder: Path) -> str:
-    """`load` is where this run saves, or where another has."""
+    """Return what to resume: `load` is the folder of this run, or that of another."""
     if load is None:
         return "new"
     if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):

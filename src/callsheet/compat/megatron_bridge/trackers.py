@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow, as Megatron Bridge has them: at `context.state` on the last rank, with its names of metrics."""
+"""TensorBoard, Weights & Biases and MLflow as in Megatron Bridge: at `context.state` on the last rank, with its metric names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
 
 
 class Trackers(Callback):
-    """Opens those that the configuration names, and writes each record to them. Open until `close`."""
+    """Opens the trackers that the configuration names, and writes each record to them until `close`."""
 
     phase = "report"
     on_error = "isolate"
@@ -90,13 +90,13 @@ class Trackers(Callback):
         return mlflow
 
     def on_log(self, ctx: Context) -> None:
-        """Losses, learning rate and norm."""
+        """Log the losses, the learning rate and the gradient norm."""
         values = {named: value for name, value in ctx.record.values.items() if (named := _named(name)) is not None}
         for write in self._write if values else ():
             write(values, ctx.record.step)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the trackers. May be called twice."""
         while self._close:
             self._close.pop()()
 
