@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -21,6 +22,7 @@ from callsheet.core.costs import CostReport, Window
 from callsheet.core.run_state import MetricsRecord
 from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
+from callsheet.loggers.support import environment
 from callsheet.loggers.support.file_names import folder_of, path_from, replace_file
 from callsheet.loggers.support.image_writer import ImageWriter
 from callsheet.loggers.support.json_text import json_text
@@ -28,6 +30,7 @@ from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
 from callsheet.loggers.support.line_writer import LineWriter
 from callsheet.loggers.support.resumption import records_before
 
+_ENVIRONMENT_SECONDS = 3.0  # how long a run's end waits for what git answers
 _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
@@ -38,6 +41,8 @@ class JSONLLogger(Logger):
       `resumed_from_step` and `records`, the number of records before it that still count. `read_metrics` reads the file.
     - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end.
     - `hyperparameters.json` holds the hyperparameters.
+    - `environment.json` holds what the run was started with: the command, the git commit with uncommitted changes, the installed packages
+      and the hardware. A thread reads it, and leaves out what looks like a credential.
     - `tables/<name>.jsonl` has one line for each time that the table was logged.
     - `images.jsonl` has one line for each time that images were logged; the images are in `images/<name>/<step>-<number>.png`.
     - `costs.jsonl` has the costs of the callbacks in this process so far, and `timeline.jsonl` the time in some steps by span and callback.
@@ -70,6 +75,7 @@ class JSONLLogger(Logger):
         self._process = ""
         self._records = 0  # records of this run's past, without those after a checkpoint that was resumed
         self._resumed_records: int | None = None  # the number of records, from the checkpoint
+        self._environment: threading.Thread | None = None  # reads the environment
         self._pictures: dict[str, tuple[int, int]] = {}  # by name: the last step, and its number of images
 
     # --- events ---
@@ -96,12 +102,26 @@ class JSONLLogger(Logger):
             "restart_count": ctx.run.restart_count,
             "device": ctx.run.device,
         }
-        path = resumed.path if resumed is not None else None
+        resumed_from = resumed.path if resumed is not None else None
         self._event(
-            ctx, "run_start", flush=True, run=ctx.run.name, resumed_from=path, process=self._process, **facts, **_whereabouts()
+            ctx,
+            "run_start",
+            flush=True,
+            run=ctx.run.name,
+            resumed_from=resumed_from,
+            process=self._process,
+            **facts,
+            **_whereabouts(),
         )
         if ctx.run.config:
             self.log_hyperparameters(ctx, ctx.run.config)
+        path, run = self._folder / environment.FILE, ctx.run
+
+        def write(found: dict[str, Any]) -> None:
+            if not run.has_lost_folder:
+                replace_file(path, f"{json_text(found, indent=1)}\n".encode())
+
+        self._environment = environment.record_environment(ctx.run.device, write)
 
     def on_log(self, ctx: Context) -> None:
         if self._writer is not None:
@@ -202,6 +222,9 @@ class JSONLLogger(Logger):
                 self._writer.flush()
 
     def _close(self) -> None:
+        if self._environment is not None:
+            self._environment.join(_ENVIRONMENT_SECONDS)
+            self._environment = None
         images, self._images = self._images, None
         try:
             if images is not None:

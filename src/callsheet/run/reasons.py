@@ -13,6 +13,8 @@ _SECRET = re.compile(
     r"(?i)\b([\w-]*(?:password|passwd|secret|token|api[_-]?key|credential|authorization)[\w-]*)([\"']?\s*[=:]\s*)(?:bearer\s+|basic\s+)?[^\s,;)]+"
 )
 
+_TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}")
+
 
 def one_line(text: str, *, at_most: int = _LONGEST) -> str:
     """Return `text` as one printable line, cut after `at_most` characters.
@@ -20,10 +22,16 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
     Text that looks like a credential is removed: of a URL only the host is kept, and the value after a name such as `token=` is replaced.
     """
     plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
-    plain = _URL.sub(r"\1\2/...", plain)
-    plain = _LOGIN.sub(r"\1...@", plain)
-    plain = _SECRET.sub(r"\1\2...", plain)
+    plain = without_credentials(_URL.sub(r"\1\2/...", plain))
     return plain if len(plain) <= at_most else f"{plain[: at_most - 3]}..."
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` with `...` in place of what looks like a credential.
+
+    That is the login in a URL, the value after a name such as `token=`, and a word with the prefix of a well-known kind of token.
+    """
+    return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", text)))
 
 
 def error_line(error: BaseException) -> str:

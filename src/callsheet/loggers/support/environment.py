@@ -1,0 +1,138 @@
+"""What a run was started with: command, git commit and changes, packages, hardware. Read on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from callsheet.run.reasons import without_credentials
+
+logger = logging.getLogger("callsheet")
+
+FILE = "environment.json"
+
+_GIT_SECONDS = 10.0  # for each call of git; a repository may be on a slow network disk
+_MAX_DIFF = 2**18  # characters of uncommitted changes that are kept
+_MAX_FILES = 500  # names of changed or new files
+_SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
+"""Ends of the names of files whose changes are left out of the diff."""
+
+
+def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
+    """Read the environment on a thread, and call `write` there with it. Return the thread.
+
+    Nothing is read on the caller's thread but the current folder and the command, which a program may change later. What cannot be read is
+    left out.
+    """
+    folder, command = Path.cwd(), list(sys.orig_argv)
+
+    def read() -> None:
+        try:
+            write(
+                {
+                    "command": [without_credentials(word) for word in _without_secret_values(command)],
+                    "folder": str(folder),
+                    "git": _git(folder),
+                    "python": platform.python_version(),
+                    "platform": platform.platform(),
+                    "packages": _packages(),
+                    "hardware": _hardware(device),
+                }
+            )
+        except Exception as error:
+            logger.warning("What the run was started with is not recorded in %s: %s", FILE, error)
+
+    thread = threading.Thread(target=read, name="callsheet environment", daemon=True)
+    thread.start()
+    return thread
+
+
+def _without_secret_values(command: list[str]) -> list[str]:
+    """Return the command with `...` in place of the value after an option such as `--api_key`."""
+    shown: list[str] = []
+    for word in command:
+        follows_option = bool(shown) and shown[-1].startswith("-") and "=" not in shown[-1] and not word.startswith("-")
+        is_secret = follows_option and without_credentials(f"{shown[-1].lstrip('-')}=x").endswith("=...")
+        shown.append("..." if is_secret else word)
+    return shown
+
+
+def _packages() -> dict[str, str]:
+    """Return the installed packages with their versions, by name."""
+    found = {each.metadata["Name"]: each.version for each in distributions() if each.metadata and each.metadata["Name"]}
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and device.startswith("cuda"):
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        found |= {"gpus": names, "gpu_memory_bytes": torch.cuda.get_device_properties(device).total_memory}
+    return found
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no `sysconf`
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _git(folder: Path) -> dict[str, Any]:
+    """Return the commit, the branch and the uncommitted changes of the repository that contains `folder`; empty if there is none."""
+    top = _asked(folder, "rev-parse", "--show-toplevel")
+    commit = _asked(folder, "rev-parse", "HEAD")
+    if not top or not commit:
+        return {}
+    root = Path(top)
+    names = [name for name in (_asked(root, "diff", "HEAD", "--name-only", "--no-renames", "-z") or "").split("\0") if name]
+    shown = [name for name in names if not name.lower().endswith(_SECRET_FILES)][:_MAX_FILES]
+    options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
+    diff = (_asked(root, "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
+    text = "\n".join(map(without_credentials, diff[:_MAX_DIFF].splitlines()))
+    untracked = (_asked(root, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
+    return {
+        "commit": commit,
+        "branch": _asked(root, "rev-parse", "--abbrev-ref", "HEAD"),
+        "is_dirty": bool(names),
+        "diff": text,
+        "is_diff_cut": len(diff) > _MAX_DIFF,
+        "left_out": sorted(set(names) - set(shown)),
+        "untracked": sorted(filter(None, untracked))[:_MAX_FILES],
+    }
+
+
+def _asked(folder: Path, *question: str) -> str | None:
+    """Return what git answers, or None if there is no git, no repository, or no answer in time."""
+    # No hook, pager, editor or prompt of the user's may run or wait, and reading must not write to the repository.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}
+    try:
+        answer = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false", *question],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.decode("utf-8", "replace").strip("\n")
