@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -837,3 +838,19 @@ def test_a_callback_whose_request_the_loop_does_not_support_is_rejected_at_the_s
     scheduler = GradientAccumulationScheduler(schedule={2: 4})
     with pytest.raises(NotSupported, match=r"GradientAccumulationScheduler asks for ctx\.control\.set_gradient_accumulation"):
         attach(model=model, optimizer=optimizer, callbacks=[scheduler])
+
+
+def test_a_callback_that_is_a_dataclass_and_so_not_hashable(tmp_path: Path) -> None:
+    @dataclass
+    class Steps(Callback):
+        count: int = 0
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.count += 1
+
+    steps, (model, optimizer, data) = Steps(), parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[steps], runs_folder=tmp_path) as run:
+        for inputs, targets in run.steps(data):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert steps.count == BATCHES

@@ -513,7 +513,7 @@ def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pyte
     class Breaks(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 4:
-                hooks: Any = hosted._hooks
+                hooks: Any = hosted._forward
                 if where == "eval":
                     hooks.name_of_dataset = None  # an error of the host's own, while EMA's weights are in the model
                 else:

@@ -1,38 +1,60 @@
-"""What all hosts share: how a run begins, fails and ends, and the guard around their methods."""
+"""What all hosts share: how a run begins, fails and ends, how it stops the framework's loop, and the guard around their methods."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
+from callsheet.run.run import Run
 
 logger = logging.getLogger("callsheet")
 
 Observed = TypeVar("Observed", bound=Callable[..., Any])
 
 
-class HostBase:
-    """The base class of hosts: how a run begins and ends, and what an error of a callback or of the host itself does."""
+def _do_nothing() -> None: ...
 
-    _strict: bool
-    """Whether a callback that needs what this host does not support is an error. False: a warning is logged."""
+
+class HostBase:
+    """The base class of hosts: how a run begins, stops and ends, and what an error of a callback or of the host itself does.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        strict: whether a callback that needs what this host does not support is an error. False: a warning is logged.
+    """
+
+    _IS_END_REPORTED: ClassVar[bool] = False
+    """Whether the framework reports the end of every run, also after an exception. Otherwise a run ends at the latest with its host."""
+    _STOPS_IF_PREEMPTED: ClassVar[bool] = False
+    """Whether `_stop_if_asked` also stops a run that is preempted."""
     _is_checked = False
     """Whether the current run's first step was checked for events that were not fired."""
     _run: Any = None
     """The current run, or None."""
     _has_given_up = False
     """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
-    _ends: Callable[[], object] = staticmethod(lambda: None)
+    _hooks: list[Any]
+    """What observes the current run's loop; each has `remove()`. A host may append to it."""
+    _ends: Callable[[], object] = staticmethod(_do_nothing)
     """Removes the run's hooks, and ends the run as failed if it has not ended."""
     _resume_path: str | None = None
     """The checkpoint that the host loads when a run begins, or None."""
+
+    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+        super().__init__()
+        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self._strict = strict
+
+    # --- the run ---
 
     def _forget_earlier_run(self) -> None:
         """Before a run begins: end an earlier one whose training was left by an exception that the framework did not report."""
@@ -53,26 +75,41 @@ class HostBase:
 
         Args:
             run: the run.
-            hooks: what observes the loop; each has `remove()`. Hooks that are appended later are removed too.
+            hooks: what observes the loop; see `_hooks`.
             not_fired: the events that this host never fires.
             end: removes the hooks and ends the run. None: `end_run`.
             options: of `HostedRun.begin`.
         """
         run.fails_by(self._leave)
         run.signals.__enter__()
-        self._ends = weakref.finalize(self, end or end_run, run, hooks)
+        self._hooks = hooks
+        ends = functools.partial(end or end_run, run, hooks)
+        self._ends = ends if self._IS_END_REPORTED else weakref.finalize(self, ends)
         self._support(run).before_run(not_fired, run.control)
         run.begin(**options)
 
     def _check_first_step(self, run: HostedRun) -> None:
         """After the run's first step: reject, or warn of, events that have listeners and were not fired."""
-        if not self._is_checked:
-            self._is_checked = True
-            self._support(run).after_first_step(run.driver)
+        self._is_checked = True
+        self._support(run).after_first_step(run.driver)
 
     def _support(self, run: HostedRun) -> SupportCheck:
         """Return the check of what the callbacks need; see `_strict`."""
         return SupportCheck(run.manager, run.host, strict=self._strict)
+
+    def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
+        """Stop the framework's training if a callback has asked for it; `loop` is for `_stop`."""
+        if run.control.stop_requested is not None or (self._STOPS_IF_PREEMPTED and run.boundaries.is_preempted):
+            self._stop(loop)
+
+    def _stop(self, loop: Any) -> None:
+        """Make the framework stop its training."""
+        raise NotImplementedError
+
+    def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
+        """Call a method that `in_a_run` decorates. A host that does something else first overrides this."""
+        if self._run is not None:
+            method(self, self._run, *args, **given)
 
     def _finish(self) -> None:
         """End the run, if there is one: its training is over."""
@@ -83,8 +120,10 @@ class HostBase:
     def _fail(self, error: BaseException) -> None:
         """End the run, if there is one, because of an error that has ended training."""
         if self._run is not None:
-            self._run.fail(error)
-            self._release()
+            try:
+                self._run.fail(error)
+            finally:
+                self._release()
 
     def _leave(self, error: BaseException) -> None:
         """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
@@ -110,12 +149,15 @@ class HostBase:
             self._release()
 
     def _release(self) -> None:
-        """Remove the hooks of the current run, and forget the run."""
-        self._ends()
-        self._run = None
+        """Remove the hooks of the current run, end it if it has not ended, and forget it."""
+        ends, self._ends = self._ends, _do_nothing
+        try:
+            ends()
+        finally:
+            self._run = None
 
 
-def end_run(run: HostedRun, hooks: list[Any]) -> None:
+def end_run(run: Run, hooks: list[Any]) -> None:
     """Remove the hooks, the last one first, and end the run as failed if it has not ended.
 
     This also runs when the program ends or the host is garbage-collected: then an exception that the framework does not report has ended
@@ -128,7 +170,7 @@ def end_run(run: HostedRun, hooks: list[Any]) -> None:
 
 
 def observing(method: Observed) -> Observed:
-    """Decorate a method of a host so that an error ends the run; see `GivesUp._leave`. The methods of a step catch errors themselves."""
+    """Decorate a method of a host so that an error ends the run; see `HostBase._leave`. The methods of a step catch errors themselves."""
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,3 +180,20 @@ def observing(method: Observed) -> Observed:
             self._leave(error)
 
     return called  # type: ignore[return-value]  # it has the same signature
+
+
+def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a handler of the framework's events: it gets the run as its first argument, and is not called if there is no run.
+
+    An error ends the run, as with `observing`. The methods of a step do the same themselves.
+    """
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **given: Any) -> None:
+        try:
+            self._handle(method, *args, **given)
+        except BaseException as error:
+            self._leave(error)
+
+    del called.__wrapped__  # it has other parameters, which some frameworks would read
+    return called

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
@@ -67,12 +67,12 @@ class SupportCheck:
             never: the events that the host never fires.
             control: the run's control, which knows the requests that the host supports.
         """
-        served = self.served(never)
+        is_served = self.served(never)
         for event in never:
-            if any(each not in served for each in self._manager.list_callbacks(event)):
+            if not all(map(is_served, self._manager.list_callbacks(event))):
                 self._reject_listeners(event, "does not fire")
-        for each in dict.fromkeys(each for event in never for each in self._manager.list_callbacks(event)):
-            if each in served and not self._listens_to_all(each):
+        for each in {_key(each): each for event in never for each in self._manager.list_callbacks(event)}.values():
+            if is_served(each) and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._manager.list_callbacks(event))
                 logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self._host)
         if control.able:  # a run that supports no request at all does not train
@@ -84,10 +84,11 @@ class SupportCheck:
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
 
-    def served(self, never: Collection[str]) -> set[Any]:
-        """Return the callbacks and functions that listen to an event that the host fires, besides the run's start and end."""
+    def served(self, never: Collection[str]) -> Callable[[Any], bool]:
+        """Return a function that returns whether a listener listens to an event that the host fires, besides the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
-        return {each for event in fired for each in self._manager.list_callbacks(event)}
+        served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
+        return lambda listener: _key(listener) in served
 
     def listeners(self, event: str) -> list[Any]:
         """Return the callbacks and functions that listen to this event, except those that listen to all events and so depend on none."""
@@ -133,6 +134,11 @@ def events_of(spans: Collection[str]) -> Iterator[tuple[str, str]]:
     for span in sorted(spans, key=list(SPANS).index):
         yield span, SPANS[span].start_event
         yield span, SPANS[span].end_event
+
+
+def _key(listener: Any) -> Any:
+    """Return what identifies a callback or function. Callbacks need not be hashable: a dataclass is not."""
+    return id(listener) if isinstance(listener, Callback) else listener
 
 
 def _name_of(listener: Any) -> str:

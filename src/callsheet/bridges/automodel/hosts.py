@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import signal
 import time
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.lifecycle import events_within
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -96,25 +95,6 @@ def host(
     return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
-def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Call the method with the run, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
-
-    @functools.wraps(method)
-    def called(self: AutoModelHost, recipe: Any, **given: Any) -> None:
-        run = self._run
-        if run is None:
-            return
-        self._called.is_inert = True  # a call of the model by a callback is not a part of the loop
-        try:
-            method(self, recipe, run=run, **given)
-        except BaseException as error:
-            self._leave(error)
-        finally:
-            self._called.is_inert = False
-
-    return called
-
-
 class _HostRequests:
     """Carry out requests by changing AutoModel's step scheduler.
 
@@ -153,6 +133,8 @@ class _HostRequests:
 class AutoModelHost(HostBase, AutoModelCallback):
     """See `host`."""
 
+    _run: HostedRun | None = None
+
     def __init__(
         self,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None,
@@ -161,11 +143,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
         strict: bool,
         lock_timeout_seconds: float,
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        super().__init__(callbacks, strict=strict)
         self._log_interval = log_interval
-        self._strict = strict
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._run: HostedRun | None = None
         self._requests: Any = None  # the _HostRequests, once a run has begun
         self._is_due_fired = False  # whether on_checkpoint_due was fired since the last step or epoch, and before an evaluation
         self._being_written: CheckpointInfo | None = None  # a checkpoint that AutoModel is writing in the background
@@ -220,8 +200,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
         if run.control.stop_requested is not None:
             requests.stop(now=True)
 
-    @_in_a_run
-    def on_train_end(self, recipe: Any, *, run: HostedRun, **_: Any) -> None:
+    @in_a_run
+    def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run."""
         if run.driver.is_open("epoch"):  # the data had no known length, so its last batch was not recognized
             run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
@@ -244,23 +224,40 @@ class AutoModelHost(HostBase, AutoModelCallback):
         super()._release()
         self._being_written = None
 
+    def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
+        """Call the method with the run. Meanwhile a call of the model comes from a callback, and is not a part of the loop."""
+        if self._run is not None:
+            called = self._called
+            called.is_inert = True
+            method(self, self._run, recipe, **given)
+            called.is_inert = False
+
     # --- steps ---
 
-    @_in_a_run
-    def on_train_batch_end(self, recipe: Any, *, run: HostedRun, train_log_data: Any = None, **_: Any) -> None:
+    def on_train_batch_end(self, recipe: Any, *, train_log_data: Any = None, **_: Any) -> None:
         """End the step, and reach the boundary after it."""
-        self._requests.restore()
-        self._called.end_step()
-        self._take(run, {} if train_log_data is None else train_log_data.metrics)
-        run.end_step()
-        self._check_first_step(run)
-        if getattr(recipe.step_scheduler, "is_last_batch", False):
-            run.end_epoch(is_whole=True)
-        self._is_due_fired = True
-        if not self._called.is_wrapped:
-            self._called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
-        if run.control.pending:
-            self._stop_if_asked(run)
+        run = self._run
+        if run is None:
+            return
+        called = self._called
+        called.is_inert = True
+        try:
+            self._requests.restore()
+            called.end_step()
+            self._take(run, {} if train_log_data is None else train_log_data.metrics)
+            run.end_step()
+            if not self._is_checked:
+                self._check_first_step(run)
+            if getattr(recipe.step_scheduler, "is_last_batch", False):
+                run.end_epoch(is_whole=True)
+            self._is_due_fired = True
+            if not called.is_wrapped:
+                called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
+            if run.control.pending:
+                self._stop_if_asked(run)
+            called.is_inert = False
+        except BaseException as error:
+            self._leave(error)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
         """Take over what AutoModel measured, if there are listeners. Its loss is that of all ranks and microbatches."""
@@ -277,14 +274,13 @@ class AutoModelHost(HostBase, AutoModelCallback):
                 if name not in _LOGGED_ELSEWHERE:
                     run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
 
-    def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None:
-            self._requests.stop()
+    def _stop(self, loop: Any) -> None:
+        self._requests.stop()
 
     # --- evaluations and checkpoints ---
 
-    @_in_a_run
-    def on_validation_end(self, recipe: Any, *, run: HostedRun, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
+    @in_a_run
+    def on_validation_end(self, run: HostedRun, recipe: Any, *, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
         """End the evaluation of all validation sets. A recipe without validation sets calls this too; then there is nothing to do."""
         self._called.is_validating = False
         if not val_results:
@@ -300,8 +296,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._fire_due(run)  # a checkpoint that is requested now is saved at this step
         self._stop_if_asked(run)
 
-    @_in_a_run
-    def on_save_checkpoint(self, recipe: Any, *, run: HostedRun, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
+    @in_a_run
+    def on_save_checkpoint(self, run: HostedRun, recipe: Any, *, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
         """Add the callbacks' states to a checkpoint that was written or is being written.
 
         AutoModel calls this even if it writes no checkpoints; then there is nothing to do.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
@@ -16,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.epoch_position import length_of
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.hooks import SPEEDS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
@@ -24,7 +23,7 @@ from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.lifecycle import events_within
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
@@ -107,25 +106,6 @@ _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 """What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
 
 
-def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a handler of a Trainer event: pass the run to it, and do nothing without a run. An error ends the run; see `_leave`."""
-
-    @functools.wraps(method)
-    def called(
-        self: HuggingFaceHost, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        run = self._run
-        if run is None:
-            return
-        self._requests.control = control
-        try:
-            method(self, run, args, state, given)  # as a dictionary, since it has many entries
-        except BaseException as error:
-            self._leave(error)
-
-    return called
-
-
 class _HostRequests:
     """Passes the requests of callbacks on to the Trainer. The run refers to this object, so that it does not keep the host alive."""
 
@@ -146,6 +126,8 @@ class _HostRequests:
 class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """See `host`."""
 
+    _run: HostedRun | None = None
+
     def __init__(
         self,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None,
@@ -154,14 +136,11 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         strict: bool,
         lock_timeout_seconds: float,
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._run: HostedRun | None = None
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        self._is_checked = False  # whether `check_supported` was called after the first step
         self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None if not at a boundary
         self._prefix: str | None = None  # the metrics prefix of the innermost `evaluate`; None outside
         self._warned: set[str] = set()
@@ -182,11 +161,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
                 return method(*args, **kwargs)
             except BaseException as error:
                 host = reference()
-                if host is not None and host._run is not None and host._run is not earlier:
-                    try:
-                        host._run.fail(error)
-                    finally:
-                        host._release()
+                if host is not None and host._run is not earlier:
+                    host._fail(error)
                 raise
 
         # `train` itself would need a wrapper that keeps the trainer alive: `Trainer(...).train()` forgets the trainer before the call.
@@ -231,7 +207,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._skips = optimizer if hasattr(optimizer, "step_was_skipped") else None
         self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
-        self._hooks = watch.hooks = hooks = HuggingFaceForwardHooks(run, model)
+        self._forward = watch.hooks = hooks = HuggingFaceForwardHooks(run, model)
         methods = self._wrap_methods(trainer) if trainer is not None else None
         self._begin_run(run, [hooks, watch, *([methods] if methods is not None else [])], NOT_FIRED)
         if state.global_step:
@@ -239,13 +215,13 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._requests.control = control
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
-        self._is_checked, self._requests.is_written, self._prefix = False, False, None
+        self._requests.is_written, self._prefix = False, None
         self._fired = "" if args.eval_on_start else None
         if not args.eval_on_start:  # otherwise training begins after that evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
-        methods, hooks, host = WrappedMethods(trainer), self._hooks, weakref.proxy(self)
+        methods, hooks, host = WrappedMethods(trainer), self._forward, weakref.proxy(self)
 
         def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return host._evaluate(trainer_now, method, args, kwargs)
@@ -269,60 +245,81 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._warned.add(what)
             logger.warning("callsheet in the Hugging Face Trainer: %s. Training continues", what)
 
-    @_in_a_run
+    def _handle(
+        self, method: Callable[..., None], args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Call the method with the run, the arguments, the state, and a dictionary of the rest."""
+        if self._run is not None:
+            self._requests.control = control
+            method(self, self._run, args, state, given)
+
+    @in_a_run
     def on_train_end(self, run: HostedRun, *_: Any) -> None:
-        run.finish()
-        self._release()
+        self._finish()
 
     # --- epochs and steps ---
 
-    @_in_a_run
+    @in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
         self._fired = None
         run.driver.start("epoch")
 
-    @_in_a_run
-    def on_step_begin(self, run: HostedRun, *_: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepare a step. Its events are fired when the model is called with the first batch."""
-        watch, driver = self._watch, run.driver
-        if driver.listen():
-            self._hooks.listen(driver.listens_to("forward"))
-            watch.listen(driver.is_loss_read)
-            self._listens_to_optimizer = driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
-        watch.total, watch.is_on = None, True
+        run = self._run
+        if run is None:
+            return
+        try:
+            watch, driver = self._watch, run.driver
+            if driver.listen():
+                self._forward.listen(driver.listens_to("forward"))
+                watch.listen(driver.is_loss_read)
+                self._listens_to_optimizer = driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
+            watch.total, watch.is_on = None, True
+        except BaseException as error:
+            self._leave(error)
 
-    @_in_a_run
-    def on_substep_end(self, run: HostedRun, *_: Any) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End a microbatch that is not the step's last."""
-        run.driver.end("microbatch")
+        try:
+            if self._run is not None:
+                self._run.driver.end("microbatch")
+        except BaseException as error:
+            self._leave(error)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the optimizer's step: the gradients are computed and clipped."""
-        if self._listens_to_optimizer:
-            self._begin_optimizer_step(args, state, control, **given)
-
-    @_in_a_run
-    def _begin_optimizer_step(self, run: HostedRun, *_: Any) -> None:
-        driver = run.driver
-        if not driver.parts["train_step"].is_open:
-            self._begin_step(run)
-        if not driver.parts["clip_gradients"].has_no_listeners:
-            driver.start_and_end("clip_gradients")
-        driver.start("optimizer_step")
-
-    @_in_a_run
-    def on_optimizer_step(self, run: HostedRun, *_: Any) -> None:
-        """End the step: the parameters have changed. The gradients still exist, and the learning rate is still the step's."""
-        driver = run.driver
-        run.step_skipped = self._skips is not None and self._skips.step_was_skipped
-        self._watch.is_on = False
-        if not self._listens_to_optimizer:
+        run = self._run
+        if run is None or not self._listens_to_optimizer:
+            return
+        try:
+            driver = run.driver
             if not driver.parts["train_step"].is_open:
                 self._begin_step(run)
-            if driver.is_read:
-                driver.start("optimizer_step")
-        if driver.has_listeners:
-            driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
+            if not driver.parts["clip_gradients"].has_no_listeners:
+                driver.start_and_end("clip_gradients")
+            driver.start("optimizer_step")
+        except BaseException as error:
+            self._leave(error)
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """End the step: the parameters have changed. The gradients still exist, and the learning rate is still the step's."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            driver = run.driver
+            run.step_skipped = self._skips is not None and self._skips.step_was_skipped
+            self._watch.is_on = False
+            if not self._listens_to_optimizer:
+                if not driver.parts["train_step"].is_open:
+                    self._begin_step(run)
+                if driver.is_read:
+                    driver.start("optimizer_step")
+            if driver.has_listeners:
+                driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
+        except BaseException as error:
+            self._leave(error)
 
     def _begin_step(self, run: HostedRun) -> None:
         """Start a step in which the model was not called."""
@@ -332,18 +329,26 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             run.driver.synthesized.add("fetch")
         run.driver.start_step()
 
-    @_in_a_run
-    def on_step_end(self, run: HostedRun, *_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reach the boundary after a step."""
-        self._requests.is_written = False
-        run.end_step()
-        self._fired = "D"
-        self._repeat_save_request(run)
-        self._check_first_step(run)
-        if run.control.pending:
-            self._stop_if_asked(run)
+        run = self._run
+        if run is None:
+            return
+        requests = self._requests
+        requests.control, requests.is_written = control, False
+        try:
+            run.end_step()
+            self._fired = "D"
+            if run.checkpoints.requests:
+                self._repeat_save_request(run)
+            if not self._is_checked:
+                self._check_first_step(run)
+            if run.control.pending:
+                self._stop_if_asked(run)
+        except BaseException as error:
+            self._leave(error)
 
-    @_in_a_run
+    @in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the epoch, which may be partial."""
         is_whole = state.epoch is not None and float(state.epoch).is_integer()
@@ -360,13 +365,12 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             else:
                 self._requests.save()
 
-    def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None:
-            self._requests.control.should_training_stop = True
+    def _stop(self, loop: Any) -> None:
+        self._requests.control.should_training_stop = True
 
     # --- records, evaluations, checkpoints ---
 
-    @_in_a_run
+    @in_a_run
     def on_log(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """Log the Trainer's values into the next metrics record, except the loss, the learning rate and evaluation results."""
         values = {name: value for name, value in (given.get("logs") or {}).items() if isinstance(value, (int, float))}
@@ -380,10 +384,13 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         if rest:
             run.ctx.log(rest, across="same")
 
-    @_in_a_run
-    def on_prediction_step(self, run: HostedRun, *_: Any) -> None:
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End a step of an evaluation."""
-        run.eval.driver.end("eval_step")
+        try:
+            if self._run is not None:
+                self._run.eval.driver.end("eval_step")
+        except BaseException as error:
+            self._leave(error)
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `trainer.evaluate` and report the evaluation, also if it fails, so that callbacks put the trained weights back.
@@ -454,7 +461,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         if run.driver.is_open("train"):  # otherwise it was the evaluation before training
             self._fire_due(run)
 
-    @_in_a_run
+    @in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
@@ -478,7 +485,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         if self._requests.is_written and run.checkpoints.requests:
             self._fire_checkpoint(run)
 
-    @_in_a_run
+    @in_a_run
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, end_run, in_a_run, observing
 from callsheet.bridges.instructlab import NOT_FIRED, NOT_SEEN, names
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
+from callsheet.bridges.support_check import SupportCheck, events_of
 from callsheet.core.background import inner
-from callsheet.core.callback import Callback, label_of
-from callsheet.core.lifecycle import EVENTS, SPANS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.callback import Callback
+from callsheet.core.lifecycle import EVENTS
+from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
-from callsheet.core.run_state import Outcome
 from callsheet.errors import NotSupported
 from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.transport.payload import open_payload, pack
@@ -111,32 +111,19 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
     return CallsheetCallback
 
 
-def _in_a_run(method: Callable[[Any, HookedRun, TrainingContext], None]) -> Callable[[Any, TrainingContext], None]:
-    """Call the method with the run, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
-
-    @observing
-    @functools.wraps(method)
-    def called(self: InstructLabHost, context: TrainingContext) -> None:
-        if self._run is not None:
-            self._run.context = context
-            method(self, self._run, context)
-
-    return called
-
-
 class InstructLabHost(HostBase):
     """Turn InstructLab's hooks into the events of the lifecycle. A run lasts from one `on_train_begin` to its `on_train_end`."""
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
+        self._check = SupportCheck(
+            self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
+        )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._run: HookedRun | None = None
         self._saved: TrainingContext | None = None  # of a checkpoint after an epoch's last step, until the epoch is over
         self._is_between = False  # whether training is between two steps
-        self._is_checked = False  # whether the first step was checked for events that were not fired
         self._reject()
 
     # --- sending the callbacks to the ranks ---
@@ -172,59 +159,50 @@ class InstructLabHost(HostBase):
     # --- what is not supported ---
 
     def _reject(self) -> None:
-        edges = {"on_run_start", "on_run_end"}
-        supported = {
-            id(each)
-            for event in EVENTS
-            if event not in {*edges, *NOT_FIRED, *NOT_SEEN}
-            for each in self.manager.list_callbacks(event)
-        }
+        is_served = self._check.served((*NOT_FIRED, *NOT_SEEN))
         for event in (*NOT_SEEN, *NOT_FIRED):
-            for each in self.manager.list_callbacks(event):
-                if not _listens_to_all(each) and (event in NOT_SEEN or id(each) not in supported):
-                    self._not_supported(each, f"listens to {event}, which {HOST} does not fire")
+            for each in self._check.listeners(event):
+                if event in NOT_SEEN or not is_served(each):
+                    self._check.reject([each], f"listens to {event}, which {HOST} does not fire")
         for each in self.manager.callbacks:
             if missing := [name for name in NOT_GIVEN if name in inner(each).required_fields]:
-                self._not_supported(each, f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
+                self._check.reject([each], f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
             if asks := inner(each).requests:
-                self._not_supported(each, f"may call ctx.control.{', ctx.control.'.join(asks)}, but {HOST} supports no requests")
+                self._check.reject([each], f"may call ctx.control.{', ctx.control.'.join(asks)}, but {HOST} supports no requests")
             if each.collective and read_ranks().world_size > 1:
-                self._not_supported(each, f"calls collectives, which would interleave with those of {HOST}")
+                self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
-    def _check_supported(self, run: HookedRun) -> None:
-        """After the first step, reject listeners of events that no hook has caused, or log a warning; see `strict`."""
-        for name in sorted(run.driver.synthesized - _WITHOUT_HOOK, key=list(SPANS).index):
-            for event in (SPANS[name].start_event, SPANS[name].end_event):
-                for each in self.manager.list_callbacks(event):
-                    if not _listens_to_all(each):
-                        self._not_supported(each, f"listens to {event}, which {HOST} did not fire in its first step")
-
-    def _not_supported(self, callback: Any, why: str) -> None:
-        name = label_of(callback) if isinstance(callback, Callback) else getattr(callback, "__name__", repr(callback))
-        message = f"{name} {why}"
-        if self._strict:
-            raise NotSupported(f"{message}; leave the callback out, or pass strict=False to continue without that")
-        logger.warning("%s", message)
+    def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
+        """After the first step, reject listeners of events that no hook has caused."""
+        self._is_checked = True
+        for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
+            for each in self._check.listeners(event):
+                self._check.reject([each], f"listens to {event}, which {HOST} did not fire in its first step")
 
     # --- InstructLab's hooks ---
 
     @observing
     def on_train_begin(self, context: TrainingContext) -> None:
         """Begin a run."""
-        self._release()  # in case an exception ended the earlier run
-        self._is_checked = self._has_given_up = False
+        self._forget_earlier_run()
         self._saved = None
         self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
-        self._ends = weakref.finalize(self, _end, run)
+        self._ends = weakref.finalize(self, end_run, run, [])
         run.begin(context)
 
-    @_in_a_run
+    def _handle(self, method: Callable[..., None], context: TrainingContext) -> None:
+        run = self._run
+        if run is not None:
+            run.context = context
+            method(self, run, context)
+
+    @in_a_run
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Start the epoch's span."""
         run.go_to(context)
         run.driver.start("epoch")
 
-    @_in_a_run
+    @in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Start the step's span."""
         run.go_to(context)
@@ -235,45 +213,44 @@ class InstructLabHost(HostBase):
         driver.start_and_end("fetch")
         driver.start_step()
 
-    @_in_a_run
+    @in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
         """Start the spans of a microbatch and its forward."""
         run.driver.start("microbatch")
         run.driver.start("forward")
 
-    @_in_a_run
+    @in_a_run
     def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
         """End the microbatch, with its forward, loss and backward."""
         run.driver.end("microbatch")
 
-    @_in_a_run
+    @in_a_run
     def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """Start clipping: all microbatches are done, and the step's loss is known."""
         if context.loss is not None and run.has_listeners():
             run.loss = torch.tensor(context.loss)
         run.driver.start("clip_gradients")
 
-    @_in_a_run
+    @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """End clipping, and fire the events of the optimizer's step, which is over."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 
-    @_in_a_run
+    @in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
         """End the step, whose metrics are known now, and fire its metrics record."""
         run.driver.end_step()
         if not self._is_checked:
-            self._is_checked = True
-            self._check_supported(run)
+            self._reject_listeners_of_not_fired(run)
         run.fire_record(context)
 
-    @_in_a_run
+    @in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the events of an evaluation, which is over."""
         run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
-    @_in_a_run
+    @in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
         """Add the callbacks' states to a checkpoint that was written.
 
@@ -287,12 +264,12 @@ class InstructLabHost(HostBase):
         else:
             run.fire_checkpoint(context, "step")
 
-    @_in_a_run
+    @in_a_run
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
         """Note that what follows is between two steps. The step itself has ended at `on_log`."""
         self._is_between = True
 
-    @_in_a_run
+    @in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the epoch, and fire the events of a checkpoint that was written at its end."""
         if run.driver.is_open("epoch"):
@@ -303,18 +280,8 @@ class InstructLabHost(HostBase):
         if saved is not None:
             run.fire_checkpoint(saved, "epoch")
 
-    @_in_a_run
+    @in_a_run
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the run."""
         run.finish(context)
         self._release()
-
-
-def _listens_to_all(listener: Any) -> bool:
-    """Return whether the listener handles all events in `on_event`, and so needs no particular one."""
-    return isinstance(listener, Callback) and type(inner(listener)).on_event is not Callback.on_event
-
-
-def _end(run: HookedRun) -> None:
-    """End the run as failed if it has not ended: the program ends, or the host is garbage-collected after an exception."""
-    run.lifetime.end(Outcome.FAILED)

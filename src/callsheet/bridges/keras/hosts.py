@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -25,13 +24,13 @@ except ModuleNotFoundError as error:
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.epoch_position import EpochPosition
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks
 from callsheet.core.callback import Callback
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
@@ -93,20 +92,11 @@ def host(
     )  # fmt: skip
 
 
-def _in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Call the method with the run as its first argument, or not at all if there is no run. An error ends the run; see `HostBase._leave`."""
-
-    @observing
-    @functools.wraps(method)
-    def called(self: KerasHost, *args: Any, **named: Any) -> None:
-        if self._run is not None:
-            method(self, self._run, *args, **named)
-
-    return called
-
-
 class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
     """See `host`."""
+
+    _STOPS_IF_PREEMPTED = True
+    _run: HostedRun | None = None
 
     def __init__(
         self,
@@ -117,13 +107,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         resume: str | None,
         settings: Mapping[str, Any],
     ) -> None:
-        super().__init__()
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
         self._module = model
         self._resume_path = resume
         self._settings = settings
-        self._run: HostedRun | None = None
         self._is_in_fit = False
 
     # --- the run ---
@@ -165,13 +152,13 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
         self._evaluation_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
         self._predict_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
-        self._hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
+        hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
-            self._hooks.append(self._steps)
+            hooks.append(self._steps)
         run.losses = watch.reader
         self._is_epoch_open = False
-        self._begin_run(run, self._hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
+        self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
@@ -195,7 +182,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         """Do nothing. If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the
         interpreter lock."""
 
-    @_in_a_run
+    @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
         """Start the epoch's span."""
         now = run.state.timestamp
@@ -237,7 +224,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
         run.end_step()
-        self._check_first_step(run)
+        if not self._is_checked:
+            self._check_first_step(run)
         if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run)
 
@@ -248,7 +236,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
             self._place.end()
             run.close_epoch(is_whole=self._is_whole)
 
-    @_in_a_run
+    @in_a_run
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
         self._close_epoch(run)
@@ -265,9 +253,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
             run.boundaries.reach("epoch")
         self._stop_if_asked(run)
 
-    def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None or run.boundaries.is_preempted:
-            self.model.stop_training = True
+    def _stop(self, loop: Any) -> None:
+        self.model.stop_training = True
 
     @observing
     def on_train_end(self, logs: Any = None) -> None:
@@ -299,7 +286,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     def _end_eval_step(self, run: HostedRun) -> None:
         run.eval.driver.end("eval_step")
 
-    @_in_a_run
+    @in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
         """End the evaluation. `logs` has its losses and metrics."""
         self._evaluation_hooks.listen(False)
@@ -329,7 +316,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     def _end_predict_step(self, run: HostedRun) -> None:
         run.driver.end("predict_step")
 
-    @_in_a_run
+    @in_a_run
     def on_predict_end(self, run: HostedRun, logs: Any = None) -> None:
         if run.driver.is_open("predict"):
             run.driver.end("predict")

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.guests import MODULE, MegatronBridgeGuest
@@ -29,7 +29,7 @@ from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.bridges.torch_hooks import OptimizerHooks
 from callsheet.core.callback import Callback, Phase
 from callsheet.core.lifecycle import events_within
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
@@ -116,34 +116,17 @@ def guest(
     return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
 
 
-def _with_run(
-    method: Callable[[MegatronBridgeHost, HostedRun, Any], None],
-) -> Callable[[MegatronBridgeHost, CallbackContext], None]:
-    """Call the method with the run, which begins with the first event. An error ends the run; see `HostBase._leave`."""
-
-    @functools.wraps(method)
-    def called(self: MegatronBridgeHost, context: CallbackContext) -> None:
-        if self._has_given_up:
-            return
-        try:
-            method(self, self._run or self._begin(context), context)
-        except BaseException as error:
-            self._leave(error)
-
-    return called
-
-
 class MegatronBridgeHost(HostBase):
     """See `host`. It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron
     need not be installed."""
 
+    _run: HostedRun | None = None
+
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._run: HostedRun | None = None
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
             # Set only if it is needed: with this method, Megatron does not allow training to be counted in epochs.
@@ -195,25 +178,29 @@ class MegatronBridgeHost(HostBase):
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
         """Begin a run. Megatron is about to create the data."""
-        self._release()  # in case an exception ended the earlier run
-        self._has_trained = self._has_given_up = False
+        self._forget_earlier_run()
+        self._has_trained = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run, if it has not begun."""
         if self._has_trained:  # an exception ended the current run
-            self._release()
-            self._has_given_up = False
+            self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
 
-    @_with_run
+    def _handle(self, method: Callable[..., None], context: CallbackContext) -> None:
+        """Call the method with the run, which begins with the first event, unless the host has given up."""
+        if not self._has_given_up:
+            method(self, self._run or self._begin(context), context)
+
+    @in_a_run
     def _start(self, run: HostedRun, context: Any) -> None:
         self._settings.is_training = True
         run.driver.start("round")
         self._stop_if_asked(run)
 
-    @_with_run
+    @in_a_run
     def on_train_end(self, run: HostedRun, context: Any) -> None:
         """End training. A validation and a test may follow."""
         settings = self._settings
@@ -237,85 +224,93 @@ class MegatronBridgeHost(HostBase):
 
     # --- steps ---
 
-    @_with_run
-    def on_train_step_start(self, run: HostedRun, context: Any) -> None:
+    def on_train_step_start(self, context: CallbackContext) -> None:
         """Begin a step. If a callback listens to parts of the step, the first forward fires the step's start."""
-        settings, driver = self._settings, run.driver
-        if not settings.is_training:  # training is over
+        if self._has_given_up:
             return
-        interval, step = settings.save_interval, settings.step
-        settings.restore_interval()
-        settings.loss = None
-        if step is not None and step != run.state.timestamp.batch:
-            move(run, step)  # Megatron has skipped iterations
-        if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
-            self._states[step] = copy.deepcopy(own_state(run))  # for the checkpoint that is being written
-        if driver.listen():
-            self._listens_to_step = driver.has_listeners
-            self._listens_to_forward = self._listens_to_step and not self._is_pipelined
-            self._forward.listen(self._listens_to_forward)
-            self._steps.listen(self._listens_to_step)
-        self._forward.in_step = self._listens_to_forward
-        if not self._listens_to_forward:
-            driver.start_step()
-        if not self._listens_to_step and driver.is_read:
-            driver.start("optimizer_step")  # records the learning rate that the step will use
+        try:
+            run = self._run or self._begin(context)
+            settings, driver = self._settings, run.driver
+            if not settings.is_training:  # training is over
+                return
+            interval, step = settings.save_interval, settings.step
+            settings.restore_interval()
+            settings.loss = None
+            if step is not None and step != run.state.timestamp.batch:
+                move(run, step)  # Megatron has skipped iterations
+            if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
+                self._states[step] = copy.deepcopy(own_state(run))  # for the checkpoint that is being written
+            if driver.listen():
+                self._listens_to_step = driver.has_listeners
+                self._listens_to_forward = self._listens_to_step and not self._is_pipelined
+                self._forward.listen(self._listens_to_forward)
+                self._steps.listen(self._listens_to_step)
+            self._forward.in_step = self._listens_to_forward
+            if not self._listens_to_forward:
+                driver.start_step()
+            if not self._listens_to_step and driver.is_read:
+                driver.start("optimizer_step")  # records the learning rate that the step will use
+        except BaseException as error:
+            self._leave(error)
 
-    @_with_run
-    def on_train_step_end(self, run: HostedRun, context: Any) -> None:
+    def on_train_step_end(self, context: Any) -> None:
         """End the step: optimizer and scheduler have stepped."""
-        settings, driver = self._settings, run.driver
-        if not settings.is_training:  # training is over
+        if self._has_given_up:
             return
-        self._forward.in_step = False
-        if not driver.parts["train_step"].is_open:
-            driver.synthesized.add("fetch")
-            driver.start_and_end("fetch")
-            driver.start_step()
-        settings.loss, run.other_losses = _losses(context.loss_dict or {})
-        run.step_skipped = bool(context.skipped_iter)
-        if run.step_skipped and driver.is_read:  # torch's optimizer was not called
-            driver.start_and_end("clip_gradients")
-            driver.start_and_end("optimizer_step")
-        norm = context.grad_norm
-        if run.spans.train_step.ends is not None:  # a callback listens to it
-            run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
-        if norm is not None and run.manager.has_listeners.on_log:
-            run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
-        run.end_step()
-        if self._is_pipelined:
-            run.records.last_loss = None  # only the last stage has a loss, and its mean would need a collective of all ranks
-        self._is_due_fired = True
-        if not self._is_checked and not run.step_skipped:
-            self._is_checked = True
-            self._support(run).after_first_step(run.driver)
-        if run.control.pending:
-            self._stop_if_asked(run, ahead=1)  # Megatron counts the step after this event
+        try:
+            run = self._run or self._begin(context)
+            settings, driver = self._settings, run.driver
+            if not settings.is_training:  # training is over
+                return
+            self._forward.in_step = False
+            if not driver.parts["train_step"].is_open:
+                driver.synthesized.add("fetch")
+                driver.start_and_end("fetch")
+                driver.start_step()
+            settings.loss, run.other_losses = _losses(context.loss_dict or {})
+            run.step_skipped = bool(context.skipped_iter)
+            if run.step_skipped and driver.is_read:  # torch's optimizer was not called
+                driver.start_and_end("clip_gradients")
+                driver.start_and_end("optimizer_step")
+            norm = context.grad_norm
+            if run.spans.train_step.ends is not None:  # a callback listens to it
+                run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
+            if norm is not None and run.manager.has_listeners.on_log:
+                run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
+            run.end_step()
+            if self._is_pipelined:
+                run.records.last_loss = None  # only the last stage has a loss, and its mean would need a collective of all ranks
+            self._is_due_fired = True
+            if not self._is_checked and not run.step_skipped:
+                self._check_first_step(run)
+            if run.control.pending:
+                self._stop_if_asked(run, 1)  # Megatron counts the step after this event
+        except BaseException as error:
+            self._leave(error)
 
-    def _stop_if_asked(self, run: HostedRun, *, ahead: int = 0) -> None:
-        if run.control.stop_requested is not None:
-            self._settings.stop(ahead)
+    def _stop(self, loop: int | None) -> None:
+        self._settings.stop(loop or 0)
 
     # --- evaluations and tests ---
 
-    @_with_run
+    @in_a_run
     def on_eval_start(self, run: HostedRun, context: Any) -> None:
         """Start a validation."""
         run.driver.end("data_init")
         run.eval.begin("validation", standalone=not self._settings.is_training)
         self._observe_forward(run, "eval")
 
-    @_with_run
+    @in_a_run
     def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
         """Start a step of the validation: one global batch."""
         run.eval.driver.start("eval_step")
 
-    @_with_run
+    @in_a_run
     def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
         """End the step of the validation."""
         run.eval.driver.end("eval_step")
 
-    @_with_run
+    @in_a_run
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
         """End the validation."""
         self._end_observing()
@@ -328,7 +323,7 @@ class MegatronBridgeHost(HostBase):
         elif self._settings.is_last("do_test"):
             self._release()
 
-    @_with_run
+    @in_a_run
     def on_test_start(self, run: HostedRun, context: Any) -> None:
         """Start a test."""
         run.driver.end("data_init")
@@ -336,17 +331,17 @@ class MegatronBridgeHost(HostBase):
         run.eval.driver.start("test")
         self._observe_forward(run, "test")
 
-    @_with_run
+    @in_a_run
     def on_test_step_start(self, run: HostedRun, context: Any) -> None:
         """Start a step of the test: one global batch."""
         run.eval.driver.start("test_step")
 
-    @_with_run
+    @in_a_run
     def on_test_step_end(self, run: HostedRun, context: Any) -> None:
         """End the step of the test."""
         run.eval.driver.end("test_step")
 
-    @_with_run
+    @in_a_run
     def on_test_end(self, run: HostedRun, context: Any) -> None:
         """End the test, and the run with it."""
         self._end_observing()
@@ -376,7 +371,7 @@ class MegatronBridgeHost(HostBase):
 
     # --- checkpoints ---
 
-    @_with_run
+    @in_a_run
     def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
         """Add the callbacks' states to a checkpoint that is durable. A checkpoint written in the background is of an earlier step."""
         settings = self._settings
