@@ -1,10 +1,10 @@
-"""A script that was written for NeMo AutoModel, on the sums in `arithmetic/`: only its import lines are callsheet's.
+"""A script in the style of NeMo AutoModel, trained on the sums in `arithmetic/`. Only the import lines differ from AutoModel's.
 
     python examples/automodel_style.py [FOLDER]
     torchrun --nproc_per_node 2 examples/automodel_style.py [FOLDER]
 
-Two callbacks with AutoModel's hooks, one of which runs on the first rank alone, and a configuration in AutoModel's words. NeMo AutoModel
-need not be installed. What stands under `callsheet` are fields of callsheet's own recipe, for which AutoModel has no word.
+It has two callbacks with AutoModel's hooks, one of which runs only on the first rank, and a configuration with AutoModel's keys. NeMo
+AutoModel need not be installed. The section `callsheet` has fields of callsheet's recipe for which AutoModel has no key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("finetune")
 
 
 class Log(Callback):
-    """Say what goes on; the log is quiet on ranks above 0."""
+    """Log the progress of training. callsheet keeps the log of ranks above 0 quiet."""
 
     def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
         logger.info("training for %d steps (ranks: %d)", recipe.step_scheduler.max_steps, recipe.dist_env.world_size)
@@ -45,7 +45,7 @@ class Log(Callback):
 
 
 class Post(Callback):
-    """Collect what would be posted to a service, from the first rank."""
+    """Collect on the first rank the results that a real callback would post to a service."""
 
     def __init__(self) -> None:
         self.posted: list[str] = []

@@ -1,12 +1,12 @@
-"""Copy each published checkpoint elsewhere, while training goes on.
+"""Copy each published checkpoint to other storage while training continues.
 
     python examples/checkpoint_upload.py DESTINATION [FOLDER]
     torchrun --nproc_per_node 8 examples/checkpoint_upload.py DESTINATION [FOLDER]
 
-The destination is any URL that fsspec opens, such as `s3://bucket/runs`, `gs://bucket/runs` or `file:///mnt/backup`. What arrives there
-is a checkpoint like the one here: `Trainer(resume=...)`, a recipe's `resume` and `LoadCheckpoint` take its URL.
+The destination is any URL that fsspec can open, such as `s3://bucket/runs`, `gs://bucket/runs` or `file:///mnt/backup`. The copy is a
+complete checkpoint: `Trainer(resume=...)`, a recipe's `resume` and `LoadCheckpoint` accept its URL.
 
-(Where checkpoints should stand there and nowhere else, `Trainer(checkpoints_folder="s3://bucket/runs")` writes them there at once.)
+(`Trainer(checkpoints_folder="s3://bucket/runs")` writes checkpoints only to that storage, without a local copy.)
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger("upload")
 
 
 class UploadCheckpoints(Callback):
-    """Copy each checkpoint to `<destination>/<run>/<name>` once it is durable here.
+    """Copy each checkpoint to `<destination>/<run>/<name>` when it is published.
 
-    It stands in a folder that all ranks write to, and is complete when it is published: one rank copies all of it. One that a saver
-    has deleted before its turn came is passed over; a newer one follows.
+    All ranks write to the checkpoint's folder, and a published checkpoint is complete, so one rank copies all of it. A checkpoint that a
+    saver has already deleted is skipped.
     """
 
     ranks = "zero"
@@ -45,7 +45,10 @@ class UploadCheckpoints(Callback):
         there = f"{root}/{ctx.run.name}/{here.name}"
         files.makedirs(there, exist_ok=True)
         try:
-            for name in (*read_manifest(here).files, MANIFEST):  # the seal comes last: half an upload is no checkpoint
+            for name in (
+                *read_manifest(here).files,
+                MANIFEST,
+            ):  # the manifest comes last: an incomplete upload is not a checkpoint
                 files.put_file(str(here / name), f"{there}/{name}")
         except (CheckpointError, FileNotFoundError):
             logger.warning("%s was deleted before it was uploaded; let the CheckpointSaver keep more", here)
@@ -67,7 +70,7 @@ def main(destination: str, folder: str = "runs") -> None:
         threads=1,
     )
     saver = CheckpointSaver(save_interval="20ba", monitor="validation/loss", keep=3)
-    upload = Background(UploadCheckpoints(destination), deadline=600)  # seconds that the run's end waits for the last upload
+    upload = Background(UploadCheckpoints(destination), deadline=600)  # the end of the run waits up to 600 s for the last upload
     pretrain(config, callbacks=[saver, upload])
 
 

@@ -1,9 +1,9 @@
-"""Metrics to a cluster's own monitoring: every rank tells the agent of its machine what it does, with the cluster's id.
+"""Send metrics to the monitoring of a cluster: every rank reports to the agent of its machine, with the cluster's id.
 
     CLUSTER_ID=blue python examples/cluster_metrics.py HOST:PORT [FOLDER]
     CLUSTER_ID=blue torchrun --nproc_per_node 2 examples/cluster_metrics.py HOST:PORT [FOLDER]
 
-The agent listens for UDP at the address. Replace `MetricsClient` by your monitoring's own.
+The agent listens for UDP packets at this address. Replace `MetricsClient` with the client of your monitoring system.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class MetricsClient:
-    """Sends facts as JSON, a datagram each."""
+    """Sends each message as JSON in one UDP packet."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -34,21 +34,21 @@ class MetricsClient:
 
 
 class ClusterMetrics(Callback):
-    """Send this rank's loss and the gradient norm every few steps, off the training thread.
+    """Send this rank's loss and gradient norm every few steps, from a background thread.
 
-    The loss is this rank's own, before it is averaged: what differs between machines is what a cluster's people look for.
+    The loss is that of this rank, before it is averaged, so that differences between machines are visible.
     """
 
     phase = "report"
     lane = "background"
-    snapshot_fields = ("loss", "grad_norm", "learning_rate")  # what is copied for it; nobody waits for the device
+    snapshot_fields = ("loss", "grad_norm", "learning_rate")  # the fields to copy; training does not wait for the device
 
     def __init__(self, address: str, *, cluster_id: str) -> None:
         self.address = address
         self.cluster_id = cluster_id
 
     def on_run_start(self, ctx: Context) -> None:
-        self.client = MetricsClient(self.address)  # here and not in the constructor: each process opens its own
+        self.client = MetricsClient(self.address)  # not in the constructor, because each process opens its own socket
 
     @every("5ba")
     def on_train_step_end(self, ctx: Context) -> None:

@@ -1,7 +1,8 @@
-"""A program as it is written for Composer, trained with callsheet: only the import lines differ from its own.
+"""A script in the style of Composer, trained with callsheet. Only the import lines differ from Composer's.
 
-Run it: python examples/composer_style.py
-It fits a line for three epochs, in a moment.
+    python examples/composer_style.py
+
+It fits a line for three epochs, which takes about a second.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from callsheet.compat.composer.callbacks import LRMonitor, SpeedMonitor
 
 
 class Line(torch.nn.Module):
-    """A model as Composer wants it."""
+    """A model with the methods that Composer needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class Line(torch.nn.Module):
 
 
 class Best(Callback):
-    """The smallest loss of a batch, and in which epoch it was."""
+    """Log the smallest loss so far, and print it after each epoch."""
 
     def __init__(self) -> None:
         self.best = float("inf")

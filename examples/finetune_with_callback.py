@@ -1,10 +1,10 @@
-"""Fine-tuning with callbacks of one's own, on the sums in `arithmetic/`.
+"""Fine-tuning with your own callbacks, on the sums in `arithmetic/`.
 
     python examples/finetune_with_callback.py [FOLDER]
     torchrun --nproc_per_node 8 examples/finetune_with_callback.py [FOLDER]
 
-Two classes and a function, in one manager: lines in the log with a prefix, metrics collected for a report elsewhere, and a look at the
-gradients every few steps. They know nothing of fine-tuning: any recipe, and any Trainer, takes them.
+Two classes and a function in one manager: one writes log lines with a prefix, one collects metrics for a JSON report, and one prints the
+largest gradient every few steps. None of them depends on fine-tuning: they work with any recipe and any Trainer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("finetune")
 
 
 class PrefixedLog(Callback):
-    """Say in the log what goes on, each line with a prefix. On ranks above 0 the Trainer keeps the log quiet: no gate is needed."""
+    """Log the progress of the run, each line with a prefix. The Trainer keeps the log of ranks above 0 quiet, so no rank gate is needed."""
 
     phase = "report"
 
@@ -63,10 +63,10 @@ class PrefixedLog(Callback):
 
 
 class MetricsCollector(Callback):
-    """Collect records, evaluations and checkpoints, and write them to one JSON file when the run ends, however it ends.
+    """Collect records, evaluations and checkpoints, and write them to one JSON file when the run ends, even if it fails.
 
-    All ranks collect, since what a record holds is the same on all of them; the first one writes. What was collected is this callback's
-    state: a resumed run goes on with it.
+    All ranks collect, because a record is the same on all ranks; only the first rank writes the file. The collected values are this
+    callback's state, so a resumed run continues with them.
     """
 
     phase = "report"
@@ -103,9 +103,9 @@ class MetricsCollector(Callback):
 
 @rank_zero_only
 def look_at_gradients(ctx: Context) -> None:
-    """Name the parameter with the largest gradient: at a step's end the gradients are still there.
+    """Print the parameter with the largest gradient. Gradients are still available at the end of a step.
 
-    (Not for sharded models, whose norms take all ranks to compute: `OptimizerMonitor` does that.)
+    (This does not work for sharded models, whose norms need all ranks. `OptimizerMonitor` supports them.)
     """
     norms = {name: weight.grad.norm() for name, weight in ctx.model.named_parameters() if weight.grad is not None}
     name = max(norms, key=lambda name: norms[name].item())
@@ -124,9 +124,7 @@ def main(folder: str = "runs") -> None:
         sequence_length=64,
         train=Rows(str(ROWS / "train.jsonl")),
         validation={name: Rows(str(ROWS / f"{name}.jsonl")) for name in ("addition", "subtraction")},
-        model=LanguageModel(
-            hidden_size=32, layers=1, heads=2, intermediate_size=64
-        ),  # path="..." for one that is trained already
+        model=LanguageModel(hidden_size=32, layers=1, heads=2, intermediate_size=64),  # path="..." loads a pretrained model
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         evaluate_first=False,
         samples=0,

@@ -1,9 +1,9 @@
-"""A reporter of one's own: records and evaluations as JSON to an HTTP endpoint, off the training thread.
+"""Your own reporter: post records and evaluations as JSON to an HTTP endpoint, from a background thread.
 
     python examples/http_reporter.py URL [FOLDER]
     torchrun --nproc_per_node 2 examples/http_reporter.py URL [FOLDER]
 
-Training does not wait for the endpoint. One that is down or slow costs records, never the run: what failed is counted, and is told in
+Training does not wait for the endpoint. If it is down or slow, reports are lost, but the run continues. Failures are counted, and appear in
 the log and in the run's report.
 """
 
@@ -19,9 +19,9 @@ from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 
 
 class HTTPReporter(Callback):
-    """Post every record, every evaluation and how the run ended."""
+    """Post every record, every evaluation and the outcome of the run."""
 
-    phase = "report"  # after those who add to the record
+    phase = "report"  # after the callbacks that add to the record
     ranks = "zero"  # a record is the same on all ranks
     lane = "background"  # a thread and a queue of its own
 
@@ -40,7 +40,7 @@ class HTTPReporter(Callback):
 
     def _post(self, facts: dict[str, Any]) -> None:
         request = Request(self.url, json.dumps(facts).encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=self.timeout):  # what it raises is this callback's failure, not the run's
+        with urlopen(request, timeout=self.timeout):  # an exception here does not end the run
             pass
 
 

@@ -1,9 +1,9 @@
-"""A callback in InstructLab Training's style, in one of its fine-tuning jobs: only the import line is callsheet's.
+"""A callback in the style of InstructLab Training, in a fine-tuning job. Only the import line differs from InstructLab's.
 
     python examples/instructlab_style.py [FOLDER]
 
-The model is a tiny one with random weights, on the sums in `arithmetic/`. The callback is made here with its argument, and arrives so on
-each of two ranks; it is told on no training thread, in InstructLab's order, and nothing that it is told gets lost.
+The model is tiny, has random weights, and trains on the sums in `arithmetic/`. The callback is created here with its argument, and sent to
+each of two ranks. A background thread calls it there, in InstructLab's order, and no event is dropped.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ ROWS = Path(__file__).resolve().parent / "arithmetic"
 
 
 class Progress(TrainerCallback):
-    """Says every few steps how training fares, on the first rank."""
+    """Print the loss every few steps, on the first rank."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     async def on_log(self, context: TrainingContext) -> None:
         if context.is_world_process_zero and context.step % self.every == 0:
-            await asyncio.sleep(0)  # where a request to a server would be awaited
+            await asyncio.sleep(0)  # a real callback would await a request to a server here
             print(f"step {context.step}, epoch {context.epoch}: loss {context.loss:.3f}", flush=True)
 
     def on_evaluate(self, context: TrainingContext) -> None:
@@ -41,7 +41,7 @@ class Progress(TrainerCallback):
 
 
 def tiny_model(folder: Path) -> None:
-    """A model with random weights, where there is none yet."""
+    """Save a model with random weights, unless it exists."""
     import torch
     from transformers import AutoModelForCausalLM
 

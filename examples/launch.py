@@ -1,9 +1,9 @@
-"""Training on two ranks of this machine, started from this script: no torchrun, and the callbacks are made here.
+"""Training on two ranks of this machine, started from this script without torchrun. The callbacks are created here.
 
     python examples/launch.py [FOLDER]
 
-The callbacks arrive on each rank as they are made here: with their arguments, and with the state that they have. Ctrl-C, or SIGTERM, has all
-ranks save a checkpoint; run it again and it goes on from there.
+The callbacks are sent to each rank with their arguments and their state. On Ctrl-C or SIGTERM all ranks save a checkpoint. Run the script
+again to resume from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from callsheet.trainer import Parallel
 
 
 class Milestones(Callback):
-    """Say when the loss falls below the next of some limits; those that are reached are its state."""
+    """Print when the loss falls below each of some limits. The number of limits reached is saved in checkpoints."""
 
     phase = "report"
 
@@ -44,7 +44,7 @@ class Milestones(Callback):
 
 
 def train(folder: str, epochs: int, callbacks: list[Callback]) -> dict[str, float]:
-    """What one rank does."""
+    """Train on one rank."""
     torch.manual_seed(0)
     inputs = torch.randn(1000, 16)
     data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))

@@ -1,8 +1,8 @@
-"""Training on several ranks of one machine, sharded, with checkpoints that are written while training goes on.
+"""Sharded training on several ranks of one machine, with checkpoints that are written in the background.
 
     torchrun --nproc_per_node 2 examples/many_ranks.py [FOLDER]
 
-Run it again and it goes on from where it was; with another number of ranks too, from the end of an epoch.
+Run it again to resume. After a complete epoch it also resumes with another number of ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.trainer import Parallel
 
 
-class Say(Callback):
-    """The record, which is the same on all ranks, told by one of them."""
+class PrintLosses(Callback):
+    """Print the losses of each record, on one rank: a record is the same on all ranks."""
 
     @rank_zero_only
     def on_log(self, ctx: Context) -> None:
@@ -47,7 +47,7 @@ def main(folder: str) -> None:
         runs_folder=folder,
         resume="auto",
         seed=1,
-        callbacks=[Say(), CheckpointSaver()],
+        callbacks=[PrintLosses(), CheckpointSaver()],
     ) as trainer:
         trainer.fit()
 

@@ -1,7 +1,8 @@
-"""Callbacks as they are written for Megatron Bridge, trained with here: only the import lines differ from its own.
+"""Callbacks in the style of Megatron Bridge. Only the import lines differ from Megatron Bridge's.
 
-Run it: python examples/megatron_bridge_style.py [folder]
-It trains a tiny model of Qwen's architecture on the source of Python's own library, a few seconds on a CPU.
+    python examples/megatron_bridge_style.py [FOLDER]
+
+It trains a tiny model with Qwen's architecture on the source of Python's standard library, for a few seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from callsheet.compat.megatron_bridge import (
 
 
 class Clock(Callback):
-    """How long the run takes, and its steps."""
+    """Count the steps, and print how long training took."""
 
     def on_train_start(self, context: CallbackContext) -> None:
         context.user_state["began"] = time.perf_counter()
@@ -36,13 +37,13 @@ class Clock(Callback):
 
 
 def show_loss(context: CallbackContext) -> None:
-    step = context.state.train_state.step + 1  # it moves after this
+    step = context.state.train_state.step + 1  # it is incremented after this event
     if context.loss_dict and step % context.state.cfg.logger.log_interval == 0:
         print(f"step {step}: lm loss {context.loss_dict['lm loss']:.3f}, gradient norm {context.grad_norm:.3f}")
 
 
 def small(folder: Path) -> ConfigContainer:
-    """Qwen 2.5, shrunk until it trains on a CPU."""
+    """Return the configuration of Qwen 2.5, made small enough to train on a CPU."""
     config = qwen25_500m_pretrain_config()
     config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size = 1, 32, 64
     config.model.num_attention_heads, config.model.num_query_groups = 4, 2
@@ -60,6 +61,6 @@ def small(folder: Path) -> ConfigContainer:
 manager = CallbackManager()
 manager.add(Clock())
 manager.register("on_train_step_end", show_loss)
-manager.register("on_eval_end", lambda context: print(f"validation: {context.total_loss_dict['lm loss']:.3f}"))  # type: ignore[index]  # it is told
+manager.register("on_eval_end", lambda context: print(f"validation: {context.total_loss_dict['lm loss']:.3f}"))  # type: ignore[index]  # set here
 manager.register("on_checkpoint_save", lambda context: print(f"saved step {context.state.train_state.step}"))
 pretrain(small(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/megatron-bridge-style")), forward_step, callbacks=manager)

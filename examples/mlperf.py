@@ -1,4 +1,4 @@
-"""An MLPerf Training result, of a model that is far too small: how to write one, and how to have it checked.
+"""Write an MLPerf Training result and check it. The model is far too small for a real result.
 
 python examples/mlperf.py
 python -m mlperf_logging.compliance_checker --usage training --ruleset 6.1.0 runs/mlperf/mlperf/results/*/llama31_8b/result_0.txt
@@ -13,16 +13,16 @@ from callsheet.callbacks import MLPerfCallback
 
 
 def main() -> None:
-    """Train a line through points until the loss is small enough."""
+    """Fit a line to points until the loss is small enough."""
     torch.manual_seed(0)
     inputs = torch.linspace(-1, 1, 64).unsqueeze(1)
     data = list(zip(inputs.split(8), (3 * inputs + 1).split(8), strict=True))
     result = MLPerfCallback(
         benchmark="llama31_8b",
-        target=0.05,  # of `validation/loss`, unless a monitor says otherwise
+        target=0.05,  # for `validation/loss`, the default of `monitor`
         submitter="Example",
         ruleset="6.1.0",
-        hyperparameters={  # what the rules want, and the run cannot know
+        hyperparameters={  # values that the rules require and the run does not know
             "train_samples": len(inputs),
             "eval_samples": len(inputs),
             "lowest_numerical_precision_in_linear": "fp32",

@@ -1,10 +1,11 @@
-"""An exponential moving average of the weights: the built-in one, and one written by hand.
+"""An exponential moving average of the weights: the built-in callback, and a handwritten one.
 
     python examples/moving_average.py [FOLDER]
     torchrun --nproc_per_node 2 examples/moving_average.py [FOLDER]
 
-Both evaluate the average, and find the same. The built-in one also saves it in checkpoints, resumes exactly, leaves it in the model for the
-export, averages buffers and shards, and keeps half precision in single; the one by hand shows how little the idea takes.
+Both evaluate the average, with the same results. The built-in callback also saves the average in checkpoints, resumes exactly, leaves it in
+the model for the export, averages buffers and shards, and keeps the average of half-precision weights in float32. The handwritten callback
+shows how little code the idea needs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 class HandwrittenEMA(Callback):
     """Evaluate with an average of the weights, `average += (1 - decay) * (weights - average)` after each step."""
 
-    phase = "change"  # before all who look at the model
+    phase = "change"  # before all callbacks that read the model
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -37,7 +38,7 @@ class HandwrittenEMA(Callback):
     def on_eval_all_start(self, ctx: Context) -> None:
         self.swap(ctx)
 
-    @at("restore")  # after all who look at the model
+    @at("restore")  # after all callbacks that read the model
     def on_eval_all_end(self, ctx: Context) -> None:
         self.swap(ctx)
 
@@ -64,7 +65,7 @@ def main(folder: str = "runs") -> None:
             max_duration="60ba",
             eval_interval="30ba",
             batch_size=8,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.03),  # high: the weights go to and fro
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.03),  # high, so that the weights oscillate
             model=LanguageModel(hidden_size=32, layers=1, heads=2, intermediate_size=64),
             data=ByteFiles(sequence_length=64, validation_windows=32),
             prompts=[],

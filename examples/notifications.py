@@ -1,10 +1,10 @@
-"""Word of a run to a webhook: that it began, that it is good enough, how it fares, and how it ended or failed.
+"""Send notifications of a run to a webhook: its start, its progress, when it reaches a goal, and its end or failure.
 
     NOTIFY_URL=https://example.org/hook python examples/notifications.py [FOLDER]
     NOTIFY_URL=https://example.org/hook torchrun --nproc_per_node 2 examples/notifications.py [FOLDER]
 
-The URL of a hook is often a secret: it is read from the environment, and stands in no record of the run. `to="slack"` beside it posts to
-Slack, and `Notify(to="mailto:me@example.org", server="smtp+starttls://...")` sends mail.
+The URL of a webhook is often a secret. It is read from the environment, and no record of the run contains it. With `to="slack"` the messages
+go to Slack, and `Notify(to="mailto:me@example.org", server="smtp+starttls://...")` sends mail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(folder: str = "runs") -> None:
         url_env="NOTIFY_URL",
         on=["start", "end", "failure", "preemption"],
         every="20ba",
-        when="validation/loss < 4.5",  # told once, when it gets there
+        when="validation/loss < 4.5",  # sent once, when it becomes true
     )
     pretrain(config, callbacks=notify)
 

@@ -1,4 +1,4 @@
-"""Callbacks in a loop of your own, with torch alone: three spans, and the fields that the callbacks read.
+"""Callbacks in your own training loop: three spans, and the fields that the callbacks read. Needs only torch.
 
 python examples/own_loop.py
 """
@@ -16,12 +16,11 @@ class Printer(Callback):
     phase = "report"
 
     def on_log(self, ctx: Context) -> None:
-        """Print it."""
         print(ctx.step, ctx.record.values)
 
 
 def main() -> None:
-    """Train a line through points."""
+    """Fit a line to points."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     inputs = torch.linspace(-1, 1, 64).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""A learning rate that falls when the validation loss no longer does.
+"""Reduce the learning rate when the validation loss stops improving.
 
 python examples/plateau.py [FOLDER]
 torchrun --nproc_per_node 2 examples/plateau.py [FOLDER]
@@ -20,8 +20,8 @@ from callsheet.recipes import ByteFiles, LanguageModel, PretrainConfig, pretrain
 class ReduceOnPlateau(Callback):
     """Multiply the learning rate by `factor` when the metric has not fallen by `min_delta` in `patience` evaluations in a row.
 
-    What is evaluated is the same on all ranks, so all of them decide alike. A scheduler beside it would set the rate again at the next
-    step: this one is for recipes without.
+    Results of evaluations are the same on all ranks, so all ranks make the same decision. Do not combine it with a scheduler, which would
+    overwrite the rate at the next step.
     """
 
     phase = "change"
@@ -37,7 +37,7 @@ class ReduceOnPlateau(Callback):
         self.waited = 0
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        if ctx.standalone or self.dataset not in ctx.eval_results:  # an evaluation by hand, or this dataset was not due
+        if ctx.standalone or self.dataset not in ctx.eval_results:  # a standalone evaluation, or the dataset was not due
             return
         value = ctx.eval_results[self.dataset][self.metric]
         if value < self.best - self.min_delta:
@@ -49,10 +49,10 @@ class ReduceOnPlateau(Callback):
         self.waited = 0
         for group in ctx.optimizer.param_groups:
             group["lr"] *= self.factor
-        self.say(ctx, value)
+        self.print_rate(ctx, value)
 
     @rank_zero_only
-    def say(self, ctx: Context, value: float) -> None:
+    def print_rate(self, ctx: Context, value: float) -> None:
         rate = ctx.optimizer.param_groups[0]["lr"]
         print(f"step {ctx.step}: {self.metric} {value:.3f}, the best is {self.best:.3f}: learning rate {rate:.2g}", flush=True)
 
