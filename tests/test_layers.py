@@ -142,6 +142,19 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert ran.stdout == "[] Callback\n", ran.stderr
 
 
+def test_the_manager_is_imported_at_its_first_use() -> None:
+    """A file of callbacks needs neither the manager nor the state of a run. They take half of the package's import time."""
+    code = (
+        "import sys, callsheet\n"
+        "loaded = lambda: sorted({'callsheet.core.manager', 'callsheet.core.run_state'} & sys.modules.keys())\n"
+        "before = loaded()\n"
+        "callsheet.CallbackManager, callsheet.TrainState\n"
+        "print(before, loaded())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout == "[] ['callsheet.core.manager', 'callsheet.core.run_state']\n", ran.stderr
+
+
 def test_lanes_are_imported_when_a_handler_has_one() -> None:
     code = (
         "import sys, callsheet\n"
