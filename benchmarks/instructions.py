@@ -1,18 +1,19 @@
-"""What hosts, guests and trainers add to a step, in instructions and estimated cycles, which no other tenant of the machine can disturb.
+"""What hosts, guests and trainers add to a step, in instructions and estimated cycles. Other work on the machine does not disturb them.
 
-Valgrind counts the instructions of forty steps, two records among them, of the training thread, and the misses of
-the machine's caches, which it simulates: Python that runs once a step finds them full of the operations' data. A cycle an instruction, ten more
-for what the first cache misses, and a hundred more for what the last one does, are the cycles that KCachegrind estimates. What a host adds is
-what its run takes more than the same loop with one empty callback of the host's framework; it is given as a multiple of what Ignite's
-engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step where the promises were made: 20 µs are 2 of
-it, 50 µs are 5, and the Trainer was to add no more than Ignite does.
+Valgrind counts the instructions that the training thread executes in forty steps, two metrics records among them. It also simulates the
+machine's caches: Python code that runs once a step finds them full of the operations' data. A cycle for each instruction, ten more for each
+miss of the first cache and a hundred for each miss of the last one are the cycles that KCachegrind estimates.
 
-A guest is held against its own framework's dispatch: see `guests.py`.
+What a host adds is what its run takes more than the same loop with one empty callback of the host's framework. It is given as a multiple of
+what Ignite's engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step on the machine on which the targets
+were set: 20 µs are 2 of it, 50 µs are 5, and the Trainer's target is what Ignite adds.
+
+A guest is compared with its own framework's dispatch: see `guests.py`.
 
     python benchmarks/instructions.py hosts [--of lightning,ignite]
     python benchmarks/instructions.py guests [--of lightning,ignite]
 
-It needs `valgrind`, and takes about four minutes a host, and two a guest.
+It needs `valgrind`, and takes about four minutes for each host, and two for each guest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import trainer as peers
 from timing import machine
 
 MISS, LAST_MISS = 10, 100  # cycles: <https://valgrind.org/docs/manual/cg-manual.html>, and KCachegrind's formula
-WARM, COUNTED = 30, 40  # steps that are passed over, and those whose instructions are counted
+WARM, COUNTED = 30, 40  # steps before the count, and steps whose instructions are counted
 RECORD_EVERY = 20
 HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
 FRAMEWORKS = ("composer", "huggingface", "ignite", "keras", "lightning", "megatron_bridge", "torchtnt")
@@ -47,7 +48,7 @@ FRAMEWORKS = ("composer", "huggingface", "ignite", "keras", "lightning", "megatr
 
 
 class Forwards:
-    """Counts the forwards of a model, which are steps, and has valgrind collect during those that matter."""
+    """Counts the forwards of a model, one for each step, and makes valgrind count the instructions of `COUNTED` of them."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -61,7 +62,7 @@ class Forwards:
 
 
 def run_a_home(name: str) -> None:
-    """Train with an empty callback of its own, with a host of nothing, and with a host of ten."""
+    """Train with an empty callback of the framework's own, with a host without callbacks, and with a host of ten."""
     homes.home(name)
     collecting()
     for having in homes.WITH:
@@ -69,14 +70,14 @@ def run_a_home(name: str) -> None:
 
 
 def run_peers() -> None:
-    """The bare loop, and the trainers over it."""
+    """Train with the bare loop, and with the trainers."""
     collecting()
     for loop in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
         homes.train_a_peer(loop, Forwards().noted, steps=WARM + COUNTED + 8)
 
 
 class Clock:
-    """In the place of a clock that is read at the beginning and at the end of what matters."""
+    """Replaces a clock that is read at the start and the end of what is counted."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -91,7 +92,7 @@ class Clock:
 
 
 def run_a_framework(name: str) -> None:
-    """Tell ten of its callbacks at home; then nobody, and ten guests, here."""
+    """Dispatch to ten of its callbacks as the framework does; then train in our loop without guests, and with ten."""
     import guests
 
     framework = getattr(guests, name)()
@@ -112,7 +113,7 @@ def run_a_framework(name: str) -> None:
 
 
 def collecting() -> None:
-    """From here on valgrind counts where it is asked to; until here it would only have taken long."""
+    """Let valgrind instrument the program from here on. Before this it would only have been slow."""
     subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
 
 
@@ -120,65 +121,77 @@ def collecting() -> None:
 
 
 class Count(NamedTuple):
-    """Of a step."""
+    """The instructions and cycles of a step."""
 
     instructions: float
     cycles: float
 
     def over(self, floor: Count) -> Count:
-        """What it is more."""
+        """Return how much more it is than `floor`."""
         return Count(self.instructions - floor.instructions, self.cycles - floor.cycles)
 
     def shown(self, unit: Count) -> str:
-        """Both, and as multiples of a unit."""
+        """Return both as text, also as multiples of a unit."""
         return f"{self.instructions:,.0f} | {self.instructions / unit.instructions:.1f} | {self.cycles:,.0f} | {self.cycles / unit.cycles:.1f}"
 
     @classmethod
     def read(cls, path: Path) -> Count:
-        """A file of callgrind's."""
+        """Read one of callgrind's files."""
         text = path.read_text()
         names, numbers = (re.findall(rf"^{line}: (.*)", text, re.M)[-1].split() for line in ("events", "totals"))
         of = {
             name: int(number) / COUNTED for name, number in itertools.zip_longest(names, numbers, fillvalue="0")
-        }  # it leaves out zeros
+        }  # callgrind leaves out zeros
         misses, last = ([value for name, value in of.items() if name[:2] in level] for level in (("I1", "D1"), ("IL", "DL")))
         return cls(of["Ir"], of["Ir"] + MISS * sum(misses) + LAST_MISS * sum(last))
 
 
-def counted(what: str, whose: str) -> list[Count]:
-    """What every run of a child takes."""
+def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> list[Count]:
+    """Return what every training of a child process takes.
+
+    Args:
+        whose: a home of `homes.py`, whose interpreter runs the child, or any other word.
+        script: the child's file.
+        arguments: the child's.
+        caches: whether valgrind simulates the caches, which takes twice as long.
+    """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
-                *(
-                    "valgrind",
-                    "--tool=callgrind",
-                    "--instr-atstart=no",
-                    "--collect-atstart=no",
-                    "--trace-children=no",
-                    "--cache-sim=yes",
-                ),
-                *(f"--callgrind-out-file={folder}/out", homes.python_of(whose), __file__, what, "--child", whose),
+                *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
+                *(f"--cache-sim={'yes' if caches else 'no'}", f"--callgrind-out-file={folder}/out"),
+                *(homes.python_of(whose), script, *arguments),
             ],
             capture_output=True,
             text=True,
             check=False,
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # with other hashes, dicts and sets take other instructions
         )
         if done.returncode:
             raise RuntimeError(f"{whose}: {done.stderr[-2000:]}")
         return [Count.read(path) for path in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))]
 
 
+def prepare_child() -> None:
+    """Leave out of a child what would disturb its counts."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def check_valgrind(parser: argparse.ArgumentParser) -> None:
+    if shutil.which("valgrind") is None:
+        parser.error("valgrind is not installed; it is a package of that name in most distributions")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(HOSTS, GUESTS))
-    parser.add_argument("--of", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--of", default="", help="such as lightning,ignite; by default all that are installed")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
+        prepare_child()
         if given.child == PEERS:
             run_peers()
         elif given.what == GUESTS:
@@ -186,8 +199,7 @@ def main() -> None:
         else:
             run_a_home(given.child)
         return
-    if shutil.which("valgrind") is None:
-        parser.error("valgrind is not here; it is a package of that name in most distributions")
+    check_valgrind(parser)
     wanted = [name for name in given.of.split(",") if name]
     if given.what == GUESTS:
         print_guests(wanted)
@@ -196,8 +208,8 @@ def main() -> None:
 
 
 def print_hosts(wanted: list[str]) -> None:
-    """Of trainers too."""
-    bare, ignite, ignite_ten, ours, ours_ten = counted(HOSTS, PEERS)
+    """Print the tables of the trainers and the hosts."""
+    bare, ignite, ignite_ten, ours, ours_ten = counted(PEERS, __file__, HOSTS, "--child", PEERS)
     unit = ignite.over(bare)
     print(
         f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare.instructions:,.0f} instructions in {bare.cycles:,.0f} cycles,"
@@ -209,17 +221,17 @@ def print_hosts(wanted: list[str]) -> None:
         print(f"| {name} | {none.over(bare).shown(unit)} | {ten.over(bare).shown(unit)} |")
     print(f"\n| a host, nobody listens | {figures} | ten callbacks of four events: {figures} |\n|{' --- |' * 9}", flush=True)
     for name in wanted or homes.names():
-        empty, nobody, ten = counted(HOSTS, name)
+        empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
         print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
 
 
 def print_guests(wanted: list[str]) -> None:
-    """Of each framework."""
+    """Print the table of the guests."""
     print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
     print("| a callback of | instructions a step at home | as a guest | | cycles at home | as a guest | |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in wanted or FRAMEWORKS:
-        home, none, ten = counted(GUESTS, name)
+        home, none, ten = counted(name, __file__, GUESTS, "--child", name)
         shown = [
             f"{there / 10:,.0f} | {here / 10:,.0f} | {here / there:.2f} x"
             for there, here in zip(home, ten.over(none), strict=True)

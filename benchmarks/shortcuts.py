@@ -1,0 +1,297 @@
+"""What the mechanisms that make a step cheaper are worth: the instructions that callsheet adds to a step with each and without it.
+
+One process trains again and again. In each training after the first, one mechanism is replaced by plain code that does the same. The
+instructions are counted as in `instructions.py`. A mechanism earns its place if, without it, callsheet adds at least 2 % more in one loop.
+
+    python benchmarks/shortcuts.py [--of trainer,lane,bare,huggingface]
+
+It needs `valgrind`, and takes about a minute for each training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import homes
+import trainer as peers
+from callsheet import Background, Callback, Context, Trainer
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.callbacks import ActivationMonitor, GarbageCollection, OptimizerMonitor
+from callsheet.core import context
+from callsheet.core.run_state import TrainState
+from callsheet.errors import FieldNotAvailable
+from callsheet.lanes import capture
+from instructions import COUNTED, RECORD_EVERY, WARM, Forwards, check_valgrind, collecting, counted, prepare_child
+from timing import machine
+
+EARNS = 2.0  # per cent of what callsheet adds
+STEPS = WARM + COUNTED + 8
+TRAINER, LANE, DELIVERY = "trainer", "lane", "delivery"
+NAMES = {TRAINER: "Trainer", LANE: "Trainer, its own thread", DELIVERY: "Trainer, the lane's thread"}
+DEFAULT = (TRAINER, LANE, DELIVERY, "bare", "huggingface")
+
+
+# --- each mechanism, replaced by plain code ---
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def close(self: Context, event: str) -> None:
+    """Close the fields in a loop over their names."""
+    for name, keeps in context._CLOSED_BY.get(event, ()):
+        if not (keeps and name in self.kept):
+            setattr(self, name, None)
+            delattr(self, name)
+
+
+def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
+    """Capture and deliver in loops over the names of the fields."""
+    of_state = [f"state.{name}" for name in capture._OF_STATE]
+    read = attrgetter("step", "epoch", *of_state, *names)
+
+    def enqueuer(snapshot_class_for: Any, deliver: Any, registration: Any, queue: Any, otherwise: Any) -> Any:
+        kind, known, loss_is_new = None, None, False
+
+        def may_change(values: tuple[Any, ...], place: int) -> bool:
+            value = values[place]
+            return type(value) not in capture._PLAIN and not (place == new and loss_is_new and capture._is_lone(value))
+
+        def enqueue(ctx: Context) -> Any:
+            nonlocal kind, known, loss_is_new
+            try:
+                if ctx.state is not known:
+                    kind, known = snapshot_class_for(ctx)
+                    loss_is_new = ctx.loss_is_new
+                values = (deliver, kind, *read(ctx))
+            except FieldNotAvailable:
+                return otherwise(ctx)
+            if registration.is_off or any(may_change(values, place) for place in changing):
+                return otherwise(ctx)
+            if len(queue.items) < queue.room:
+                return queue.items.append(values)
+            return queue.put(values)
+
+        return enqueue
+
+    def deliverer(capturing: Any, event: str, registration: Any, handler: Any, answered: Any, fails: Any) -> Any:
+        def deliver(values: Any) -> None:
+            if registration.is_off and registration.is_silent_at(event):
+                return
+            made = object.__new__(values[1])
+            try:
+                made.state = object.__new__(TrainState)
+                made.step, made.epoch = values[2:4]
+                arrived = values if type(values) is tuple else capturing.arrived(values)
+                for name, value in zip(capture._OF_STATE, arrived[4:], strict=False):
+                    setattr(made.state, name, value)
+                for name, value in zip(names, arrived[capture._BEFORE_FIELDS :], strict=True):
+                    setattr(made, name, value)
+                if arrived is not values:
+                    capturing.drop_unavailable(made)
+                if (answer := handler(made)) is not None:
+                    answered(answer)
+            except BaseException as error:
+                fails(made, error)
+            else:
+                if registration.failures_in_a_row:
+                    registration.failures_in_a_row = 0
+
+        return deliver
+
+    return {"enqueuer": enqueuer, "deliverer": deliverer}
+
+
+def mute(self: Context, callback: Callback, *events: str, until: int | None = None) -> None:
+    """Do nothing if the events would be unmuted at a step: the handlers check the step themselves."""
+    if until is None:
+        MUTE(self, callback, *events)
+
+
+MUTE = Context.mute
+
+
+def driver_with(**reads: Callable[[], bool]) -> Callable[..., None]:
+    """Return a constructor of the lifecycle driver with these arguments replaced."""
+
+    def init(self: LifecycleDriver, *args: Any, **kwargs: Any) -> None:
+        INIT(self, *args, **kwargs | reads)
+
+    return init
+
+
+INIT = LifecycleDriver.__init__
+
+
+def always() -> bool:
+    return True
+
+
+Change = Callable[[], Any]
+
+CLOSE = "`Context.close`: a compiled function deletes the fields of an event"
+CAPTURE = "a lane's capture: compiled functions copy the fields of an event"
+START_STEP = "`start_step`: a step begins without the general checks"
+END_STEP = "`end_step` and `step_passes`: a step without listeners ends without setting its fields"
+LOSS_READ = "`is_loss_read`: the loss is not computed if neither records nor checkpoints need it"
+READ = "`is_read`: results of steps are not collected if nothing reads them"
+MUTING = "`ctx.mute(until=)`: handlers are unmuted at a step"
+
+CHANGES: dict[str, Change] = {
+    CLOSE: partial(replaced, Context, "close", close),
+    CAPTURE: partial(replaced, capture, "_compiled_functions", capture_functions),
+    START_STEP: partial(replaced, LifecycleDriver, "start_step", lambda self: self.start("train_step")),
+    END_STEP: partial(replaced, LifecycleDriver, "end_step", lambda self: self.end("train_step")),
+    LOSS_READ: partial(replaced, LifecycleDriver, "__init__", driver_with(is_loss_needed=always)),
+    READ: partial(replaced, LifecycleDriver, "__init__", driver_with(is_recorded=always)),
+    MUTING: partial(replaced, Context, "mute", mute),
+}
+
+
+# --- within valgrind ---
+
+
+class Subject(NamedTuple):
+    """Trainings with the same callbacks: one as it is, one without each mechanism, and one more as it is, which shows the error."""
+
+    having: str
+    mechanisms: tuple[str, ...]
+    train: Callable[[Callable[[], None]], object]
+    """Trains; calls its argument once a step."""
+
+
+def fit(made: Callable[[], list[Callback]]) -> float:
+    """Train as `trainer.py` does, with these callbacks."""
+    model, batches, optimizer = peers.parts()
+    with Trainer(
+        model,
+        peers.loss_function,
+        batches,
+        optimizer=optimizer,
+        max_duration="1ep",
+        device="cpu",
+        callbacks=made(),
+        progress=False,
+    ) as trainer:
+        trainer.fit()
+    return 0.0
+
+
+def peer(loop: Callable[[], float], noted: Callable[[], None]) -> None:
+    homes.train_a_peer(loop, noted, steps=STEPS)
+
+
+def monitors() -> list[Callback]:
+    """Return callbacks that mute themselves until a step. None of them measures in a step that is counted."""
+    return [GarbageCollection(), OptimizerMonitor(batch_log_interval=100), ActivationMonitor()]
+
+
+def in_lanes(number: int) -> list[Callback]:
+    return [Background(peers.TwoHooks()) for _ in range(number)]
+
+
+class Noting(Callback):
+    """Calls a function at the end of each step, in its lane."""
+
+    def __init__(self, noted: Callable[[], None]) -> None:
+        self._noted = noted
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self._noted()
+
+
+def deliver(noted: Callable[[], None]) -> None:
+    peer(lambda: fit(lambda: [Background(Noting(noted))]), lambda: None)
+
+
+def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, tuple[Subject, ...]]:
+    """Return the training without callsheet, if there is one, and the subjects."""
+    if name == TRAINER:
+        return partial(peer, peers.bare), (Subject("three monitors", (MUTING,), partial(peer, partial(fit, monitors))),)
+    if name == LANE:
+        of = {count: partial(peer, partial(fit, partial(in_lanes, count))) for count in (1, 10)}
+        return partial(peer, peers.bare), tuple(Subject(f"{count} in lanes", (CAPTURE,), train) for count, train in of.items())
+    if name == DELIVERY:
+        return None, (Subject("1 in a lane", (CAPTURE,), deliver),)
+
+    def host(having: str) -> Callable[[Callable[[], None]], None]:
+        return lambda noted: homes.train(name, having, noted, steps=STEPS, log_every=RECORD_EVERY)
+
+    return host(homes.EMPTY), (
+        Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(homes.NOBODY)),
+        Subject("ten callbacks", (CLOSE, START_STEP), host(homes.TEN)),
+    )
+
+
+def run_loop(name: str) -> None:
+    """Train without callsheet, then all of its subjects."""
+    empty, subjects = loop_of(name)
+    sys.setswitchinterval(1000)  # a lane's thread runs when the training thread waits, and not whenever valgrind is slow
+    if name not in (TRAINER, LANE, DELIVERY):
+        homes.home(name)
+    collecting()
+    if empty is not None:
+        empty(Forwards().noted)
+    for subject in subjects:
+        for mechanism in ("", *subject.mechanisms, ""):
+            with CHANGES[mechanism]() if mechanism else nullcontext():
+                subject.train(Forwards().noted)
+
+
+# --- around it ---
+
+
+def print_loop(name: str, most: dict[str, tuple[float, str]]) -> None:
+    """Print the rows of a loop; note in `most` where each mechanism saves most."""
+    empty, subjects = loop_of(name)
+    counts = iter(counted(name, __file__, "--child", name, caches=False))
+    floor = next(counts).instructions if empty is not None else 0.0
+    for subject in subjects:
+        first, *without, last = (next(counts).instructions - floor for _ in range(len(subject.mechanisms) + 2))
+        adds, where = (first + last) / 2, f"{NAMES.get(name, name)}, {subject.having}"
+        for mechanism, more in zip(subject.mechanisms, without, strict=True):
+            share = 100 * (more - adds) / adds
+            most[mechanism] = max(most.get(mechanism, (-100.0, "")), (share, where))
+            print(f"| {mechanism.partition(':')[0]} | {where} | {adds:,.0f} | {more:,.0f} | {share:+.1f} % |", flush=True)
+        print(f"| (nothing) | {where} | {adds:,.0f} | {last:,.0f} | {100 * (last - adds) / adds:+.1f} % |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--of", default=",".join(DEFAULT), help="loops, such as trainer,lane,bare,huggingface; any host of homes.py"
+    )
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        prepare_child()
+        run_loop(arguments.child)
+        return
+    check_valgrind(parser)
+    most: dict[str, tuple[float, str]] = {}
+    print(f"{machine()}; {COUNTED} steps of each training; (nothing) is the same training again\n")
+    print("| replaced by plain code | loop | instructions that callsheet adds to a step | without the mechanism | difference |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in arguments.of.split(","):
+        print_loop(name, most)
+    print("\n| mechanism | it saves at most | in | kept |\n| --- | --- | --- | --- |")
+    for mechanism, (share, where) in most.items():
+        print(f"| {mechanism} | {share:.1f} % | {where} | {'yes' if share >= EARNS else 'no'} |")
+
+
+if __name__ == "__main__":
+    main()
