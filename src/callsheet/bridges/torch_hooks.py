@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.copies import add_hook
+from callsheet.bridges.giving_up import is_for_user
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context
 
@@ -97,6 +98,13 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
             )
     driver.start("forward")
+
+
+class SkipsSteps(Protocol):
+    """What `SteppedHooks` needs of a run."""
+
+    driver: LifecycleDriver
+    step_skipped: bool
 
 
 class ForwardHooks(NotCopied):
@@ -281,6 +289,51 @@ class OptimizerHooks:
         for hook in (*self._before, *self._after):
             if hook not in self._kept:
                 hook.remove()
+
+
+class SteppedHooks:
+    """Report the end of the optimizer's step, for a framework that reports its start. Until then the step counts as skipped.
+
+    An error of the host is only kept in `fault`, which the host raises at the end of the step: giving up removes the hooks, and torch is
+    iterating over them.
+
+    Args:
+        run: the run. Its `step_skipped` is True when a step begins.
+        optimizers: the optimizers. The first of them to step ends the step.
+    """
+
+    def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer]) -> None:
+        self._run = run
+        self._own = run.driver.parts["optimizer_step"]
+        self._hooks = [Hook(each.register_step_post_hook) for each in optimizers]
+        self.is_observed = not self._hooks
+        """Whether the hooks are registered, so that they show whether a step was skipped. Without an optimizer, every step is."""
+        self.has_begun = True
+        """Whether the optimizer's step has begun."""
+        self.fault: Exception | None = None
+        """The first error of the host in a hook."""
+
+    def listen(self, is_read: bool) -> None:
+        """Register the hooks, or remove them if nothing reads the results of steps."""
+        self.is_observed = is_read or not self._hooks
+        for hook in self._hooks:
+            hook.install(is_read, self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        run = self._run
+        try:
+            if self.has_begun and run.step_skipped:
+                run.step_skipped = False
+                if not self._own.has_no_listeners:
+                    run.driver.end("optimizer_step")
+        except Exception as error:
+            if is_for_user(error):
+                run.driver.give_up(error)
+            self.fault = error
+
+    def remove(self) -> None:
+        """Remove the hooks from the optimizers."""
+        self.listen(False)
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:

@@ -10,16 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.giving_up import is_for_user
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.lightning.parts import Cadence, ClipHook, Saves, StepHooks, dataset_names, duration_of, plain_name
-from callsheet.bridges.torch_hooks import BackwardWatch, Mode
+from callsheet.bridges.lightning.parts import (
+    Cadence,
+    ClipHook,
+    ClosureWatch,
+    Saves,
+    StepHooks,
+    dataset_names,
+    duration_of,
+    plain_name,
+)
+from callsheet.bridges.torch_hooks import Mode, SteppedHooks
 from callsheet.core import ranks as distributed
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.errors import mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -95,22 +103,22 @@ def host(
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """See `host`."""
 
+    _IS_END_REPORTED = True
+
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
         self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may be written after its end, too
         self._loaded: Mapping[str, Any] | None = None
-        self._hooks: list[Any] = []
 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
         """Begin a run for a call of `fit` or `validate`, or with another `mode` for one of `test` or `predict`."""
-        self._has_given_up = False
+        self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
             self.manager,
@@ -125,24 +133,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             **options,
         )
         self._steps = StepHooks(run.eval.driver, run.eval.ctx, module, mode)
-        self._hooks = [self._steps]
-        self._is_first_step = self._is_first_eval_step = True
-        self._fault: Exception | None = None
-        run.fails_by(self._leave)
+        self._is_first_eval_step = True
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
-        self._support(run).before_run(NOT_FIRED, run.control)
-        run.begin()
+        self._begin_run(run, [self._steps], NOT_FIRED)
         return run
-
-    def _finish(self) -> None:
-        self._run.finish()
-        self._release()
-
-    def _release(self) -> None:
-        self._run = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run because of an error, Ctrl-C or SIGTERM."""
@@ -151,9 +145,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             return
         if type(exception).__name__ == "SIGTERMException":
             self._preempt(run)
+            self._release()
         else:
-            run.fail(exception)
-        self._release()
+            self._fail(exception)
 
     def _preempt(self, run: HostedRun) -> None:
         """End the run as preempted. Lightning stops between two batches.
@@ -201,34 +195,33 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         )
         run.evaluation.asks = cadence.ask
         self._may_fire_save = False
-        self._has_begun_optimizer_step = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._watch = watch = BackwardWatch(run.driver, run.ctx, scaler)
+        self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report)]
-        self._hooks += [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+        self._stepped = SteppedHooks(run, optimizers)
+        self._stepped.has_begun = False
+        self._stepped.listen(True)
+        self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
         self._resume(trainer, run)
         batches = trainer.num_training_batches
         self._length = int(batches) if batches != float("inf") else None
         self._set_epoch_length(trainer)
         run.driver.start("round")
-        self._stop_if_asked(trainer, run)
+        self._stop_if_asked(run, trainer)
 
     def _set_epoch_length(self, trainer: Any) -> None:
         if self._length is not None:
             self._run.state.epoch_batches = -(-self._length // trainer.accumulate_grad_batches)
 
-    @observing
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    @in_a_run
+    def on_train_epoch_start(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """Start an epoch."""
-        if self._run is not None:
-            self._start_epoch(trainer)
+        self._start_epoch(run, trainer)
 
-    def _start_epoch(self, trainer: Any) -> None:
+    def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
-        run = self._run
         state, control = run.state, run.control
         while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
             state.timestamp = state.timestamp.next_epoch()
@@ -253,7 +246,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             else:
                 run.counted = samples, tokens
                 if not parts["epoch"].is_open:
-                    self._start_epoch(trainer)
+                    self._start_epoch(run, trainer)
                 if driver.listen():
                     watch.listen(driver.is_loss_read)
                     self._listens_to_microbatch = driver.listens_to("microbatch")
@@ -263,8 +256,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
                     driver.start_and_end("fetch")
                 driver.start_step()
                 watch.total, run.step_skipped = None, True
-                self._has_begun_optimizer_step, self._may_fire_save = False, False
-            watch.is_on, self._before_batch = True, watch.total
+                self._stepped.has_begun, self._may_fire_save = False, False
+            watch.is_on, watch.before = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
                 ctx.microbatch = given
@@ -276,27 +269,22 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Start the clipping: the gradients are computed and unscaled."""
-        if self._run is None:
+        run = self._run
+        if run is None:
             return
         try:
-            watch = self._watch
-            if self._has_begun_optimizer_step:  # the optimizer evaluates its closure again, or this is another optimizer
-                self._keep_last_loss(watch)
+            watch, stepped = self._watch, self._stepped
+            if stepped.has_begun:  # the optimizer evaluates its closure again, or this is another optimizer
+                watch.keep_last()
                 return
-            self._has_begun_optimizer_step, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
-            if not self._run.driver.parts["clip_gradients"].has_no_listeners:
-                self._run.driver.start("clip_gradients")
-            self._last_loss, watch.total = watch.total, None
+            stepped.has_begun, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
+            if not run.driver.parts["clip_gradients"].has_no_listeners:
+                run.driver.start("clip_gradients")
+            watch.last, watch.total = watch.total, None
             if not self._clip.is_on:
                 self._clipped()
         except Exception as error:
             self._leave(error)
-
-    def _keep_last_loss(self, watch: BackwardWatch) -> None:
-        """Keep the loss of the closure's last evaluation."""
-        if watch.total is not None:
-            self._last_loss = watch.total if self._before_batch is None else self._before_batch + watch.total
-            watch.total = None
 
     def _clipped(self) -> None:
         run = self._run
@@ -312,75 +300,57 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         except Exception as error:
             self._leave(error)
 
-    def _stepped(self, *_: Any) -> None:
-        run = self._run
-        try:
-            if run is not None and self._has_begun_optimizer_step and run.step_skipped:
-                run.step_skipped = False
-                if not run.driver.parts["optimizer_step"].has_no_listeners:
-                    run.driver.end("optimizer_step")
-        except Exception as error:
-            if is_for_user(error):
-                self._leave(error)
-            self._fault = error  # giving up removes hooks, and torch is iterating over them now
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End the microbatch, and the step if it is the last."""
         run = self._run
         if run is None:
             return
         try:
-            if self._fault is not None:
-                raise self._fault
-            driver, watch = run.driver, self._watch
+            watch, stepped = self._watch, self._stepped
+            if stepped.fault is not None:
+                raise stepped.fault
             watch.is_on = watch.is_in_closure = False
-            if self._has_begun_optimizer_step:
-                self._keep_last_loss(watch)
-                watch.total = self._last_loss
+            if stepped.has_begun:
+                watch.keep_last()
+                watch.total = watch.last
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-                driver.end("microbatch")
+                run.driver.end("microbatch")
                 return
             if run.step_skipped:
-                driver.end("optimizer_step")
+                run.driver.end("optimizer_step")
             if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
             run.end_step()
             self._may_fire_save = True
-            if self._is_first_step:
-                self._is_first_step = False
-                if not self._has_begun_optimizer_step:  # manual optimization that steps only after several batches
-                    driver.synthesized -= {"clip_gradients", "optimizer_step"}
-                self._support(run).after_first_step(run.driver)
+            if not self._is_checked:
+                if not stepped.has_begun:  # manual optimization that steps only after several batches
+                    run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
+                self._check_first_step(run)
             if run.control.pending:
-                self._stop_if_asked(trainer, run)
+                self._stop_if_asked(run, trainer)
         except Exception as error:
             self._leave(error)
 
-    @observing
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    @in_a_run
+    def on_train_epoch_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """End the epoch, which may be partial."""
-        run = self._run
-        if run is None or not run.driver.is_open("epoch"):
+        if not run.driver.is_open("epoch"):
             return
         if run.manager.has_listeners.on_log:
             self._log(trainer)
         run.end_epoch(is_whole=trainer.is_last_batch)
         self._may_fire_save = True
-        self._stop_if_asked(trainer, run)
+        self._stop_if_asked(run, trainer)
 
-    @observing
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    @in_a_run
+    def on_train_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """End the run."""
-        run = self._run
-        if run is None:
-            return
         if trainer.should_stop and run.control.stop_requested is None:
             run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
         self._finish()
 
-    def _stop_if_asked(self, trainer: Any, run: HostedRun) -> None:
-        if run.control.stop_requested is not None:
-            trainer.should_stop = True
+    def _stop(self, loop: Any) -> None:
+        loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
         """Log what the LightningModule has logged since the last call."""
@@ -460,7 +430,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             return
         run.boundaries.fire_checkpoint_due("step")
         self._may_fire_save = True
-        self._stop_if_asked(trainer, run)
+        self._stop_if_asked(run, trainer)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
         """Return the results of an evaluation by plain names."""
@@ -487,12 +457,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
 
-    @observing
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+    @in_a_run
+    def on_test_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """End the test. Its results are available."""
-        run, found = self._run, self._found(trainer, "test")
-        if run is None:
-            return
+        found = self._found(trainer, "test")
         run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval.driver.end("test")
@@ -504,12 +472,11 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         """Begin a run for the prediction."""
         self._begin_standalone(trainer, pl_module, "predict")
 
-    @observing
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+    @in_a_run
+    def on_predict_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """End the prediction."""
-        if self._run is not None:
-            self._run.eval.driver.end("predict")
-            self._finish()
+        run.eval.driver.end("predict")
+        self._finish()
 
     def _begin_standalone(self, trainer: Any, module: Any, mode: Mode) -> None:
         run = self._begin(trainer, module, mode, able=())

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from callsheet.bridges.copies import replace
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.torch_hooks import ForwardHooks, Hook, Mode, start_forward
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mode, start_forward
 from callsheet.core.context import Context
 
 _STEPS: Mapping[Mode, str] = {
@@ -111,6 +111,21 @@ class StepHooks(ForwardHooks):
             return outputs
         self._caller = None
         return super()._ends(model, inputs, outputs) if self._is_inside else outputs
+
+
+class ClosureWatch(BackwardWatch):
+    """A `BackwardWatch` for closures that Lightning gives to the optimizer. Of a closure's evaluations in one step, the last loss counts."""
+
+    before: Tensor | None = None
+    """The sum of the losses of the step's earlier batches."""
+    last: Tensor | None = None
+    """The sum of the losses of the step so far, with the closure's last evaluation."""
+
+    def keep_last(self) -> None:
+        """Keep the loss of the closure's last evaluation."""
+        if self.total is not None:
+            self.last = self.total if self.before is None else self.before + self.total
+            self.total = None
 
 
 class ClipHook:
