@@ -269,8 +269,8 @@ def show(sets: list[Set]) -> None:
     peer = statistics.fmean(took[f"{PEER} adds"] for took, _ in found)
     peer_error = sum(error[f"{PEER} adds"] ** 2 for _, error in found) ** 0.5 / len(found)
     heads = (
-        *("host", "sets, of steps each", "µs, a bare step", "Ignite adds", "an empty callback of its own"),
-        *("µs more, nobody", "of Ignite's", "µs more, ten callbacks", "of Ignite's"),
+        *("host", "sets, steps each", "bare step, µs", "Ignite adds, µs", "with an empty callback of the framework, µs"),
+        *("no listeners, µs added", "relative to Ignite", "ten callbacks, µs added", "relative to Ignite"),
     )
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for of_host, (took, error) in zip(of_hosts, found, strict=True):
@@ -308,9 +308,9 @@ def main() -> None:
         sets = raced_all(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
     if not sets:
         sys.exit("there is no set to show")
-    print(f"# {machine()}; one thread, its own time\n")
+    print(f"# {machine()}; one thread, processor time of the thread\n")
     print(
-        f"Promised, of what Ignite adds: no more than {PROMISED[NOBODY]} with nobody who listens, {PROMISED[TEN]} with ten callbacks.\n"
+        f"Targets, relative to what Ignite adds: at most {PROMISED[NOBODY]} without listeners, {PROMISED[TEN]} with ten callbacks.\n"
     )
     show(sets)
 

@@ -144,10 +144,10 @@ def main() -> None:
         return statistics.median(a / b - 1 for a, b in zip(figures[name], figures[floor], strict=True)) * 100
 
     print(f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} turns of {STEPS} steps\n")
-    print("| loop | a step of the bare loop, ms | the Trainer's, ms | more |\n| --- | --- | --- | --- |")
+    print("| loop | bare loop, ms per step | Trainer, ms per step | difference |\n| --- | --- | --- | --- |")
     for kind in ("ddp", "fsdp"):
         print(f"| {kind} | {middle[f'{kind}, bare']:.1f} | {middle[kind]:.1f} | {more(kind, f'{kind}, bare'):+.1f} % |")
-    print("\n| in a step that sleeps 1 ms | µs a step | more |\n| --- | --- | --- |")
+    print("\n| in a step that sleeps 1 ms | µs per step | difference |\n| --- | --- | --- |")
     print(f"| nothing | {middle['short']:.0f} | |")
     for name, told in (("agreement", "agreement"), ("records", "two metrics, a record every tenth step")):
         print(f"| {told} | {middle[f'short, {name}']:.0f} | {more(f'short, {name}', 'short'):+.1f} % |")

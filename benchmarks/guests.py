@@ -346,8 +346,10 @@ def main() -> None:
         home = least(figures, "home") / GUESTS
         guest = (least(figures, "guests") - least(figures, "none")) / GUESTS
         lines.append(f"| {framework.name} | {framework.hooks} | {home:.2f} | {guest:.2f} | {guest / home:.2f} x |")
-    print(f"# {machine()}; the best of {given.turns} turns of {STEPS} steps, ten callbacks, one thread, its own time\n")
-    print("| a callback of | that hears | µs a step at home | µs a step as a guest | |")
+    print(
+        f"# {machine()}; the best of {given.turns} turns of {STEPS} steps, ten callbacks, one thread, processor time of the thread\n"
+    )
+    print("| callback of | events | µs per step in its framework | µs per step as a guest | ratio |")
     print("| --- | --- | --- | --- | --- |")
     print("\n".join(lines))
     if missing:

@@ -51,7 +51,7 @@ def main() -> None:
         {"bare": process("pass"), "callsheet": process("import callsheet, sys; assert 'torch' not in sys.modules")}, turns
     )
     print(f"{machine()}; median over {turns} pairs of processes\n")
-    print("| | figure | promise |\n| --- | --- | --- |")
+    print("| | figure | target |\n| --- | --- | --- |")
     print(f"| `import callsheet` over bare Python, without torch | {difference(figures, 'callsheet', 'bare'):.0f} ms | 50 ms |")
 
     times = in_turns({code: partial(processor_time, code) for code in ("pass", STANDARD, CALLSHEET, MANAGER)}, turns)

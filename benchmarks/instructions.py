@@ -215,11 +215,13 @@ def print_hosts(wanted: list[str]) -> None:
         f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare.instructions:,.0f} instructions in {bare.cycles:,.0f} cycles,"
     )
     print(f"and Ignite adds {unit.instructions:,.0f} and {unit.cycles:,.0f}\n")
-    figures = "instructions more | of Ignite's | cycles more | of Ignite's"
-    print(f"| a trainer over the bare loop | {figures} | with ten callbacks of two events: {figures} |\n|{' --- |' * 9}")
+    figures = "instructions added | relative to Ignite | cycles added | relative to Ignite"
+    print(f"| trainer, over the bare loop | {figures} | with ten callbacks for two events: {figures} |\n|{' --- |' * 9}")
     for name, none, ten in (("Ignite", ignite, ignite_ten), ("callsheet", ours, ours_ten)):
         print(f"| {name} | {none.over(bare).shown(unit)} | {ten.over(bare).shown(unit)} |")
-    print(f"\n| a host, nobody listens | {figures} | ten callbacks of four events: {figures} |\n|{' --- |' * 9}", flush=True)
+    print(
+        f"\n| host, without listeners | {figures} | with ten callbacks for four events: {figures} |\n|{' --- |' * 9}", flush=True
+    )
     for name in wanted or homes.names():
         empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
         print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
@@ -228,7 +230,9 @@ def print_hosts(wanted: list[str]) -> None:
 def print_guests(wanted: list[str]) -> None:
     """Print the table of the guests."""
     print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
-    print("| a callback of | instructions a step at home | as a guest | | cycles at home | as a guest | |")
+    print(
+        "| callback of | instructions per step in its framework | as a guest | ratio | cycles in its framework | as a guest | ratio |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in wanted or FRAMEWORKS:
         home, none, ten = counted(name, __file__, GUESTS, "--child", name)

@@ -69,12 +69,12 @@ def main() -> None:
             if cost.event == "on_train_step_end"
         }
     print(f"{machine()}; one thread, {steps:,} steps of {(time.perf_counter() - began) / steps * 1e6:.0f} µs\n")
-    print("| on the training thread, per event | µs | of a clone |\n| --- | --- | --- |")
+    print("| on the training thread, per event | µs | relative to a clone |\n| --- | --- | --- |")
     for name, said in (
         ("Plain", "plain fields"),
         ("Loss", "the loss"),
         ("LossDict", "the losses, which are copied"),
-        ("Clone", "a clone of the loss alone, inline"),
+        ("Clone", "only a clone of the loss, inline"),
     ):
         print(f"| {said} | {costs[name]:.1f} | {costs[name] / costs['Clone']:.2f} |")
 

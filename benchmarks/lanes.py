@@ -42,8 +42,8 @@ LONG_STEPS = 300  # of those of 1 ms: many short turns, since the weather change
 MILLION = 1_000_000
 SETTLE_SECONDS = 0.3  # in which a lane has looked at its queue, and worked it off
 OURS = "one callback in a lane"
-SLEEPING, IDLE = "one that sleeps 50 ms a step, drop_oldest", "ten idle lanes"
-THEIRS = "one callback in InstructLab's"
+SLEEPING, IDLE = "one that sleeps 50 ms per step, drop_oldest", "ten idle lanes"
+THEIRS = "one callback in InstructLab's manager"
 COPIES_PROMISED, THEIRS_PROMISED = 3 / 8, 1 / 20  # of what these take
 
 
@@ -123,7 +123,7 @@ def ours(work: Callable[[], None], made: Callable[[], list[Callback]], steps: in
 
 
 def instructlabs(work: Callable[[], None], module: Any) -> float:
-    """Microseconds a step, with one callback in InstructLab's manager."""
+    """Return the microseconds per step with one callback in InstructLab's manager."""
 
     class Reads(module.TrainerCallback):  # type: ignore[misc]  # loaded from a file
         def on_step_end(self, context: Any) -> None:
@@ -286,26 +286,28 @@ def main() -> None:
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
     (nobody, _), (given, building), (_, reading) = map(clocked_median, ("nobody", "given", "reads"))
     print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
-    print(f"| handing one event over, in a step of {short_step:.0f} µs | µs | of InstructLab's context copied twice | promised |")
+    print(
+        f"| enqueueing and delivering an event, in a step of {short_step:.0f} µs | µs | relative to two copies of InstructLab's context | target |"
+    )
     print("| --- | --- | --- | --- |")
     whole = statistics.median(copies) if copies else float("nan")
     for name, took, promised in (
-        ("taking it, on the training thread", given - nobody, ""),
-        ("building and telling it, on the lane's", building, ""),
-        ("handing it over, both", given - nobody + building, f"{COPIES_PROMISED:.3f}"),
-        ("the callback's own reading of ten fields", reading - building, ""),
-        ("handing it over, and that", given - nobody + reading, ""),
-        ("InstructLab's context copied twice", whole, ""),
+        ("copying and enqueueing, on the training thread", given - nobody, ""),
+        ("building the snapshot and delivering it, on the lane's thread", building, ""),
+        ("both", given - nobody + building, f"{COPIES_PROMISED:.3f}"),
+        ("the callback's reading of ten fields", reading - building, ""),
+        ("both, and that reading", given - nobody + reading, ""),
+        ("two copies of InstructLab's context", whole, ""),
     ):
         print(f"| {name} | {took:.1f} | {took / whole:.3f} | {promised} |")
-    print("\n| by whole steps | µs added | the lane's callback by it | promised |\n| --- | --- | --- | --- |")
+    print("\n| by whole steps | µs added | the lane's callback relative to it | target |\n| --- | --- | --- | --- |")
     added = difference(figures, OURS, "short")
     print(f"| {OURS}, which reads its fields | {added:+.1f} | | |")
     for name in theirs:
         beside = difference(figures, name, "short")
         print(f"| {name} | {beside:+.1f} | {added / beside:.3f} | {THEIRS_PROMISED:.3f} |")
     print(
-        f"\n| lanes beside a step of {long_step:.0f} µs | µs on the training thread | on the lanes' | of the step | by whole steps |"
+        f"\n| lanes, with a step of {long_step:.0f} µs | µs on the training thread | on the lanes' threads | share of the step | by whole steps |"
     )
     print("| --- | --- | --- | --- | --- |")
     nobody, _ = clocked_median("nobody, long")
@@ -317,7 +319,7 @@ def main() -> None:
         )
     grown, dropped = growth()
     print(
-        f"\nA million events into a lane that sleeps, queue of 1024: {grown:+.1f} MB resident, {dropped:,} dropped and counted."
+        f"\nA million events for a lane that sleeps, with a queue of 1024: {grown:+.1f} MB resident, {dropped:,} dropped and counted."
     )
 
 

@@ -284,23 +284,23 @@ def main() -> None:
         of_step = f"{step / 1000:.1f} ms between CUDA events ({SHAPES[device]}, bf16)"
     else:
         of_step = (
-            f"{step / 1000:.1f} ms of the training thread's time, {step / bare:.0f} of the bare loop's "
+            f"{step / 1000:.1f} ms of the training thread, {step / bare:.0f} bare steps "
             f"({shape['num_hidden_layers']} layers, {sequences} sequences)"
         )
     print(f"{machine(device)}; {arguments.stretches} stretches of {STRETCH} steps in each state; a step of {of_step}\n")
     print(f"All monitors: {', '.join(shares)}.\n")
-    print("| what is added | µs a step, and its standard error | of the step |\n| --- | --- | --- |")
+    print("| added | µs per step ± standard error | share of the step |\n| --- | --- | --- |")
     for name, differences in (
         ("all monitors", [unmuted - muted for muted, unmuted, _ in rounds]),
         ("timing all their handlers", [timed - unmuted for _, unmuted, timed in rounds]),
     ):
         added, error = held_mean(differences)
         print(f"| {name} | {added:+.0f} ± {error:.0f} | {added / step:+.2%} ± {error / step:.2%} |")
-    print("\n| by the cost accounting: handlers of | of the step |\n| --- | --- |")
+    print("\n| handlers of (by the cost accounting) | share of the step |\n| --- | --- |")
     for name, share in sorted({**shares, "(all)": sum(shares.values())}.items(), key=lambda item: -item[1]):
         print(f"| {name} | {share:.2%} |")
     if waits:
-        print("\n| loop | device synchronizations a step |\n| --- | --- |")
+        print("\n| loop | device synchronizations per step |\n| --- | --- |")
         for name, count in waits.items():
             print(f"| {name} | {count:.3f} |")
 

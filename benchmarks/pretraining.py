@@ -95,7 +95,7 @@ def main() -> None:
         utilization = mfu(device, steps, folder)
         waits = {name: f"{loop(counts=True) / steps:.2f}" for name, loop in loops.items()} if device == "cuda" else {}
     print(f"{machine(device)}; medians over {arguments.turns} turns of {steps} steps, bf16; {shape}\n")
-    print("| loop | ms a step | tokens a second | device synchronizations a step |\n| --- | --- | --- | --- |")
+    print("| loop | ms per step | tokens per second | device synchronizations per step |\n| --- | --- | --- | --- |")
     for name, found_seconds in figures.items():
         seconds = statistics.median(found_seconds)
         rate = steps * shape.sequences * shape.tokens / seconds

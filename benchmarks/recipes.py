@@ -234,8 +234,8 @@ class Beside:
 
 def beside_a_loop(folder: Path, turns: int) -> None:
     """Print each shipped recipe's time beside the loop's."""
-    print(f"\nEach shipped recipe beside a plain loop: medians over {turns} turns of {STEPS} steps, one thread\n")
-    print("| recipe | ms a step | time beside the plain loop |\n| --- | --- | --- |")
+    print(f"\nEach shipped recipe and a plain loop: medians over {turns} turns of {STEPS} steps, one thread\n")
+    print("| recipe | ms per step | time relative to the plain loop |\n| --- | --- | --- |")
     for name in RECIPES:
         beside = Beside(name, folder)
         loops: dict[str, Callable[[], float]] = {"plain": beside.plain, "ours": beside.ours}
@@ -270,10 +270,10 @@ def main() -> None:
         job.read_data()
         count = tokens(job)
     print(
-        f"{machine()}; medians over {turns} turns of {STEPS} steps of {BATCH} conversations, {count:,} tokens in all, padding not "
-        "counted, one thread; the ratio is of the same turn's times\n"
+        f"{machine()}; medians over {turns} turns of {STEPS} steps of {BATCH} conversations, {count:,} tokens in total, without padding, "
+        "one thread; the ratio is of the same turn's times\n"
     )
-    print("| loop | ms a step | tokens a second | time beside the plain loop |\n| --- | --- | --- | --- |")
+    print("| loop | ms per step | tokens per second | time relative to the plain loop |\n| --- | --- | --- | --- |")
     for name, found in figures.items():
         ratio = statistics.median(a / b for a, b in zip(found, figures["a plain loop"], strict=True))
         took = statistics.median(found)

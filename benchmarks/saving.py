@@ -206,10 +206,12 @@ def tables(runs: list[dict[str, Any]], title: str) -> None:
         return [each for run in runs for each in run[key][part]]
 
     copy = [statistics.median(each[kind] for each in several("copies")) for kind in (0, 1)]
-    print(f"{title}\n\n| blocked by | times | least, ms | median | most | median, in copies | processor time, ms | in copies |")
+    print(
+        f"{title}\n\n| blocked by | times | minimum, ms | median, ms | maximum, ms | median, in copies | processor time, ms | in copies |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, moments in (
-        ("one copy of the state into buffers that are there", several("copies")),
+        ("one copy of the state into existing buffers", several("copies")),
         ("the first save of a run", several("blocked", slice(1))),
         ("every other save", several("blocked", slice(1, None))),
         ("its publication, with the deletion of an older one", several("published", slice(1, None))),
@@ -225,7 +227,7 @@ def tables(runs: list[dict[str, Any]], title: str) -> None:
             f"| {used * 1e3:.0f} | {used / copy[1]:.2f} |"
         )
     print(
-        "\n| steps beside | saves, steps | a step without, ms | beside it | speed, by medians of a round | by the least | in processor time | until it is on the disk, ms |"
+        "\n| steps during | saves, steps | step without a save, ms | step during a save, ms | speed, by medians of a round | by the fastest steps | in processor time | until it is on disk, ms |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, key, durable in (

@@ -284,11 +284,11 @@ def main() -> None:
     check_valgrind(parser)
     most: dict[str, tuple[float, str]] = {}
     print(f"{machine()}; {COUNTED} steps of each training; (nothing) is the same training again\n")
-    print("| replaced by plain code | loop | instructions that callsheet adds to a step | without the mechanism | difference |")
+    print("| replaced by plain code | loop | instructions that callsheet adds per step | without the mechanism | difference |")
     print("| --- | --- | --- | --- | --- |", flush=True)
     for name in arguments.of.split(","):
         print_loop(name, most)
-    print("\n| mechanism | it saves at most | in | kept |\n| --- | --- | --- | --- |")
+    print("\n| mechanism | largest saving | in | kept |\n| --- | --- | --- | --- |")
     for mechanism, (share, where) in most.items():
         print(f"| {mechanism} | {share:.1f} % | {where} | {'yes' if share >= EARNS else 'no'} |")
 

@@ -109,8 +109,8 @@ def show_profile() -> None:
         if "callsheet" in Path(file).parts and own / STEPS * 1e6 >= 0.1:
             place = "/".join(Path(file).parts[Path(file).parts.index("callsheet") + 1 :])
             rows.append((own / STEPS * 1e6, calls / STEPS, f"{place}: {name}"))
-    print(f"{machine()}; {sum(calls for _, calls, _ in rows):.0f} calls a step of callsheet's own functions\n")
-    print("| µs a step, its own | calls a step | function |\n| --- | --- | --- |")
+    print(f"{machine()}; {sum(calls for _, calls, _ in rows):.0f} calls per step of callsheet's functions\n")
+    print("| µs per step, without callees | calls per step | function |\n| --- | --- | --- |")
     for own, calls, function in sorted(rows, reverse=True):
         print(f"| {own:.2f} | {calls:.1f} | `{function}` |")
 
@@ -138,13 +138,13 @@ def main() -> None:
         print("Ignite is not installed and is left out", file=sys.stderr)
     figures = in_turns(loops, arguments.turns)
     print(f"{machine(device)}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
-    print("| loop | µs a step over the bare loop |\n| --- | --- |")
+    print("| loop | µs per step over the bare loop |\n| --- | --- |")
     for name in loops:
         if name != "bare":
             print(f"| {name} | {difference(figures, name, 'bare'):.1f} |")
-    print(f"| (the bare loop itself) | {sorted(figures['bare'])[arguments.turns // 2]:.0f} |")
+    print(f"| (the bare loop) | {sorted(figures['bare'])[arguments.turns // 2]:.0f} |")
     if device == "cuda":
-        print("\n| loop | device synchronizations a step |\n| --- | --- |")
+        print("\n| loop | device synchronizations per step |\n| --- | --- |")
         for name, loop in loops.items():
             print(f"| {name} | {loop(counts=True):.3f} |")
 
