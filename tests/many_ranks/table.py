@@ -9,20 +9,20 @@ WHAT = {
     "signal": "the same, and SIGTERM or SIGINT at one rank or all",
     "paused": f"the same, and a rank stopped for {TIMEOUT / 3:.1f} s (SIGSTOP, SIGCONT)",
     "raise": "the same, and an exception on one rank",
-    "dead": "the same, and a rank killed (SIGKILL), for one in two with SIGTERM to the others after it",
-    "stuck": "the same, and a rank stopped for good (SIGSTOP)",
+    "dead": "the same, and a rank killed (SIGKILL), in half of the runs followed by SIGTERM to the others",
+    "stuck": "the same, and a rank stopped and not continued (SIGSTOP)",
 }
 
 
 def table(runs: list[Played]) -> str:
-    """Markdown: how many seeds of which kind, how they ended, and the longest time that it took."""
+    """Return a Markdown table of the seeds of each kind: how many, how they ended, and the longest time that it took."""
     lines = [
         "# Random runs on 2 and 4 ranks",
         "",
         f"{len(runs)} seeds of `tests/many_ranks`: real processes over gloo, DDP and FSDP2, `timeout_seconds={TIMEOUT:g}`. A rank on",
-        f"which a collective failed looks up to {ANSWER:g} s of them for the rank to blame. Made by `make ranks`.",
+        f"which a collective failed searches for the missing rank for up to {ANSWER:g} s. Made by `make ranks`.",
         "",
-        "| what goes wrong | seeds | how all ranks ended | longest time till the last rank's end |",
+        "| what goes wrong | seeds | how all ranks ended | longest time until the last rank ended |",
         "| --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(KINDS):

@@ -24,14 +24,14 @@ SETTINGS = [
     Setting("fsdp", 2),
 ]
 
-HEAD = """# Runs that died, and went on
+HEAD = """# Runs that were killed and resumed
 
-Made by `make oracle`. Every row is one run that was started again after each death with `resume="auto"`, and its losses on every rank
-compared with those of an undisturbed run: shuffled data under random augmentation, dropout, a scheduler, clipping, AdamW; {steps} steps.
-*In a save*: killed when a rank opened a shard for writing, in the background thread where there is one. *One bit*: after each death a
+Made by `make oracle`. Every row is one run that was restarted after each kill with `resume="auto"`. The losses of every rank are compared
+with those of an undisturbed run: shuffled data with random augmentation, dropout, a scheduler, clipping, AdamW; {steps} steps.
+*In a save*: killed when a rank opened a shard for writing, in the background thread if there is one. *One bit*: after each kill one
 bit of the newest sealed checkpoint was flipped.
 
-| run | died | each time | one bit | losses |
+| run | killed | how | one bit | losses |
 | --- | --- | --- | --- | --- |
 """
 

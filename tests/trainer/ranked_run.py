@@ -87,7 +87,7 @@ class Setting:
 
     def __str__(self) -> str:
         name = f"{self.parallel}, {self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
-        return f"{name}, {self.workers} workers, {'saved in the background' if self.in_background else 'saved in line'}"
+        return f"{name}, {self.workers} workers, {'saved in the background' if self.in_background else 'saved inline'}"
 
 
 @dataclass(frozen=True)

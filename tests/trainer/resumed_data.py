@@ -460,9 +460,9 @@ def result_of(case: Case) -> Result:
 
 HEAD = """# Resumed in any epoch, with any dataloader
 
-Made by `make resume`: {cases} random dataloaders (seed {seed}), each gone through for {epochs} epochs undisturbed, and again with a stop
-after which everything is made anew from the checkpoint. Compared are the samples, their augmentation, and the losses of a training with
-dropout, bit for bit. *Warned* names what cannot be restored. *Silent* would be a difference without a warning.
+Made by `make resume`: {cases} random dataloaders (seed {seed}). Each is used for {epochs} epochs without a stop, and again with a stop after which
+everything is rebuilt from the checkpoint. The samples, their augmentation, and the losses of a training with dropout are compared bit
+for bit. *Warned*: a warning names what cannot be restored. *Silent*: a difference without a warning.
 
 """
 
@@ -482,7 +482,7 @@ def table(results: list[tuple[Case, Result]], seed: int) -> str:
         for case, result in results
         if "warned" in result.outcome
     )
-    lines += ["", "Warned of were: " + "; ".join(f"{name} ({count})" for name, count in sorted(warned.items())) + "."]
+    lines += ["", "Warnings: " + "; ".join(f"{name} ({count})" for name, count in sorted(warned.items())) + "."]
     return HEAD.format(cases=len(results), seed=seed, epochs=EPOCHS) + "\n".join(lines) + "\n"
 
 
