@@ -18,6 +18,7 @@ examples:
   callsheet show pretrain                 what would happen: the call sheet and the settings
   callsheet train pretrain                train; the same command again continues the run
   callsheet runs                          the runs in runs/, newest first
+  callsheet compare --last 3              what differs between runs, and where the time went
   callsheet watch stdlib-lm               a run in the browser while it continues
   callsheet report stdlib-lm              the same page as one file, to keep or to send
   callsheet evaluate stdlib-lm            what the trained model scores
@@ -193,6 +194,32 @@ def _add_runs(command: AddsCommand) -> None:
     report.add_argument("a_run", metavar="RUN", help=_A_RUN)
     report.add_argument("--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
 
+    compare = command(
+        "compare",
+        _compare,
+        "print what differs between runs, their values with spread, and where the time of a step goes; or fail if they differ too much",
+        "  callsheet compare lr-1 lr-2\n  callsheet compare 'lr-*' --group-by seed --markdown\n  callsheet compare --last 3 --csv\n"
+        "  callsheet compare main candidate --fail-if 'step_seconds > +5%' --fail-if 'validation/loss > +0.01'\n\n"
+        "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
+        "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
+    )
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'")
+    compare.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
+    compare.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
+    compare.add_argument(
+        "--group-by", metavar="KEY", help="seed: runs that differ in seeds alone are one group; or the key of a setting"
+    )
+    compare.add_argument("--metric", action="append", default=[], metavar="NAME", help="show this metric only; may be repeated")
+    compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help="may be repeated; see below")
+    form = compare.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+    for name, what in (
+        ("csv", "the values as CSV"),
+        ("markdown", "the tables as Markdown"),
+        ("latex", "the tables as LaTeX (booktabs)"),
+    ):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=what)
+
     watch = command(
         "watch",
         _watch,
@@ -255,6 +282,17 @@ def _report(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.report import report
 
     return _printed(report(given.a_run, out=given.out))
+
+
+def _compare(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.compare import compare
+
+    text, fails = compare(
+        given.runs, folder=given.folder, last=given.last, group_by=given.group_by, metrics=given.metric, fail_if=given.fail_if,
+        form=given.form, as_json=given.json,
+    )  # fmt: skip
+    _printed(text)
+    return int(fails)
 
 
 def _watch(given: argparse.Namespace, _: list[str]) -> int:

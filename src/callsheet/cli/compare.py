@@ -1,0 +1,108 @@
+"""`callsheet compare`: print what differs between runs, or fail where they differ too much."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from callsheet.cli.named_run import nearest, run_folder
+from callsheet.core.working import working
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.loggers.support.json_text import json_text
+from callsheet.report.compare.comparison import Comparison, plain
+from callsheet.report.compare.gate import Condition, Verdict, judge
+from callsheet.report.compare.tables import Format, written
+from callsheet.report.index import is_run, run_names, runs_in
+from callsheet.report.run_folder import RunFolder
+
+
+def compare(
+    given: Sequence[str],
+    *,
+    folder: str = "runs",
+    last: int | None = None,
+    group_by: str | None = None,
+    metrics: Sequence[str] = (),
+    fail_if: Sequence[str] = (),
+    form: Format | None = None,
+    as_json: bool = False,
+) -> tuple[str, bool]:
+    """Return what to print, and whether a condition of `fail_if` fails.
+
+    Raises:
+        ConfigError: no such run, fewer than two runs, an unknown metric or setting, or a condition that cannot be read.
+    """
+    conditions = [Condition.parse(text) for text in fail_if]
+    folders = chosen(given, folder=Path(folder), last=last)
+    with working(f"reading {len(folders)} runs", is_shown=sys.stderr.isatty()):
+        comparison = Comparison([RunFolder.read(each) for each in folders], group_by=group_by)
+    if len(comparison.groups) < 2 and fail_if:
+        raise ConfigError(f"--fail-if needs two groups, and --group-by {group_by} makes one: {comparison.groups[0]}")
+    for metric in metrics:
+        if metric not in comparison.metrics:
+            raise ConfigError(f"no run has the metric {metric!r}{did_you_mean(metric, comparison.metrics)}")
+    if conditions:
+        verdicts = list(_verdicts(comparison, conditions))
+        return "\n".join(verdict.line for verdict in verdicts), any(verdict.fails for verdict in verdicts)
+    if as_json:
+        return json_text(plain(comparison.to_dict()), indent=1), False
+    return written(comparison, form or "text", metrics=metrics), False
+
+
+def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path]:
+    """Return the folders of the runs that names, folders and patterns name, each once, in the order given.
+
+    With `last`, only the newest of them, the oldest first, so that the baseline is the oldest.
+
+    Raises:
+        ConfigError: no such run, or fewer than two.
+    """
+    found = list(dict.fromkeys(each for word in given for each in _named(word, folder)))
+    if last is not None:
+        found = _newest(found, folder, last)
+    if len(found) < 2:
+        there = f"{len(found)} run" if found else "no run"
+        raise ConfigError(
+            f"a comparison needs two runs, and there is {there}; give names in {folder}/, folders or patterns such as 'lr-*', or --last 5"
+        )
+    return found
+
+
+def _named(word: str, folder: Path) -> Iterator[Path]:
+    if glob.has_magic(word):
+        patterns = [word] if Path(word).name != word else [str(folder / word)]
+        matched = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern)) if is_run(Path(path))]
+        if not matched:
+            raise ConfigError(f"no run matches {word!r}{nearest(word)}")
+        yield from matched
+    elif Path(word).name == word and is_run(folder / word):
+        yield folder / word
+    elif not is_run(Path(word)) and (inside := run_names(word)):  # a folder of runs
+        yield from (Path(word) / name for name in inside)
+    else:
+        yield run_folder(word)
+
+
+def _newest(found: list[Path], folder: Path, last: int) -> list[Path]:
+    if last < 2:
+        raise ConfigError(f"--last {last}: a comparison needs two runs or more")
+    places = {each.parent for each in found} or {folder}
+    try:
+        rows = [
+            (row.started if row.started == row.started else 0.0, place / row.name)  # NaN: unknown
+            for place in places
+            for row in runs_in(place, metrics=()).rows
+        ]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}; give --folder") from None
+    dated = sorted((started, path) for started, path in rows if not found or path in found)
+    return [path for _, path in dated[-last:]]
+
+
+def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterator[Verdict]:
+    baseline = [each.values for each in comparison.members(comparison.groups[0])]
+    for group in comparison.groups[1:]:
+        other = [each.values for each in comparison.members(group)]
+        yield from (judge(condition, baseline, other, group) for condition in conditions)

@@ -1,0 +1,173 @@
+"""A comparison of runs, as plain data: which runs, in which groups, what differs, their values, and where a step's time goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.compare.anatomy import anatomy
+from callsheet.report.compare.settings import differences, settings
+from callsheet.report.compare.values import Difference, Value, difference, is_lower_better, summary, values_of
+from callsheet.report.run_folder import RunFolder
+
+SEED = "seed"
+_IN_NAMES = ("settings", "callbacks")
+"""The groups of settings that name a group of runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run of a comparison: its name in it, the group that it belongs to, and what was read of it."""
+
+    name: str
+    group: str
+    run: RunFolder
+    settings: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Value]
+
+
+class Comparison:
+    """Runs side by side. The first group is the baseline.
+
+    Args:
+        runs: what was read of them, in the order in which they are shown.
+        group_by: `seed` makes one group of all runs whose settings are the same but for seeds; the name of a setting makes one group for each
+            of its values; None makes each run a group.
+
+    Raises:
+        ConfigError: no run has the setting `group_by`; the message names the closest one.
+    """
+
+    def __init__(self, runs: Sequence[RunFolder], *, group_by: str | None = None) -> None:
+        names = _unique([run.name for run in runs], [str(run.path) for run in runs])
+        given = [settings(run) for run in runs]
+        groups = _groups(names, given, group_by)
+        self.group_by = group_by
+        self.runs = [
+            Compared(name, group, run, each, values_of(run))
+            for name, group, run, each in zip(names, groups, runs, given, strict=True)
+        ]
+        self.groups = list(dict.fromkeys(groups))
+        self.differences = differences(given)
+
+    def members(self, group: str) -> list[Compared]:
+        """Return the runs of a group."""
+        return [each for each in self.runs if each.group == group]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all values that some run has: losses first, then evaluations, then the rest by name."""
+        names = dict.fromkeys(name for each in self.runs for name in each.values)
+        return sorted(
+            names, key=lambda name: ("/" not in name, not name.endswith("/loss"), not name.startswith("validation/"), name)
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each metric and group: mean, spread and number of runs, best value, and the difference from the baseline."""
+        found = []
+        for metric in self.metrics:
+            baseline = [each.values[metric] for each in self.members(self.groups[0]) if metric in each.values]
+            for group in self.groups:
+                values = [each.values[metric] for each in self.members(group) if metric in each.values]
+                if values:
+                    against = difference(baseline, values) if baseline and group != self.groups[0] else None
+                    found.append(_row(metric, group, values, against))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data, for JSON."""
+        return {
+            "baseline": self.groups[0],
+            "group_by": self.group_by,
+            "runs": [_run(each) for each in self.runs],
+            "differences": self.differences,
+            "values": self.rows(),
+            "anatomy": anatomy([(each.name, each.run) for each in self.runs]),
+        }
+
+
+def _row(metric: str, group: str, values: list[Value], against: Difference | None) -> dict[str, Any]:
+    lasts = summary([value.best if value.samples else value.last for value in values])
+    choose = min if is_lower_better(metric) else max
+    best = choose(values, key=lambda value: value.best)
+    return {
+        "metric": metric,
+        "group": group,
+        "mean": lasts.mean,
+        "deviation": lasts.deviation,
+        "runs": lasts.count,
+        "best": best.best,
+        "best_step": best.best_step if best.best_step >= 0 else None,
+        "lower_is_better": is_lower_better(metric),
+        "difference": against.absolute if against else None,
+        "relative": against.relative if against else None,
+        "margin": against.margin if against else None,
+        "p": against.p if against else None,
+        "spread_of": against.source if against else None,
+        "is_noise": against.is_noise if against else None,
+    }
+
+
+def _run(each: Compared) -> dict[str, Any]:
+    run = each.run
+    starts = sum(event["event"] == "run_start" for event in run.events)
+    return {
+        "name": each.name,
+        "path": str(run.path),
+        "group": each.group,
+        "outcome": run.outcome,
+        "reason": run.reason,
+        "steps": run.last_step,
+        "seconds": run.seconds,
+        "started": run.started,
+        "restarts": max(0, starts - 1),
+        "evaluations": sum(not found["is_undone"] for found in run.evaluations),
+        "checkpoints": sum(not found["is_undone"] for found in run.checkpoints),
+        "settings": each.settings,
+        "values": {name: {"last": value.last, "best": value.best} for name, value in each.values.items()},
+    }
+
+
+def _unique(names: list[str], paths: list[str]) -> list[str]:
+    """Return the names, and the paths of runs that have the same name."""
+    return [path if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
+
+
+def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]]], group_by: str | None) -> list[str]:
+    if group_by is None:
+        return list(names)
+    if group_by != SEED:
+        known = dict.fromkeys(name for each in given for group in _IN_NAMES for name in each[group])
+        if group_by not in known:
+            raise ConfigError(f"--group-by {group_by}: no run has this setting{did_you_mean(group_by, known)}")
+        return [f"{group_by}={_found(each, group_by) or '(none)'}" for each in given]
+    is_seed: Callable[[str], bool] = lambda name: name.rpartition(".")[2].lower() in (SEED, "random_seed", "data_seed")  # noqa: E731
+    plain = [
+        {group: {name: value for name, value in each[group].items() if not is_seed(name)} for group in each} for each in given
+    ]
+    different = differences(plain)
+    labels = []
+    for place in range(len(names)):
+        parts = [
+            f"{name}={values[place] or '(none)'}" for group in _IN_NAMES for name, values in different.get(group, {}).items()
+        ]
+        labels.append(", ".join(parts) or "all runs")
+    return labels
+
+
+def _found(each: Mapping[str, Mapping[str, str]], name: str) -> str:
+    return next((each[group][name] for group in _IN_NAMES if name in each[group]), "")
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with None for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value

@@ -1,0 +1,99 @@
+"""Conditions such as `step_seconds > +5%`, under which a comparison fails."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.compare.values import Difference, Value, difference
+
+_CONDITION = re.compile(r"\s*(?:(best)\(([^()]+)\)|([^\s<>()]+))\s*([<>])\s*([+-]?)(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(%?)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition on how much a metric differs from the baseline's: `validation/loss > +0.01`, `tokens_per_second < -5%`.
+
+    Args:
+        text: as it was given.
+        metric: its name.
+        of_best: whether the best value is compared, not the last: `best(validation/loss) > +0.01`.
+        is_above: whether a difference above the limit fails; else one below it.
+        limit: the limit, as a fraction if it `is_relative`.
+        is_relative: whether it was given in per cent of the baseline's value.
+    """
+
+    text: str
+    metric: str
+    of_best: bool
+    is_above: bool
+    limit: float
+    is_relative: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Return the condition. Raise ConfigError if it cannot be read, with an example."""
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"--fail-if {text!r} is not a condition; write a metric, > or <, and how much it may differ from the baseline, "
+                "such as 'step_seconds > +5%', 'validation/loss > +0.01' or 'best(validation/accuracy) < -1%'"
+            )
+        best, in_best, plain, compare, sign, number, percent = match.groups()
+        limit = float(f"{sign}{number}") / (100 if percent else 1)
+        return cls(text.strip(), (in_best or plain).strip(), bool(best), compare == ">", limit, bool(percent))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a condition fails for one run or group, and the line that says so."""
+
+    condition: Condition
+    fails: bool
+    line: str
+
+
+def judge(
+    condition: Condition, baseline: Sequence[Mapping[str, Value]], other: Sequence[Mapping[str, Value]], name: str
+) -> Verdict:
+    """Compare the other runs with the baseline's. A difference fails only if all of its 95 % confidence interval is beyond the limit.
+
+    Args:
+        condition: the condition.
+        baseline, other: the values of the runs of each side.
+        name: of the other side, for the line.
+
+    Raises:
+        ConfigError: a run does not have the metric; the message names the closest one.
+    """
+    sides = []
+    for values in (baseline, other):
+        lacking = next((each for each in values if condition.metric not in each), None)
+        if lacking is not None:
+            raise ConfigError(
+                f"--fail-if {condition.text!r}: not every run has the metric {condition.metric!r}"
+                f"{did_you_mean(condition.metric, lacking) or '; callsheet compare --json lists the metrics'}"
+            )
+        sides.append([each[condition.metric] for each in values])
+    found = difference(sides[0], sides[1], of_best=condition.of_best)
+    if condition.is_relative and found.baseline == 0:
+        raise ConfigError(f"--fail-if {condition.text!r}: the baseline's value is 0; give a limit without %")
+    amount, scale = (found.relative, abs(found.baseline)) if condition.is_relative else (found.absolute, 1.0)
+    margin = 0.0 if math.isnan(found.margin) else found.margin / scale
+    fails = amount - margin > condition.limit if condition.is_above else amount + margin < condition.limit
+    return Verdict(condition, fails, _line(condition, fails, amount, margin, found, name))
+
+
+def _line(condition: Condition, fails: bool, amount: float, margin: float, found: Difference, name: str) -> str:
+    def text(value: float) -> str:
+        return f"{100 * value:.3g} %" if condition.is_relative else f"{value:.4g}"
+
+    spread = {
+        "seeds": f", 95 % interval ±{text(margin)} over the seeds",
+        "within": f", 95 % interval ±{text(margin)} within the runs",
+        "": ", spread unknown: one run on a side",
+    }[found.source]
+    return f"{'FAIL' if fails else 'ok'}: {name}: {condition.metric} {'+' if amount >= 0 else ''}{text(amount)}{spread}; limit {condition.text}"

@@ -1,0 +1,93 @@
+"""The settings of a run as a flat mapping, and which of them differ between runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from callsheet.report.run_folder import RunFolder
+
+_OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
+"""Settings that name the run or its place. They differ between any two runs and say nothing."""
+_DEEPEST = 20
+_LONGEST = 300  # characters of one value
+
+GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
+"""The groups of settings, in the order in which they are shown."""
+
+
+def settings(run: RunFolder) -> dict[str, dict[str, str]]:
+    """Return what the run was started with, as text by dotted name, in the groups `GROUPS`."""
+    given = {**run.hyperparameters, **run.config}
+    listed = {name: given.pop(name) for name in ("callbacks", "loggers") if isinstance(given.get(name), Sequence)}
+    named = {key: value for key, value in _flat(given) if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
+    environment = run.environment
+    git, hardware = _mapping(environment.get("git")), _mapping(environment.get("hardware"))
+    packages = _mapping(environment.get("packages")) or _mapping(run.start_event().get("versions"))
+    start = run.start_event()
+    return {
+        "settings": named,
+        "callbacks": {key: value for specs in listed.values() for key, value in _of_classes(specs)},
+        "packages": {str(name): _text(version) for name, version in {"python": environment.get("python"), **packages}.items()},
+        "code": {
+            "commit": _text(git.get("commit")),
+            "branch": _text(git.get("branch")),
+            "uncommitted changes": _text(git.get("diff")),
+            "command": " ".join(map(str, environment.get("command") or [])),
+        },
+        "hardware": {
+            "device": _text(start.get("device")),
+            "ranks": _text(start.get("world_size")),
+            "host": _text(start.get("host")),
+            **dict(_flat(hardware)),
+            "platform": _text(environment.get("platform")),
+        },
+    }
+
+
+def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
+    """Return the settings that differ, by group and name: the value of each run, empty where it has none.
+
+    Args:
+        runs: of each run what `settings` returned.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for group in GROUPS:
+        names = dict.fromkeys(name for run in runs for name in run[group])
+        rows = {name: [run[group].get(name, "") for run in runs] for name in names}
+        if different := {name: values for name, values in rows.items() if len(set(values)) > 1}:
+            found[group] = different
+    return found
+
+
+def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return the options of classes that a recipe lists, as `EarlyStopper.patience`; a class without options has the value `yes`."""
+    found: list[tuple[str, str]] = []
+    for spec in specs:
+        content = _mapping(spec)
+        name = str(content.get("name") or content.get("class_path") or spec).rpartition(".")[2]
+        options = _flat(_mapping(content.get("init_args")))
+        found += [(f"{name}.{key}", value) for key, value in options] or [(name, "yes")]
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
+            found += _flat(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", _text(value)))
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text):,} characters)"

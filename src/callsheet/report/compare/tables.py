@@ -1,0 +1,169 @@
+"""The tables of a comparison as text, CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from callsheet.report.compare.comparison import Comparison
+
+Format = Literal["text", "csv", "markdown", "latex"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_LONGEST_CELL = 40
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
+    }
+)  # fmt: skip
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+Table = tuple[str, list[str], list[list[str]]]
+"""A title, the heads of the columns, and the rows."""
+
+
+def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
+    """Return the tables of a comparison. CSV has the values alone, one row for each metric and group, with all digits.
+
+    Args:
+        comparison: the comparison.
+        form: the format.
+        metrics: only these; empty: all of them.
+    """
+    if form == "csv":
+        return _csv(comparison, metrics)
+    write: Mapping[str, Callable[[Table], str]] = {"text": _text, "markdown": _markdown, "latex": _latex}
+    return "\n\n".join(write[form](table) for table in _tables(comparison, metrics) if table[2])
+
+
+def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
+    content = comparison.to_dict()
+    names = [run["name"] for run in content["runs"]]
+    runs = [
+        [run["name"], *([run["group"]] if comparison.group_by else []), _outcome(run), f"{run['steps']:,}", _number(run["seconds"]),
+         str(run["restarts"]), str(run["evaluations"]), str(run["checkpoints"])]
+        for run in content["runs"]
+    ]  # fmt: skip
+    heads = [
+        "run",
+        *(["group"] if comparison.group_by else []),
+        "outcome",
+        "steps",
+        "seconds",
+        "restarts",
+        "evaluations",
+        "checkpoints",
+    ]
+    tables: list[Table] = [("Runs", heads, runs)]
+    for group, rows in content["differences"].items():
+        tables.append(
+            (f"What differs: {group}", ["name", *names], [[name, *map(_cell, values)] for name, values in rows.items()])
+        )
+    values = [
+        [row["metric"], row["group"], _spread(row), f"{_number(row['best'])}{_at(row)}", _difference(row)]
+        for row in content["values"]
+        if not metrics or row["metric"] in metrics
+    ]
+    tables.append(("Values", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values))
+    anatomy = [
+        [f"{'' if row['kind'] == 'span' else 'callback '}{row['name']}", *(_part(row, name) for name in names)]
+        for row in content["anatomy"]
+    ]
+    tables.append(("Anatomy of a step: milliseconds, share of the step", ["part", *names], anatomy))
+    return tables
+
+
+def _outcome(run: Mapping[str, Any]) -> str:
+    return f"{run['outcome']}: {_cell(run['reason'])}" if run["reason"] else str(run["outcome"])
+
+
+def _spread(row: Mapping[str, Any]) -> str:
+    if row["runs"] == 1:
+        return _number(row["mean"])
+    return f"{_number(row['mean'])} ± {_number(row['deviation'])} ({row['runs']} runs)"
+
+
+def _at(row: Mapping[str, Any]) -> str:
+    return f" at step {row['best_step']:,}" if row["best_step"] is not None else ""
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    if row["difference"] is None:
+        return ""
+    relative = f" ({100 * row['relative']:+.2f} %)" if math.isfinite(row["relative"]) else ""
+    sure = {True: ", may be noise", False: ", more than noise", None: ""}[row["is_noise"]]
+    p = f", p = {row['p']:.2g}" if math.isfinite(row["p"]) else ""
+    return f"{row['difference']:+.4g}{relative}{sure}{p}"
+
+
+def _part(row: Mapping[str, Any], name: str) -> str:
+    return f"{1000 * row['seconds'][name]:.3g}, {100 * row['share'][name]:.1f} %" if name in row["seconds"] else ""
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100_000 else f"{value:.5g}"
+
+
+def _cell(value: str) -> str:
+    line = " ".join(value.split())
+    return line if len(line) <= _LONGEST_CELL else f"{line[: _LONGEST_CELL - 3]}..."
+
+
+def _printable(text: str) -> str:
+    """Return the text without control characters, which a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _text(table: Table) -> str:
+    title, heads, rows = table
+    lines = [[_printable(cell) for cell in line] for line in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        [
+            title,
+            *("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines),
+        ]
+    )
+
+
+def _markdown(table: Table) -> str:
+    title, heads, rows = table
+    lines = [
+        [_printable(cell).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;") for cell in line]
+        for line in (heads, *rows)
+    ]
+    body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([f"### {title}", "", body[0], f"| {' | '.join('---' for _ in heads)} |", *body[1:]])
+
+
+def _latex(table: Table) -> str:
+    title, heads, rows = table
+    lines = [" & ".join(_printable(cell).translate(_LATEX) for cell in line) + r" \\" for line in (heads, *rows)]
+    return "\n".join(
+        [f"% {_printable(title)}; needs the package booktabs", rf"\begin{{tabular}}{{{'l' * len(heads)}}}", r"\toprule", lines[0],
+         r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]
+    )  # fmt: skip
+
+
+def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
+    rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
+    columns = ["metric", "group", "mean", "deviation", "runs", "best", "best_step", "difference", "relative", "margin", "p"]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(columns)
+    for row in rows:
+        table.writerow([_csv_cell(row[column]) for column in columns])
+    return text.getvalue().rstrip("\n")
+
+
+def _csv_cell(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    # A spreadsheet would run a text that begins like a formula.
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -1,0 +1,161 @@
+"""The final and best values of runs, the speed and cost of their steps, and how sure a difference is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from callsheet.core.optional import load
+from callsheet.report.curves import memory, rates
+from callsheet.report.run_folder import RunFolder
+
+STEP_SECONDS = "step_seconds"
+"""The mean time of a step: training time by steps, without evaluations and checkpoints."""
+
+_LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "mse", "mae", "rmse")
+_NOT_COMPARED = ("time/", "lr/", "system/")
+"""Families whose last values say nothing of how good a run is."""
+_SKIPPED_RECORDS = 1  # the first steps allocate and compile
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One measured value of a run.
+
+    Args:
+        last: the last finite value.
+        best: the lowest or highest finite value; the mean for a speed or a time.
+        best_step: the step of the best value; -1 if it is of the whole run.
+        samples: the single measurements that `best` is the mean of, if it is one. Their spread is the noise within the run.
+    """
+
+    last: float
+    best: float
+    best_step: int = -1
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The values of one metric over several runs of one setting: mean, sample standard deviation (NaN for one run), and their number."""
+
+    mean: float
+    deviation: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much a value differs from the baseline's.
+
+    Args:
+        baseline: the baseline's value, the mean over its runs.
+        absolute: the value less the baseline's.
+        relative: the same as a fraction of the baseline's; NaN if that is 0.
+        margin: half the width of the difference's 95 % confidence interval (Welch); NaN if nothing is known of the spread.
+        p: the two-sided p-value of Welch's t-test; NaN likewise.
+        source: where the spread comes from: the `seeds`, or the measurements `within` single runs; empty if it is unknown.
+    """
+
+    baseline: float
+    absolute: float
+    relative: float
+    margin: float = math.nan
+    p: float = math.nan
+    source: Literal["seeds", "within", ""] = ""
+
+    @property
+    def is_noise(self) -> bool | None:
+        """Whether the difference may be noise (p of 0.05 or more); None if that is unknown."""
+        return None if math.isnan(self.p) else self.p >= 0.05
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether a lower value of this metric is the better one, judged by its name."""
+    last = metric.rpartition("/")[2].lower()
+    return any(word in last for word in _LOWER_IS_BETTER) and "per_second" not in last
+
+
+def values_of(run: RunFolder) -> dict[str, Value]:
+    """Return the values of the run by metric: what it logged, and `step_seconds`, speed, memory, and times of the whole run."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for record in run.records:
+        for name, value in record.values.items():
+            if math.isfinite(value) and not name.startswith(_NOT_COMPARED):
+                series.setdefault(name, []).append((record.step, value))
+    found = {name: _of_metric(name, each) for name, each in series.items()}
+    for name, samples in _speeds(run):
+        if samples:
+            found[name] = Value(samples[-1], statistics.fmean(samples), samples=tuple(samples))
+    if math.isfinite(run.seconds):
+        found["train_seconds"] = Value(run.seconds, run.seconds)
+    most = [value for value in memory(run)[1] if math.isfinite(value)]
+    if most:
+        found["memory_bytes"] = Value(most[-1], max(most))
+    return found
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Return mean and spread of these values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Summary(statistics.fmean(values), deviation, len(values))
+
+
+def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bool = False) -> Difference:
+    """Return how the other runs differ from the baseline's in one metric.
+
+    With two runs or more on each side the spread over the runs decides. With a single run on a side, the spread of the measurements
+    within the runs does, for speeds and times; for other metrics nothing is known of the spread.
+    """
+    sides = [[_figure(value, of_best) for value in side] for side in (baseline, other)]
+    before, after = statistics.fmean(sides[0]), statistics.fmean(sides[1])
+    absolute = after - before
+    relative = absolute / abs(before) if before else math.nan
+    if min(map(len, sides)) > 1:
+        return Difference(before, absolute, relative, *_welch(sides[0], sides[1]), "seeds")
+    samples = [[sample for value in side for sample in value.samples] for side in (baseline, other)]
+    if min(map(len, samples)) > 1:
+        return Difference(before, absolute, relative, *_welch(samples[0], samples[1]), "within")
+    return Difference(before, absolute, relative)
+
+
+def _figure(value: Value, of_best: bool) -> float:
+    return value.best if of_best or value.samples else value.last
+
+
+def _of_metric(name: str, values: list[tuple[int, float]]) -> Value:
+    choose = min if is_lower_better(name) else max
+    step, best = choose(values, key=lambda each: each[1])
+    return Value(values[-1][1], best, step)
+
+
+def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
+    seconds: list[float] = []
+    for before, after in pairwise(run.records[_SKIPPED_RECORDS:]):
+        steps, taken = after.step - before.step, after.elapsed_seconds - before.elapsed_seconds
+        if steps > 0 and taken > 0 and math.isfinite(taken):
+            seconds.append(taken / steps)
+    yield STEP_SECONDS, seconds
+    for name in ("token", "sample"):
+        yield f"{name}s_per_second", [rate for rate in rates(run, name) if math.isfinite(rate)][_SKIPPED_RECORDS:]
+    spans = [each for window in run.windows for each in window.slices if not each.callback]
+    for span in ("eval_all", "checkpoint_save"):
+        yield f"{span}_seconds", [each.seconds for each in spans if each.name == span]
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return the margin of the 95 % confidence interval of the difference of the means, and the p-value (Welch, 1947)."""
+    variances = [statistics.variance(side) / len(side) for side in (one, other)]
+    error = math.sqrt(sum(variances))
+    absolute = statistics.fmean(other) - statistics.fmean(one)
+    if error == 0:
+        return 0.0, 0.0 if absolute else 1.0
+    freedom = sum(variances) ** 2 / sum(
+        variance**2 / (len(side) - 1) for variance, side in zip(variances, (one, other), strict=True)
+    )
+    student = load("scipy.stats", extra="report", wanted_by="a comparison with spread").t
+    return float(student.ppf(0.975, freedom)) * error, float(2 * student.sf(abs(absolute) / error, freedom))

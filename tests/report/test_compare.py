@@ -1,0 +1,281 @@
+"""Comparisons of real runs: which runs, what differs, values with spread, and the gate."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import ttest_ind
+from torch import nn
+
+from callsheet import Callback, Context, Trainer
+from callsheet.callbacks import EarlyStopper
+from callsheet.cli.main import main
+from callsheet.loggers import JSONLLogger
+from callsheet.report import RunFolder
+from callsheet.report.compare.comparison import Comparison
+from callsheet.report.compare.gate import Condition
+from callsheet.report.compare.tables import written
+from callsheet.report.compare.values import Value, difference, is_lower_better, values_of
+
+RATES, SEEDS = (0.05, 0.2), (0, 1, 2)
+
+
+class Slow(Callback):
+    """Sleeps at each step."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        time.sleep(self.seconds)
+
+
+def train(folder: Path, name: str, rate: float, seed: int, *callbacks: Callback, **config: Any) -> None:
+    torch.manual_seed(seed)
+    inputs = torch.randn(64, 4)
+    data = [(batch, batch.sum(1, keepdim=True)) for batch in inputs.split(4)]
+    with Trainer(
+        nn.Linear(4, 1), nn.functional.mse_loss, data, data[:4],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        max_duration="4ep", log_interval="2ba", seed=seed, callbacks=callbacks, loggers=[JSONLLogger()], run_name=name, runs_folder=folder,
+        config={"optimizer": {"lr": rate}, "seed": seed, "run_name": name, **config}, progress=False,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for rate in RATES:
+        for seed in SEEDS:
+            train(folder, f"lr{rate}-{seed}", rate, seed)
+    return folder
+
+
+@pytest.fixture
+def called(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(["compare", "--folder", str(runs), *words])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def test_runs_side_by_side(called: Call) -> None:
+    status, out, _ = called("lr0.05-0", "lr0.2-0")
+    assert status == 0
+    assert re.search(r"optimizer.lr +0.05 +0.2\n", out)
+    assert "run_name" not in out
+    assert re.search(r"train/loss +lr0.05-0 +[\d.e-]+ ", out)
+    assert re.search(r"step_seconds +lr0.2-0 .*(may be noise|more than noise), p = ", out)
+    assert re.search(r"\n  train_step +[\d.]+, [\d.]+ % ", out)
+
+
+def test_seeds_are_one_group_with_a_spread(called: Call) -> None:
+    status, out, _ = called("lr*", "--group-by", "seed", "--json")
+    content = json.loads(out)
+    assert status == 0
+    assert content["baseline"] == "optimizer.lr=0.05"
+    rows = {(row["metric"], row["group"]): row for row in content["values"]}
+    first, other = rows["validation/loss", "optimizer.lr=0.05"], rows["validation/loss", "optimizer.lr=0.2"]
+    by_name = {run["name"]: run["values"]["validation/loss"]["last"] for run in content["runs"]}
+    for row, rate in ((first, 0.05), (other, 0.2)):
+        each = [by_name[f"lr{rate}-{seed}"] for seed in SEEDS]
+        assert row["runs"] == 3
+        assert row["mean"] == pytest.approx(sum(each) / 3)
+        assert row["deviation"] == pytest.approx(torch.tensor(each, dtype=torch.float64).std().item())
+    assert other["difference"] == pytest.approx(other["mean"] - first["mean"])
+    assert other["spread_of"] == "seeds"
+    assert 0 <= other["p"] <= 1
+
+
+def test_a_setting_makes_groups(called: Call) -> None:
+    _, out, _ = called("lr*", "--group-by", "optimizer.lr", "--csv", "--metric", "train/loss")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [(row["metric"], row["group"], row["runs"]) for row in rows] == [
+        ("train/loss", "optimizer.lr=0.05", "3"),
+        ("train/loss", "optimizer.lr=0.2", "3"),
+    ]
+
+
+def test_the_newest(called: Call) -> None:
+    _, out, _ = called("--last", "2", "--json")
+    assert [run["name"] for run in json.loads(out)["runs"]] == ["lr0.2-1", "lr0.2-2"]
+
+
+def test_a_folder_of_runs(runs: Path, called: Call) -> None:
+    _, out, _ = called(str(runs), "--json")
+    assert len(json.loads(out)["runs"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lr0.05-0"], "a comparison needs two runs, and there is 1 run"),
+        ([], "there is no run"),
+        (["lr0.05-0", "lr0.05-7"], "there is no run 'lr0.05-7'"),
+        (["x*", "y"], "no run matches 'x*'"),
+        (["lr*", "--group-by", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
+        (["lr*", "--metric", "train/los"], "did you mean 'train/loss'?"),
+        (["lr*", "--fail-if", "train/loss"], "is not a condition; write a metric, > or <"),
+        (["lr*", "--fail-if", "train/los > 1"], "did you mean 'train/loss'?"),
+        (["--last", "1"], "--last 1: a comparison needs two runs or more"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str, called: Call) -> None:
+    status, out, err = called(*words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_markdown_and_latex(runs: Path, called: Call) -> None:
+    _, markdown, _ = called("lr0.05-0", "lr0.2-0", "--markdown")
+    assert "### Values\n\n| metric | run | value | best | against the first |\n| --- |" in markdown
+    _, latex, _ = called("lr0.05-0", "lr0.2-0", "--latex")
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") >= 4
+    assert r"step\_seconds & " in latex
+
+
+# --- the gate ---
+
+
+def test_the_gate_passes_and_fails(called: Call) -> None:
+    status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "best(validation/loss) > +1000%")
+    assert status == 0
+    assert re.fullmatch(
+        r"ok: optimizer.lr=0.2: validation/loss [+-][\d.e+-]+ %, 95 % interval .* over the seeds; limit .*\n", out
+    )
+    status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "train/loss < +1e9", "--fail-if", "train/loss > +1e9")
+    assert status == 1
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["FAIL", "ok"]
+
+
+def test_a_slower_step_is_found_and_the_callback_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seconds in (("before", 0.002), ("after", 0.02)):
+        train(tmp_path, name, 0.05, 0, Slow(seconds))
+    words = ["compare", str(tmp_path / "before"), str(tmp_path / "after")]
+    assert main([*words, "--fail-if", "step_seconds > +50%"]) == 1
+    assert capsys.readouterr().out.startswith("FAIL: after: step_seconds +")
+    assert main([*words, "--fail-if", "step_seconds < -5%"]) == 0
+    capsys.readouterr()
+    main([*words, "--json"])
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["anatomy"]}
+    assert rows["Slow"]["kind"] == "callback"
+    assert rows["Slow"]["seconds"]["after"] > rows["Slow"]["seconds"]["before"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("step_seconds > +5%", ("step_seconds", False, True, 0.05, True)),
+        ("validation/loss>0.01", ("validation/loss", False, True, 0.01, False)),
+        ("best(validation/accuracy) < -1e-2", ("validation/accuracy", True, False, -0.01, False)),
+    ],
+)
+def test_conditions(text: str, expected: tuple[Any, ...]) -> None:
+    found = Condition.parse(text)
+    assert (found.metric, found.of_best, found.is_above, found.limit, found.is_relative) == expected
+
+
+def test_the_interval_and_p_are_those_of_welch() -> None:
+    one, other = [27.5, 21.0, 19.0, 23.6, 17.0], [27.1, 22.0, 20.8, 29.4, 23.4, 30.5]
+    found = difference([Value(each, each) for each in one], [Value(each, each) for each in other])
+    expected = ttest_ind(other, one, equal_var=False)
+    low, high = expected.confidence_interval(0.95)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.absolute - found.margin, found.absolute + found.margin) == pytest.approx((low, high))
+    assert (found.is_noise, found.source) == (expected.pvalue >= 0.05, "seeds")
+
+
+def test_one_run_on_a_side_has_no_spread() -> None:
+    found = difference([Value(1.0, 1.0)], [Value(2.0, 2.0), Value(2.1, 2.1)])
+    assert found.absolute == pytest.approx(1.05)
+    assert (found.is_noise, found.source) == (None, "")
+    assert math.isnan(found.margin)
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [
+        ("validation/loss", True),
+        ("step_seconds", True),
+        ("tokens_per_second", False),
+        ("validation/accuracy", False),
+        ("memory_bytes", True),
+    ],
+)
+def test_which_way_is_better(metric: str, lower: bool) -> None:
+    assert is_lower_better(metric) is lower
+
+
+# --- what differs ---
+
+
+def test_callbacks_and_code_differ(tmp_path: Path) -> None:
+    train(tmp_path, "plain", 0.05, 0)
+    stopper = [{"class_path": "callsheet.callbacks.EarlyStopper", "init_args": {"patience": 3}}]
+    train(tmp_path, "stopper", 0.05, 0, EarlyStopper(monitor="validation/loss", patience=3), callbacks=stopper)
+    (tmp_path / "stopper" / "environment.json").write_text(
+        json.dumps({"git": {"commit": "abc", "diff": "+x"}, "packages": {"torch": "9"}, "hardware": {"cpus": 64}})
+    )
+    found = Comparison([RunFolder.read(tmp_path / name) for name in ("plain", "stopper")]).differences
+    assert found["callbacks"] == {"EarlyStopper.patience": ["", "3"]}
+    assert found["code"]["commit"][1] == "abc"
+    assert found["code"]["uncommitted changes"][1] == "+x"
+    assert found["packages"]["torch"][1] == "9"
+    assert found["hardware"]["cpus"][1] == "64"
+    assert "settings" not in found
+
+
+def test_hostile_names_do_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "=cmd|' x'"
+    train(tmp_path, "plain", 0.05, 0)
+    (tmp_path / "plain").rename(folder)
+    lines = (folder / "metrics.jsonl").read_text().replace("train/loss", "\\u001b[31m$x & _y% {z} | <script>")
+    (folder / "metrics.jsonl").write_text(lines)
+    events = (folder / "events.jsonl").read_text().replace('"run": "plain"', '"run": "=cmd|\' x"')
+    (folder / "events.jsonl").write_text(events)
+    run = RunFolder.read(folder)
+    comparison = Comparison([run, run])
+    for form in ("text", "markdown", "latex"):
+        text = written(comparison, form)
+        assert "\x1b" not in text
+    assert "<script>" not in written(comparison, "markdown")
+    assert r"\$x \& \_y\% \{z\}" in written(comparison, "latex")
+    assert all(
+        not cell.startswith(("=", "+", "@")) for row in csv.reader(io.StringIO(written(comparison, "csv"))) for cell in row
+    )
+
+
+@pytest.mark.parametrize("name", ["empty", "torn"])
+def test_a_run_with_little_in_it(name: str, tmp_path: Path, runs: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "values": {"train/loss": "NaN"}}\n{"st' if name == "torn" else "")
+    (folder / "environment.json").write_text('{"git": [], "packages": 3, "hardware": null, "command": "x"}')
+    text = written(Comparison([RunFolder.read(folder), RunFolder.read(runs / "lr0.05-0")]), "text")
+    assert "Runs" in text
+
+
+def test_values_of_a_run(runs: Path) -> None:
+    values = values_of(RunFolder.read(runs / "lr0.05-0"))
+    assert values["step_seconds"].best > 0
+    assert len(values["step_seconds"].samples) > 10
+    assert values["memory_bytes"].best > 1e7
+    assert values["train/loss"].best <= values["train/loss"].last
+    assert values["train_seconds"].last > 0
