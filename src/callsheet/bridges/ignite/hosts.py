@@ -3,34 +3,127 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, ModelCheckpoint
-from ignite.handlers.checkpoint import CheckpointEvents
 from torch import nn
+from torch.optim import Optimizer
 
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.bare import check_model, torch_optimizer
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
-from callsheet.bridges.ignite.moments import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
+from callsheet.bridges.ignite.events import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
+from callsheet.bridges.ignite.saves import Saves
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo, Outcome
+from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
 
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    gradient_accumulation_steps: int = 1,
+    scaler: Any = None,
+    evaluators: Mapping[str, Engine] | None = None,
+    evaluate: Callable[[], Any] | None = None,
+    log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    config: Mapping[str, Any] | None = None,
+    preempt_signals: Iterable[str] = (),
+    timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    strict: bool = True,
+) -> IgniteHost:
+    """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
+
+    A run is one `trainer.run()`. Steps and epochs come from the engine's events, the forward from the model, the loss from `backward`, the
+    optimizer's step from the optimizer. If a callback asks for a stop, the host calls `trainer.terminate()`. A run of an evaluator during
+    the trainer's run is an evaluation, with the evaluator's metrics as its results.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        model: the model that the trainer's process function calls. With DDP, callbacks see the module inside the wrapper.
+        optimizer: the optimizer that it steps.
+        scheduler: the scheduler, for callbacks to read.
+        gradient_accumulation_steps: how many iterations the trainer uses for one optimizer step.
+        scaler: the `torch.amp.GradScaler` that scales the loss.
+        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other are one
+            evaluation, which ends with the last of them, or when the trainer continues.
+        evaluate: runs the evaluators; called without arguments when a callback asks for an evaluation.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
+        config: the program's settings, stored with the run.
+        preempt_signals: the signals that make the run save a checkpoint and end as preempted. They need a checkpoint handler, see
+            `IgniteHost.attach`.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        NotSupported: when training begins, or after the first step; see `strict`.
+    """
+    if (
+        isinstance(gradient_accumulation_steps, bool)
+        or not isinstance(gradient_accumulation_steps, int)
+        or gradient_accumulation_steps < 1
+    ):
+        raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
+    if evaluate is not None and not evaluators:
+        raise ConfigError("evaluate= runs evaluators; give them with evaluators=, so that callbacks get their results")
+    if "train" in (evaluators or {}):
+        raise ConfigError("evaluators={'train': ...}: train/loss is the loss of the steps; give that dataset another name")
+    check_model(model)
+    settings = {
+        "optimizer": torch_optimizer(optimizer), "scheduler": scheduler, "run_name": run_name, "runs_folder": runs_folder, "config": config,
+        "log_interval": log_interval, "timeout_seconds": timeout_seconds, "signals": tuple(preempt_signals),
+        "lock_timeout_seconds": lock_timeout_seconds,
+    }  # fmt: skip
+    return IgniteHost(
+        callbacks, model, settings, gradient_accumulation_steps, scaler, dict(evaluators or {}), evaluate, strict=strict
+    )
+
+
+@dataclass
+class _Evaluations:
+    """Where the trainer's evaluations are."""
+
+    dataset: str = ""
+    """The dataset that is being evaluated, or empty."""
+    begun: set[str] = field(default_factory=set)
+    """The datasets whose evaluation has begun since the last step, or since the epoch's end."""
+    is_requested: bool = False
+    """Whether a callback has asked for the evaluation that is being made."""
+    is_awaited: bool = False
+    """Whether the epoch has ended, and its boundary waits for its evaluation."""
+    is_between_steps: bool = False
+    """Whether `_continue_training` has to be called before the next step, because of one of these."""
+
+
 class IgniteHost(HostBase):
     """See `host`. In the `to_save` of an Ignite `Checkpoint`, it saves the callbacks' states."""
+
+    _STOPS_IF_PREEMPTED = True
+    _run: HostedRun | None = None
 
     def __init__(
         self,
@@ -44,33 +137,24 @@ class IgniteHost(HostBase):
         *,
         strict: bool,
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        super().__init__(callbacks, strict=strict)
         self._model = model
         self._settings = settings
         self._iterations_per_step = gradient_accumulation_steps
         self._scaler = scaler
         self._evaluators = evaluators
         self._runs_evaluators = evaluate
-        self._strict = strict
         self._trainer: Engine | None = None
-        self._checkpoint: Checkpoint | None = None
-        self._files: set[str] = set()
-        """The files that the checkpoint handler has written."""
-        self._run: HostedRun | None = None
+        self._saves: Saves | None = None
         self._last: HostedRun | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._has_given_up = False
         self._listens_to_microbatch = False
-        self._is_first = True  # no step has ended yet
         self._microbatches = 0  # of the current step
         self._in_epoch = False
-        self._is_waiting = False  # the epoch has ended, and its boundary waits for its evaluation
-        self._dataset = ""  # the dataset that is being evaluated
-        self._evaluated: set[str] = set()  # the datasets evaluated since the last step, or since the epoch's end
-        self._evaluates = self._saves = False  # a callback has asked for the evaluation or checkpoint that is being made
+        self._evaluations = _Evaluations()
         self._is_due_fired = False  # on_checkpoint_due was fired, and nothing has been trained or saved since
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
@@ -90,7 +174,7 @@ class IgniteHost(HostBase):
             raise ConfigError("a ModelCheckpoint gets what it saves only when it is called: give a Checkpoint")
         if self._settings["signals"] and checkpoint is None:
             raise ConfigError("preempt_signals= needs a handler that writes the checkpoint: attach(trainer, checkpoint=...)")
-        self._trainer, self._checkpoint = trainer, checkpoint
+        self._trainer = trainer
         for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
         # Move our handler to the front: a handler that raises the exception again keeps Ignite from calling the handlers after it.
@@ -100,19 +184,15 @@ class IgniteHost(HostBase):
             for event in FIRED_AT_EVALUATION:
                 evaluator.add_event_handler(event, getattr(self, f"_evaluation_{event.value}"), name)
         if checkpoint is not None:
-            self._files = {file for _, file in checkpoint.state_dict()["_saved"]}
-            for engine in (trainer, *self._evaluators.values()):
-                if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
-                    engine.register_events(*CheckpointEvents)
-                engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, self._saved)
+            self._saves = Saves(checkpoint)
+            self._saves.report((trainer, *self._evaluators.values()), self._saved)
         return self
 
     # --- the run ---
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        if self._run is not None:  # a run that was interrupted, and is not continued
-            self._release()
+        self._forget_earlier_run()  # an interrupted run is not continued
         self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
         me = weakref.proxy(self)  # the run must not keep the engine and its handlers alive
@@ -122,7 +202,7 @@ class IgniteHost(HostBase):
             host="this Ignite engine",
             max_duration=self._duration(trainer),
             evaluates=(lambda: me._evaluate()) if self._runs_evaluators is not None else None,
-            able=("stop", "save") if self._checkpoint is not None else ("stop",),
+            able=("stop", "save") if self._saves is not None else ("stop",),
             saves=lambda requests: me._save(),
             **self._settings,
         )
@@ -134,9 +214,7 @@ class IgniteHost(HostBase):
         run.losses = watch.reader
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
-        never = (
-            NOT_FIRED + (() if self._checkpoint is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        )
+        never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
         self._begin_run(run, hooks, never)  # training starts with its first epoch: an evaluation before that is standalone
         self._stop_if_asked(run)
 
@@ -151,28 +229,22 @@ class IgniteHost(HostBase):
             return f"{state.max_iters // batches}ba"
         return f"{state.max_epochs}ep" if state.max_epochs is not None else None
 
-    @observing
-    def _completed(self, trainer: Engine) -> None:
-        run = self._run
-        if run is not None:
-            self._continue_training(run)
-            run.driver.start("round")  # in case there was no epoch to train
-            self._leave_step(run)
-            run.finish()
-            self._release()
+    @in_a_run
+    def _completed(self, run: HostedRun, trainer: Engine) -> None:
+        self._continue_training(run)
+        run.driver.start("round")  # in case there was no epoch to train
+        self._leave_step(run)
+        self._finish()
 
-    @observing
-    def _interrupt(self, trainer: Engine) -> None:
+    @in_a_run
+    def _interrupt(self, run: HostedRun, trainer: Engine) -> None:
         """Record that the run was interrupted. It may be continued; if it is not, this is its outcome."""
-        if self._run is not None:
-            self._run.lifetime.outcome = Outcome.INTERRUPTED
+        run.lifetime.outcome = Outcome.INTERRUPTED
 
-    @observing
-    def _terminate(self, trainer: Engine) -> None:
+    @in_a_run
+    def _terminate(self, run: HostedRun, trainer: Engine) -> None:
         """Record a stop, unless training has made all of its `max_iters`."""
-        run, state = self._run, trainer.state
-        if run is None:
-            return
+        state = trainer.state
         if state.max_iters is None or state.iteration < state.max_iters:
             run.control.agree(Request("stop", "the engine was terminated", "Engine.terminate"))
         if trainer.should_terminate == "skip_completed":
@@ -195,28 +267,25 @@ class IgniteHost(HostBase):
         super()._leave(error)
         self._last = None  # its state is older than the checkpoints that follow
 
-    def _stop_if_asked(self, run: HostedRun) -> None:
-        if run.control.stop_requested is not None or run.boundaries.is_preempted:
-            assert self._trainer is not None
-            self._trainer.terminate()
+    def _stop(self, loop: Any) -> None:
+        assert self._trainer is not None
+        self._trainer.terminate()
 
     # --- epochs and steps ---
 
-    @observing
-    def _epoch_started(self, trainer: Engine) -> None:
-        run = self._run
-        if run is not None:
-            self._continue_training(run)
-            if not trainer.should_terminate:
-                self._in_epoch = True
-                run.driver.start("epoch")
+    @in_a_run
+    def _epoch_started(self, run: HostedRun, trainer: Engine) -> None:
+        self._continue_training(run)
+        if not trainer.should_terminate:
+            self._in_epoch = True
+            run.driver.start("epoch")
 
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
             if run is None or self._microbatches:  # within a step
                 return
-            if self._evaluated or self._is_waiting:
+            if self._evaluations.is_between_steps:
                 self._continue_training(run)
             self._is_due_fired = False
             driver = run.driver
@@ -286,15 +355,14 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
             run.end_step()
             self._is_due_fired = True
-            if self._is_first:
-                self._is_first = False
-                self._check_first(run)
+            if not self._is_checked:
+                self._check_first_step(run)
             if run.control.pending or run.boundaries.is_preempted:
                 self._stop_if_asked(run)
         except Exception as error:
             self._leave(error)
 
-    def _check_first(self, run: HostedRun) -> None:
+    def _check_first_step(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
@@ -304,12 +372,11 @@ class IgniteHost(HostBase):
                     f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
                     " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
                 )
-        self._support(run).after_first_step(run.driver)
+        super()._check_first_step(run)
 
-    @observing
-    def _epoch_completed(self, trainer: Engine) -> None:
-        run = self._run
-        if run is None or not self._in_epoch:
+    @in_a_run
+    def _epoch_completed(self, run: HostedRun, trainer: Engine) -> None:
+        if not self._in_epoch:
             return
         self._continue_training(run)
         self._in_epoch = False
@@ -317,7 +384,7 @@ class IgniteHost(HostBase):
         if metrics := numbers(trainer.state.metrics):
             run.ctx.log({f"ignite/{name}": value for name, value in metrics.items()})
         run.close_epoch(is_whole=True)
-        self._is_waiting = True
+        self._evaluations.is_awaited = self._evaluations.is_between_steps = True
         if not self._evaluators or run.control.stop_requested is not None:
             self._reach(run)
 
@@ -329,8 +396,8 @@ class IgniteHost(HostBase):
 
     def _reach(self, run: HostedRun) -> None:
         """Reach the boundary after an epoch, if it has waited for the epoch's evaluation."""
-        if self._is_waiting:
-            self._is_waiting = False
+        if self._evaluations.is_awaited:
+            self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
             self._is_due_fired = True
             self._stop_if_asked(run)
@@ -345,13 +412,12 @@ class IgniteHost(HostBase):
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
-        self._is_due_fired = False
-        if self._evaluated:
-            self._evaluated = set()
+        self._is_due_fired = self._evaluations.is_between_steps = False
+        self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
         """Handle the engine's current event now, because another handler of this event needs its result before the host's turn."""
-        trainer, name = self._trainer, self._dataset
+        trainer, name = self._trainer, self._evaluations.dataset
         if self._run is None or trainer is None:
             return
         if name and self._evaluators[name].last_event_name == Events.COMPLETED:
@@ -367,55 +433,56 @@ class IgniteHost(HostBase):
         """Run the evaluators because a callback has asked for it. Their own events report the results, so return none."""
         assert self._runs_evaluators is not None
         assert self._run is not None
-        self._evaluates = True
+        self._evaluations.is_requested = True
         try:
             self._runs_evaluators()
             if self._run.eval.driver.is_open("eval_all"):
                 self._end_evaluation(self._run)
         finally:
-            self._evaluates = False
+            self._evaluations.is_requested = False
         return {}
 
     @observing
     def _evaluation_started(self, evaluator: Engine, name: str) -> None:
         self._handle_current_event()
-        run = self._run
-        if run is None or name in self._evaluated or (self._evaluated and not run.eval.driver.is_open("eval_all")):
+        run, evaluations = self._run, self._evaluations
+        begun = evaluations.begun
+        if run is None or name in begun or (begun and not run.eval.driver.is_open("eval_all")):
             return  # the lifecycle has only one evaluation between two steps, and this is a second one
-        self._dataset = name
-        self._evaluated.add(name)
+        evaluations.dataset, evaluations.is_between_steps = name, True
+        begun.add(name)
         self._eval_hooks.listen(run.eval.listens_to_outputs("eval"))
         run.eval.begin(name, standalone=not run.driver.is_open("train"))
 
     @observing
     def _evaluation_iteration_started(self, evaluator: Engine, name: str) -> None:
-        if self._dataset == name and self._run is not None:
+        if self._evaluations.dataset == name and self._run is not None:
             self._run.eval.ctx.batch = evaluator.state.batch
             self._run.eval.driver.start("eval_step")
 
     @observing
     def _evaluation_iteration_completed(self, evaluator: Engine, name: str) -> None:
-        if self._dataset == name and self._run is not None:
+        if self._evaluations.dataset == name and self._run is not None:
             self._run.eval.driver.end("eval_step")
 
     @observing
     def _evaluation_completed(self, evaluator: Engine, name: str) -> None:
         run = self._run
-        if run is None or self._dataset != name:
+        if run is None or self._evaluations.dataset != name:
             return
-        self._dataset = ""
+        self._evaluations.dataset = ""
         self._eval_hooks.remove()
         self._support(run).after_first_step(run.eval.driver)
         run.eval.end_dataset(name, numbers(evaluator.state.metrics))
-        if self._evaluated == self._evaluators.keys():
+        if self._evaluations.begun == self._evaluators.keys():
             self._end_evaluation(run)
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluates:  # the boundary that has asked for it does the rest
+        if self._evaluations.is_requested:  # the boundary that has asked for it does the rest
             return
         run.fire_record()
-        if self._is_waiting:
+        if self._evaluations.is_awaited:
             run.control.done("evaluate")  # this evaluation answers requests that were made since
             self._reach(run)
             return
@@ -427,25 +494,20 @@ class IgniteHost(HostBase):
 
     def _save(self) -> None:
         """Write a checkpoint because a callback has asked for it."""
-        assert self._checkpoint is not None
-        self._saves = True
-        try:
-            self._checkpoint(self._trainer)
-        finally:
-            self._saves = False
+        assert self._saves is not None
+        assert self._trainer is not None
+        self._saves.save(self._trainer)
 
     @observing
     def _saved(self, engine: Engine) -> None:
         """Report a checkpoint, if the checkpoint handler of this host has written it."""
-        assert self._checkpoint is not None
-        files = {file for _, file in self._checkpoint.state_dict()["_saved"]}
-        written, self._files = files - self._files, files
-        run = self._run
-        if run is None or not written or not (self._saves or self._is_due_fired or not run.driver.is_open("train")):
+        assert self._saves is not None
+        run, path = self._run, self._saves.new()
+        if run is None or path is None:
             return
-        self._is_due_fired = False
-        folder = getattr(self._checkpoint.save_handler, "dirname", "")
-        run.fire_checkpoint(str(Path(folder, written.pop())), lambda info: None)  # the handler has written the callbacks' states
+        if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
+            self._is_due_fired = False
+            run.fire_checkpoint(path, lambda info: None)  # the handler has written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states and the run's progress.

@@ -115,7 +115,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
     # --- the run ---
 
-    def _begin(self, *, is_training: bool) -> HostedRun:
+    def _begin(self, *, is_training: bool, is_prediction: bool = False) -> HostedRun:
         self._forget_earlier_run()
         model, optimizer = self.model, self.model.optimizer if is_training else None
         if is_training and model.jit_compile:
@@ -150,9 +150,11 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
         self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
-        self._predict_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
-        hooks: list[Any] = [watch, self._model_hooks, self._evaluation_hooks, self._predict_hooks]
+        if is_prediction:
+            self._eval_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
+        else:
+            self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
+        hooks: list[Any] = [watch, self._model_hooks, self._eval_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
             hooks.append(self._steps)
@@ -275,7 +277,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         else:
             self._close_epoch(run)
         run.eval.begin(EVALUATED, standalone=not run.driver.is_open("train"))
-        self._evaluation_hooks.listen(True)
+        self._eval_hooks.listen(True)
         self._patch("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
@@ -289,7 +291,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     @in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
         """End the evaluation. `logs` has its losses and metrics."""
-        self._evaluation_hooks.listen(False)
+        self._eval_hooks.listen(False)
         self._hooks.pop().remove()
         run.eval.end_dataset(EVALUATED, logs or {})
         run.eval.end()
@@ -304,8 +306,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         """Begin a run that predicts. A prediction within training is not observed."""
         if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.driver.is_open("train")):
             return
-        self._begin(is_training=False).driver.start("predict")
-        self._predict_hooks.listen(True)
+        self._begin(is_training=False, is_prediction=True).driver.start("predict")
+        self._eval_hooks.listen(True)
         self._patch("predict_function", self._begin_predict_step, self._end_predict_step)
 
     def _begin_predict_step(self, run: HostedRun, data: Any) -> Any:

@@ -16,14 +16,14 @@ from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.epoch_position import EpochPosition
-from callsheet.bridges.host_base import HostBase, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
-from callsheet.bridges.torchtnt.unit import Fetches, duration_of, losses_in, one_of_unit
+from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, one_of_unit
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -91,6 +91,9 @@ def host(
 class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
     """See `host`."""
 
+    _STOPS_IF_PREEMPTED = True
+    _run: HostedRun | None = None
+
     def __init__(
         self,
         callbacks: CallbackManager | Callback | Iterable[Callback] | None,
@@ -100,12 +103,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         resume: str | None,
         settings: Mapping[str, Any],
     ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict = strict
+        super().__init__(callbacks, strict=strict)
         self._metrics = metrics
         self._resume_path = resume
         self._settings = settings
-        self._run: HostedRun | None = None
         self._restored: dict[str, Any] | None = None
         self._steps_fired = 0  # torchtnt's count of steps, which is written into its checkpoints
 
@@ -119,7 +120,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
                 "the torchtnt unit tracks no module, so callbacks would have no model; assign the module to unit.module"
             )
         is_training = state.train_state is not None
-        self._optimizer = optimizer = one_of_unit(unit.tracked_optimizers(), "optimizer") if is_training else None
+        optimizer = one_of_unit(unit.tracked_optimizers(), "optimizer") if is_training else None
         scheduler = one_of_unit(unit.tracked_lr_schedulers(), "lr_scheduler") if is_training else None
         inside = module.module if type(module).__name__ == "DistributedDataParallel" else module
         self._scaler = getattr(unit, "grad_scaler", None)
@@ -146,15 +147,11 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         }
         self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
         self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
-        self._evaluation_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
-        self._predict_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
-        hooks: list[Any] = [
-            watch,
-            self._model_hooks,
-            self._evaluation_hooks,
-            self._predict_hooks,
-            Fetches(unit, self._fetchers()),
-        ]
+        if state.entry_point is EntryPoint.PREDICT:
+            self._eval_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
+        else:
+            self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
+        hooks: list[Any] = [watch, self._model_hooks, self._eval_hooks, Fetches(unit, self._fetchers())]
         self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
@@ -186,12 +183,9 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.driver.start("epoch")
         self._stop_if_asked(run, state)
 
-    @observing
-    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+    @in_a_run
+    def on_train_epoch_start(self, run: HostedRun, state: State, unit: Any) -> None:
         """Start the epoch's span."""
-        run = self._run
-        if run is None:
-            return
         self._place.begin()
         self._is_exhausted = False
         run.driver.start("epoch")
@@ -306,20 +300,16 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            self._is_checked = True
             if self._scaler is not None:  # the scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            self._support(run).after_first_step(run.driver)
+            self._check_first_step(run)
         if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run, state)
 
-    @observing
-    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+    @in_a_run
+    def on_train_epoch_end(self, run: HostedRun, state: State, unit: Any) -> None:
         """End the epoch, which may have been left before its last batch."""
-        run, train = self._run, state.train_state
-        if run is None:
-            return
-        place = self._place
+        place, train = self._place, state.train_state
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
         )
@@ -340,9 +330,9 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.boundaries.reach("epoch")
             self._stop_if_asked(run, state)
 
-    def _stop_if_asked(self, run: HostedRun, state: State) -> None:
-        if (run.control.stop_requested is not None or run.boundaries.is_preempted) and not state.should_stop:
-            state.stop()
+    def _stop(self, loop: State) -> None:
+        if not loop.should_stop:
+            loop.stop()
 
     @observing
     def on_train_end(self, state: State, unit: Any) -> None:
@@ -365,12 +355,11 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             return
         if run is None or (state.train_state is None and not run.driver.is_open("train")):
             run = self._begin(state, unit)
-        self._sums: dict[str, Any] = {}
-        self._weight = 0
+        self._losses = MeanLosses()
         self._fires_eval = not (state.should_stop or run.driver.is_open("train_step"))
         if self._fires_eval:
             run.eval.begin(EVALUATED, standalone=not run.driver.is_open("train"))
-            self._evaluation_hooks.listen(True)
+            self._eval_hooks.listen(True)
 
     @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
@@ -386,28 +375,22 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         run = self._run
         if run is None:
             return
-        samples = counts_of(self._batch)[0] or 1
-        self._weight += samples
-        for name, loss in losses_in(state.eval_state.step_output).items():
-            self._sums[name] = self._sums.get(name, 0.0) + loss * samples
+        self._losses.add(state.eval_state.step_output, counts_of(self._batch)[0] or 1)
         run.eval.driver.end("eval_step")
 
-    @observing
-    def on_eval_end(self, state: State, unit: Any) -> None:
+    @in_a_run
+    def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
         """End the evaluation, then reach the boundary that was delayed until its end."""
-        run = self._run
-        if run is None:
-            return
-        self._evaluation_hooks.listen(False)
-        self._batch = None
-        found = {name: float(total) / self._weight for name, total in self._sums.items()}
-        found |= {name: float(getattr(unit, name)) for name in self._metrics} if self._weight else {}
+        self._eval_hooks.listen(False)
+        self._batch, samples = None, self._losses.samples
+        found = self._losses.means()
+        found |= {name: float(getattr(unit, name)) for name in self._metrics} if samples else {}
         if self._fires_eval:
             run.eval.end_dataset(EVALUATED, found)
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif self._weight:  # within a step of several batches: the events are fired when the step is over
+        elif samples:  # within a step of several batches: the events are fired when the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
         if not run.driver.is_open("train"):
@@ -421,7 +404,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         if self._run is not None and self._run.driver.is_open("train"):
             return
         self._begin(state, unit).driver.start("predict")
-        self._predict_hooks.listen(True)
+        self._eval_hooks.listen(True)
 
     @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
@@ -437,11 +420,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         if self._run is not None:
             self._run.driver.end("predict_step")
 
-    @observing
-    def on_predict_end(self, state: State, unit: Any) -> None:
-        """End the run."""
-        if self._run is not None and self._run.driver.is_open("predict"):
-            self._run.driver.end("predict")
+    @in_a_run
+    def on_predict_end(self, run: HostedRun, state: State, unit: Any) -> None:
+        if run.driver.is_open("predict"):
+            run.driver.end("predict")
             self._finish()
 
     # --- in torchtnt's checkpoints ---

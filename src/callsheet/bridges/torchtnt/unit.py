@@ -76,3 +76,22 @@ def losses_in(output: Any) -> dict[str, Tensor]:
         output = output[0]
     named = output if isinstance(output, Mapping) else {"loss": output}
     return {name: value.detach() for name, value in named.items() if isinstance(value, Tensor) and value.numel() == 1}
+
+
+class MeanLosses:
+    """The means of an evaluation's losses, weighted by the samples of each batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self.samples = 0
+        """The samples of all batches."""
+
+    def add(self, output: Any, samples: int) -> None:
+        """Add the losses in what an `eval_step` has returned for so many samples."""
+        self.samples += samples
+        for name, loss in losses_in(output).items():
+            self._sums[name] = self._sums.get(name, 0.0) + loss * samples
+
+    def means(self) -> dict[str, float]:
+        """Return the means by name."""
+        return {name: float(total) / self.samples for name, total in self._sums.items()}

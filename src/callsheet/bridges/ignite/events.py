@@ -41,15 +41,8 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
 NOT_FIRED = events_within("test", "predict")
 """Events that this host never fires."""
 
-OF_EVALUATIONS = (
-    *(
-        "on_eval_all_start",
-        "on_eval_start",
-        "on_eval_step_start",
-        "on_eval_forward_start",
-        "on_eval_forward_end",
-        "on_eval_step_end",
-    ),
-    *("on_eval_end", "on_eval_all_end"),
-)
-OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
+OF_EVALUATIONS = events_within("eval_all")
+"""Events that this host fires only if it has evaluators."""
+
+OF_CHECKPOINTS = (*events_within("checkpoint_save"), "on_checkpoint_published")
+"""Events that this host fires only if it has a handler that writes checkpoints."""

@@ -1,0 +1,44 @@
+"""The checkpoints that an Ignite handler writes, by itself or because a callback has asked for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ignite.engine import Engine
+from ignite.handlers import Checkpoint
+from ignite.handlers.checkpoint import CheckpointEvents
+
+
+class Saves:
+    """Makes a `Checkpoint` handler write checkpoints, and finds those that it has written."""
+
+    def __init__(self, handler: Checkpoint) -> None:
+        self._handler = handler
+        self._files = self._written()
+        self.is_requested = False
+        """Whether the handler is writing a checkpoint because a callback has asked for it."""
+
+    def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
+        """Call `saved` after each checkpoint that a handler writes at one of these engines."""
+        for engine in engines:
+            if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
+                engine.register_events(*CheckpointEvents)
+            engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, saved)
+
+    def save(self, trainer: Engine) -> None:
+        """Write a checkpoint because a callback has asked for it."""
+        self.is_requested = True
+        try:
+            self._handler(trainer)
+        finally:
+            self.is_requested = False
+
+    def new(self) -> str | None:
+        """Return the path of the checkpoint that this handler has written since the last call, or None."""
+        earlier, self._files = self._files, self._written()
+        new = self._files - earlier
+        return str(Path(getattr(self._handler.save_handler, "dirname", ""), new.pop())) if new else None
+
+    def _written(self) -> set[str]:
+        return {file for _, file in self._handler.state_dict()["_saved"]}
