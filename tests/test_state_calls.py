@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from callsheet import Background, Callback, CallbackManager, Context, Process, RunInfo, Trainer
 from callsheet.callbacks import CheckpointSaver
+from callsheet.checkpoint import plain_copy
 from callsheet.core.callback import OnError
 
 
@@ -139,7 +140,7 @@ def test_states_that_hang_are_waited_for_at_the_same_time() -> None:
     manager.close()
 
 
-def test_a_state_that_a_lane_does_not_take_is_named_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_a_lane_does_not_load_is_named_and_the_run_continues(caplog: pytest.LogCaptureFixture) -> None:
     counts = Counts()
     manager, _ = opened(Background(RaisesInItsState()), counts)
     manager.load_state_dict({"callbacks": {"RaisesInItsState": {"run": 1}, "Counts": {"steps": 7}}, "user_state": {}})
@@ -246,3 +247,89 @@ def test_one_call_that_takes_the_interpreter_for_long_is_named_at_once(caplog: p
     manager.close()
     assert "Callback Native used" in caplog.text
     assert "callsheet.Process" in caplog.text
+
+
+def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        train_dataloader=[(torch.ones(2, 2), torch.ones(2, 1))] * 8,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        callbacks=callbacks,
+        run_name="odd",
+        runs_folder=folder,
+        **options,
+    )
+
+
+class Odd(Callback):
+    """Has a state that no checkpoint can hold, or one that changes while it is read."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def on_train_step_end(self, ctx: Context) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": self.state}
+
+
+class Changing(dict[str, int]):
+    """A mapping that grows while it is read."""
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("state", [object(), threading.Lock(), Changing(a=1), {1.5: {object()}}, torch.ones(2).to_sparse()])
+def test_a_state_that_cannot_be_saved_is_missing(
+    state: Any, in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = Counts()
+    callbacks = [counts, Background(Odd(state)), CheckpointSaver(save_interval="4ba")]
+    with trainer(tmp_path, *callbacks, save_in_background=in_background) as trained:
+        trained.fit()
+    assert trained.run.outcome == "finished"
+    found = [message for message in caplog.messages if "The state of callback Odd" in message]
+    assert found
+    assert all("is missing from this checkpoint: CheckpointError: " in message for message in found)
+
+
+def test_a_saved_state_shares_nothing_with_the_callback(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"list": [1], "tensor": torch.ones(2)}
+    manager = CallbackManager([Background(Odd(state))])
+    saved = manager.state_dict(copied=plain_copy)["callbacks"]["Odd"]["x"]
+    state["list"].append(2)
+    state["tensor"].zero_()
+    assert saved["list"] == [1]
+    assert saved["tensor"].tolist() == [1, 1]
+
+
+class Ready(Counts):
+    """Its `state_is_ready` runs its own code."""
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    @property
+    def state_is_ready(self) -> bool:
+        return self.answer()
+
+
+def raises() -> bool:
+    raise OSError("no connection")
+
+
+def hangs() -> bool:
+    return threading.Event().wait()
+
+
+@pytest.mark.parametrize(("answer", "why"), [(raises, "OSError: no connection"), (hangs, "TimeoutError: ")])
+def test_state_is_ready_cannot_end_or_stall_a_run(
+    answer: Callable[[], bool], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    with trainer(tmp_path, Background(Ready(answer), deadline=0.5), CheckpointSaver(save_interval="4ba")) as trained:
+        trained.fit()
+    assert time.monotonic() - began < 30
+    assert trained.run.outcome == "finished"
+    assert any("state_is_ready of callback Ready" in message and why in message for message in caplog.messages)

@@ -17,13 +17,13 @@ STATE = "callsheet"
 
 def own_state(run: HostedRun) -> dict[str, Any]:
     """Return the run's progress, the callbacks' states and the unfinished metrics record, as plain data and tensors."""
-    return {"state": run.state.state_dict(), "callbacks": run.manager.state_dict(), "records": run.records.state_dict()}
+    return {"state": run.state.state_dict(), "callbacks": run.callback_states.state_dict(), "records": run.records.state_dict()}
 
 
 def restore_states(run: HostedRun, own: Mapping[str, Any]) -> None:
     """Restore what `own_state` returned."""
     run.state.load_state_dict(own["state"])
-    run.manager.load_state_dict(own["callbacks"])
+    run.callback_states.load_state_dict(own["callbacks"])
     run.records.load_state_dict(own["records"])
     run.ctx.step, run.ctx.epoch = run.state.timestamp.batch, run.state.timestamp.epoch
 

@@ -207,7 +207,7 @@ class HostedRun(Run):
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
                 shared[name] = Typed(part)
-        self.load(shared, {"callbacks": self.manager, "records": self.records, **self.parts}, resume)
+        self.load(shared, {"callbacks": self.callback_states, "records": self.records, **self.parts}, resume)
         self.eval.ctx.muting = ctx.muting
         for each in (ctx, self.eval.ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler

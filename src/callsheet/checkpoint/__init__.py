@@ -16,7 +16,7 @@ with needed_by(__name__):
         point_latest,
         read_manifest,
     )
-    from callsheet.checkpoint.plain import flatten, unflatten
+    from callsheet.checkpoint.plain import flatten, plain_copy, unflatten
     from callsheet.checkpoint.ranks import RankLost
     from callsheet.checkpoint.read import Loaded, read_checkpoint
     from callsheet.checkpoint.seal import MANIFEST, Seal, Unsealed
@@ -44,6 +44,7 @@ __all__ = [
     "flatten",
     "newest",
     "open_folder",
+    "plain_copy",
     "point_latest",
     "read_checkpoint",
     "read_manifest",

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from callsheet.checkpoint.tensors import check_storable, local_part
 from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
@@ -46,6 +47,15 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
     flattening = _Flattening()
     document = flattening.document(tree, "")
     return document, flattening.tensors
+
+
+def plain_copy(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state that shares nothing with it. Raise `CheckpointError` if a checkpoint cannot hold it."""
+    document, tensors = flatten(tree)
+    for name, tensor in tensors.items():
+        check_storable(name, local_part(tensor))
+    copy: dict[str, Any] = unflatten(document, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+    return copy
 
 
 def dump(document: Json) -> bytes:

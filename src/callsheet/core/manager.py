@@ -46,12 +46,10 @@ Every = str | int | Time | Interval | None
 class CallbackManager:
     """Hold the callbacks and functions of a run, and call them in order when an event is fired.
 
-    Args:
-        callbacks: added first; more can be added later.
-        checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after every
-            handler, so use it in tests only.
-        costs: how the callbacks are timed: `sampled`, in a few steps now and then; `all`; or `off`. See `cost_report`.
-        warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
+    Args: callbacks: added first; more can be added later. checking: raise if an observer draws random numbers without
+    `draws_random`. This compares all random states before and after every handler, so use it in tests only. costs: which calls
+    are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`. warn_share: warn once about each
+    callback that takes more than this fraction of a step. None: never warn.
 
     Raises:
         ConfigError: `costs` is unknown, or `warn_share` is not a positive fraction.
@@ -166,7 +164,8 @@ class CallbackManager:
     ) -> Any:
         """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`. Without a function, return a decorator.
 
-        The options mean what they mean on a `Callback`. `every` is an interval such as `"100ba"`, a number of batches, or an `Interval`.
+        The options have the same meaning as on a `Callback`. `every` is an interval such as `"100ba"`, a number of batches, or an
+        `Interval`.
 
         Raises:
             UnknownEventError: no such event.
@@ -203,8 +202,7 @@ class CallbackManager:
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
         """Remove a callback, all callbacks of a class, or a function. Return how many were removed.
 
-        Raises:
-            RegistrationError: it is not on the call sheet.
+        Raises: RegistrationError: nothing on the call sheet matches.
         """
         gone = [
             registration
@@ -270,11 +268,11 @@ class CallbackManager:
             self.current = ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
-        """Return the spans with which a loop fires its events on `ctx`."""
+        """Return the spans that a loop uses to fire its events on `ctx`."""
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
-        """Compile the call sheet for a run that begins, whose ranks are now known. Give `ctx` the manager's `user_state`.
+        """Compile the call sheet for a run that begins, whose ranks are now known. Set the manager's `user_state` on `ctx`.
 
         Raises:
             ConfigError: an interval is a fraction of `max_duration`, and this run has none.
@@ -306,7 +304,7 @@ class CallbackManager:
         self._table.compile()
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
-        """Call `method(ctx, **payload)` on every callback that has such a method. Errors are isolated.
+        """Call `method(ctx, **payload)` on every callback that has such a method. Errors are logged and do not end the run.
 
         Tables, images and files reach the loggers this way.
         """
@@ -332,7 +330,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop calls `between_steps` next. Read it again when `control.pending` is set."""
+        """The step after which the loop must call `between_steps`. Read it again whenever `control.pending` is set."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
@@ -350,13 +348,15 @@ class CallbackManager:
             self._table.use_window()
 
     def cost_report(self, step: int) -> CostReport:
-        """Return what the callbacks of this process have cost by the end of `step`, and which of them failed."""
+        """Return what the callbacks of this process have cost up to the end of `step`, and which of them failed."""
         lanes = self._lanes
         dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Pass the costs and the latest window to the loggers if they are due, or if it `is_last`. The loop calls this after a record."""
+        """Pass the costs and the latest window to the loggers if they are due or `is_last` is set. The loop calls this after a
+        record.
+        """
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
             self.notify_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
@@ -366,7 +366,7 @@ class CallbackManager:
     # --- lanes ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """Process the messages of the lanes, and switch off the callbacks that all ranks agree to have failed too often.
+        """Process the messages of the lanes. Switch off the callbacks of which all ranks agree that they failed too often.
 
         The loop calls this at each boundary.
         """
@@ -381,18 +381,24 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """Wait a moment for the lanes, so that the record holds what they log now. The loop calls this before a record that may be the last."""
+        """Wait a moment for the lanes, so that the record includes what they are logging. The loop calls this before a record
+        that may be the last.
+        """
         if self._lanes is not None:
             self._lanes.flush()
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`. The loop calls this on a signal."""
+        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`. The loop calls this when
+        it receives a signal.
+        """
         if self._lanes is not None:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until the lanes have delivered all events so far, for most of each lane's deadline. Called before `on_run_end` is fired."""
+        """Wait until the lanes have delivered all events so far; each lane may use most of its deadline. Called before
+        `on_run_end` is fired.
+        """
         if self._lanes is not None:
             self._lanes.drain()
         self.process_lane_messages(ctx)
@@ -400,8 +406,8 @@ class CallbackManager:
     def close(self) -> None:
         """End the run's lanes and forget its ranks and loops. May be called twice; afterwards the manager may serve another run.
 
-        All lanes are waited for together, each until its deadline. Events that were not delivered by then are logged as an error, and
-        counted in `cost_report` until another run begins.
+        The manager waits for all lanes at the same time, for each until its deadline. Events that are not delivered by then are
+        logged as an error, and counted in `cost_report` until another run begins.
         """
         if self._lanes is not None:
             self._lanes.close()
@@ -418,11 +424,13 @@ class CallbackManager:
 
     # --- state ---
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of every callback that keeps one, by name, and `user_state`.
+    def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
+        """Return `user_state`, and by name the state of every callback that keeps one.
 
-        A callback in a lane has until its lane's deadline to give its state. If it does not, or if it or an isolated callback raises,
-        the error is logged, and `missing` holds the reason by the callback's name.
+        `copied` copies the state of a callback that is isolated or has a lane. It may raise if the state cannot be saved.
+
+        A callback in a lane must return its state within its lane's deadline. If it does not, or if it or an isolated callback
+        raises, the error is logged, and `missing` holds the reason under the callback's name.
 
         Raises:
             RegistrationError: two callbacks keep their state under one name.
@@ -430,14 +438,15 @@ class CallbackManager:
         """
         if self._lanes is not None:
             self._lanes.wait_for_states()
-        states, missing = states_of(self._registrations, self._state_calls)
+        states, missing = states_of(self._registrations, self._state_calls, copied)
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every callback its state. A callback without a saved state starts fresh; unclaimed and missing states are logged.
+        """Load the saved state of every callback. A callback without a saved state starts fresh. States that are missing and
+        states that belong to no callback are logged.
 
-        A callback in a lane, or an isolated one, that raises or does not take its state within the lane's deadline is logged and starts
-        without it.
+        If a callback in a lane or an isolated one raises, or does not load its state within the lane's deadline, the error is
+        logged and the callback starts without the state.
 
         Raises:
             Exception: what an inline callback that is not isolated raised.
@@ -453,7 +462,7 @@ class CallbackManager:
     # --- adding ---
 
     def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
-        """Add the registrations and their entries. If one does not suit the run in progress, none is added."""
+        """Add the registrations and their entries. If one of them is invalid in the run in progress, add none."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
@@ -479,7 +488,7 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
-    """Return a manager of `callbacks`: the given manager itself, a new one for an iterable, or None for None.
+    """Return a manager of `callbacks`: the same object if it is a manager, a new manager for an iterable, None for None.
 
     Raises:
         NotACallbackError, UnknownEventError, RegistrationError: as `CallbackManager.add`.

@@ -1,4 +1,4 @@
-"""The states of callbacks: which callbacks keep one, and calls of `state_dict` and `load_state_dict`."""
+"""The states of callbacks: which callbacks keep one, and how the manager calls `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ def keeps_state(callback: Callback) -> bool:
     return type(inner(callback)).state_dict is not Callback.state_dict
 
 
-def state_of(callback: Callback) -> dict[str, Any]:
-    """Return the callback's state as a dict of its own."""
-    return dict(callback.state_dict())
+def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
+    """Return a copy of the callback's state."""
+    return copied(dict(callback.state_dict()))
 
 
 Starts = Callable[[Mapping[Registration, Callable[[], T]]], Mapping[Registration, Callable[[], T]]]
-"""Starts the calls of callbacks in lanes, and returns functions that wait for the results; see `LaneSet.state_calls`."""
+"""Starts the calls of callbacks in lanes. It returns functions that wait for the results; see `LaneSet.state_calls`."""
 
 
-def states_of(registrations: Iterable[Registration], start: Starts[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the states of all callbacks that keep one, by name, and the reasons of those that are missing, by name.
+def states_of(
+    registrations: Iterable[Registration], start: Starts[Any], copied: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return, by callback name, the states of all callbacks that keep one, and the reasons why states are missing.
+
+    `copied` copies the state of a callback that is isolated or has a lane. It runs inside the call whose errors are logged.
 
     Raises:
         RegistrationError: two callbacks keep their state under one name.
@@ -51,7 +55,10 @@ def states_of(registrations: Iterable[Registration], start: Starts[Any]) -> tupl
         )
 
     stateful = {registration: callback for registration, callback in _callbacks(registrations).items() if keeps_state(callback)}
-    reads = {registration: partial(state_of, callback) for registration, callback in stateful.items()}
+    reads = {
+        registration: partial(state_of, callback, copied if _may_fail(registration) else dict)
+        for registration, callback in stateful.items()
+    }
     states: dict[str, dict[str, Any]] = {}
     for registration, state in results_of(start(reads), failed).items():
         if state:
@@ -67,7 +74,7 @@ def states_of(registrations: Iterable[Registration], start: Starts[Any]) -> tupl
 def load_states(
     registrations: Iterable[Registration], saved: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str], start: Starts[None]
 ) -> None:
-    """Give every callback its saved state. Log what is missing, and which states have no callback.
+    """Load the saved state of every callback. Log which callbacks have none, and which states belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.
@@ -86,7 +93,7 @@ def load_states(
 
 
 def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Callback]:
-    """Return the registered callbacks, without functions."""
+    """Return the registered callback objects; plain functions are left out."""
     return {registration: registration.thing for registration in registrations if isinstance(registration.thing, Callback)}
 
 
@@ -95,14 +102,18 @@ def is_inline(registration: Registration) -> bool:
     return not isinstance(registration.thing, Callback) or registration.thing.lane == "inline"
 
 
+def _may_fail(registration: Registration) -> bool:
+    """Return whether the callback's errors are isolated."""
+    return not is_inline(registration) or getattr(registration.thing, "on_error", "") == "isolate"
+
+
 def results_of(
     calls: Mapping[Registration, Callable[[], T]], failed: Callable[[Registration, Exception], None]
 ) -> dict[Registration, T]:
-    """Return what the calls return, without those that failed.
+    """Return what the calls return. Calls that failed are left out.
 
-    Args:
-        calls: by callback; for a callback in a lane a function that waits for its result.
-        failed: receives the error of a callback in a lane, or of an isolated one.
+    Args: calls: the function to call for each callback; for one in a lane, a function that waits for its result. failed: called
+    with the error of a callback that is isolated or has a lane.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.
@@ -112,7 +123,7 @@ def results_of(
         try:
             results[registration] = call()
         except Exception as error:
-            if is_inline(registration) and getattr(registration.thing, "on_error", "") != "isolate":
+            if not _may_fail(registration):
                 raise
             failed(registration, error)
     return results

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import getattr_static
 from math import inf
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
 from callsheet.core.wrappers import Handler
+from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers
 from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
 from callsheet.lanes.process import Process
@@ -57,7 +60,7 @@ class LaneSet:
         ] = {}  # lanes that hung when their state was read, with their `done` count at that time
         self._slow: dict[Registration, int] = {}  # lanes that the last record stopped waiting for, with their `done` count
         self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
-        self._state_calls = StateCalls()
+        self._state_calls, self._ready_calls = StateCalls(), StateCalls()
 
     def __iter__(self) -> Iterator[CallbackLane]:
         return iter(self._lanes.values())
@@ -206,10 +209,11 @@ class LaneSet:
         stateful = {
             registration: each.lane
             for registration, each in self._lanes.items()
-            if isinstance(registration.thing, Callback)
-            and keeps_state(registration.thing)
-            and (is_loading or not getattr(inner(registration.thing), "state_is_ready", False))
+            if isinstance(registration.thing, Callback) and keeps_state(registration.thing)
         }
+        if not is_loading:
+            ready = self._ready(stateful)
+            stateful = {registration: lane for registration, lane in stateful.items() if registration not in ready}
         moving = [lane for registration, lane in stateful.items() if self._behind.get(registration) != lane.done]
         drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
         self._behind = {registration: lane.done for registration, lane in stateful.items() if not lane.is_idle}
@@ -218,6 +222,17 @@ class LaneSet:
         for registration in stateful:
             if isinstance(registration.thing, Background):  # do not wait again for a lane that has missed its deadline
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
+
+    def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:
+        """Return the callbacks whose `state_is_ready` is true. A property is read on a thread with the deadline of states."""
+        callbacks = {each: inner(each.thing) for each in registrations if isinstance(each.thing, Callback)}
+        values = {each: getattr_static(callback, "state_is_ready", False) for each, callback in callbacks.items()}
+        ready = {each for each, value in values.items() if value is True}
+        reads = {
+            each: partial(getattr, callbacks[each], "state_is_ready") for each, value in values.items() if not isinstance(value, bool)
+        }
+        answers = results_of(self._ready_calls.start(reads, self._state_deadline), _log_not_ready)
+        return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
         """Copy the state of a callback from its old lane to its new one."""
@@ -244,6 +259,13 @@ def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
     if isinstance(one, Callback) and isinstance(other, Callback):
         return inner(one) is inner(other)
     return one == other
+
+
+def _log_not_ready(registration: Registration, error: Exception) -> None:
+    logger.error(
+        "state_is_ready of callback %s (%s) cannot be read, so its lane is waited for: %s: %s",
+        registration.label, registration.source, type(error).__name__, text_of(error), exc_info=error,
+    )  # fmt: skip
 
 
 def _is_logger(registration: Registration) -> bool:

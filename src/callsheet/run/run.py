@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from callsheet.checkpoint import plain_copy
 from callsheet.core.context import Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
@@ -24,6 +25,25 @@ from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run_guard import RunGuard
 from callsheet.run.signals import SignalWatch
+
+
+class CallbackStates:
+    """The callbacks' states as a part of a checkpoint.
+
+    The state of a callback in a lane, or of an isolated one, is copied and checked when it is read: if a checkpoint cannot hold it, it is
+    missing from the checkpoint and the run continues.
+    """
+
+    def __init__(self, manager: CallbackManager) -> None:
+        self._manager = manager
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        return self._manager.state_dict(copied=plain_copy)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the callbacks their states."""
+        self._manager.load_state_dict(state)
 
 
 class Run:
@@ -70,6 +90,7 @@ class Run:
         records: type[Records] = Records,
     ) -> None:
         self.manager = manager
+        self.callback_states = CallbackStates(manager)
         self.state = state
         self.control = control
         self.signals = signals

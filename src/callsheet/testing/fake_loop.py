@@ -232,7 +232,7 @@ class FakeLoop:
         run.boundaries.fire_checkpoint_due("step")
 
     def _save(self, info: CheckpointInfo) -> None:
-        parts: dict[str, Any] = {"state": self._run.state, "callbacks": self._run.manager, "records": self._run.records}
+        parts: dict[str, Any] = {"state": self._run.state, "callbacks": self._run.callback_states, "records": self._run.records}
         parts |= {"model": self.model, "optimizer": self._optimizer}
         self.saved[info.step] = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
         self.saved[info.step] |= {"evaluations": self._evaluations, "info": info}

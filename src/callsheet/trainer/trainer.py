@@ -456,7 +456,7 @@ class Trainer:
             "tally": self._run.records.tally,
             "loop": self._loop,
         }
-        local: dict[str, Stateful] = {"callbacks": self.callbacks, "records": self._run.records, "batches": self._batches}
+        local: dict[str, Stateful] = {"callbacks": self._run.callback_states, "records": self._run.records, "batches": self._batches}
         return {name: part for name, part in shared.items() if part is not None}, local
 
     # --- the end ---

@@ -301,7 +301,7 @@ class HookedRun(Run):
     def _write(self, context: TrainingContext, info: CheckpointInfo) -> None:
         """Add the callbacks' states to a checkpoint of InstructLab's."""
         run = self.ctx.run
-        local = {"callbacks": self.manager.state_dict(), "metrics": self._metrics.state_dict()}
+        local = {"callbacks": self.callback_states.state_dict(), "metrics": self._metrics.state_dict()}
         saved_info = {"run": run.name, "step": info.step, "samples": context.total_samples}
         folder = _state_folder(info.path, run.rank)
         folder.parent.mkdir(parents=True, exist_ok=True)
