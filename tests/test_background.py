@@ -162,7 +162,7 @@ def test_what_was_not_delivered_is_in_the_failures_at_the_end_of_the_run(hangs: 
     manager.close()
 
 
-def test_loggers_in_a_lane_are_told_nothing_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_in_a_lane_receive_nothing_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
     class Tables(Logger):
         lane = "background"
 
@@ -190,7 +190,7 @@ def test_loggers_in_a_lane_are_told_nothing_after_the_end(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("is_wrapped_anew", [False, True])
-def test_one_that_is_removed_and_added_again_hears_all_in_order_on_one_thread(is_wrapped_anew: bool) -> None:
+def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(is_wrapped_anew: bool) -> None:
     class Slow(Steps):
         at_once = most_at_once = 0
 
@@ -214,7 +214,7 @@ def test_one_that_is_removed_and_added_again_hears_all_in_order_on_one_thread(is
     assert slow.most_at_once == 1
 
 
-def test_one_that_was_removed_has_heard_what_came_before() -> None:
+def test_a_removed_callback_has_received_what_came_before() -> None:
     steps = Steps()
     manager, ctx = opened(Background(steps))
     tell(manager, ctx, range(1, 11))
@@ -280,7 +280,7 @@ def interpreters() -> list[str]:
 
 
 @pytest.mark.parametrize("words", ["", "async", "error", "late", "late async"])
-def test_a_manager_that_nobody_closes_is_emptied_when_the_program_ends(words: str, tmp_path: Path) -> None:
+def test_a_manager_that_is_not_closed_is_drained_when_the_program_ends(words: str, tmp_path: Path) -> None:
     for interpreter in interpreters():
         received = tmp_path / "heard.txt"
         received.unlink(missing_ok=True)
@@ -312,7 +312,7 @@ def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_p
 
 
 @pytest.mark.test_all
-def test_a_manager_that_nobody_holds_any_more_is_emptied_all_the_same() -> None:
+def test_a_manager_without_references_is_drained() -> None:
     steps = Steps()
 
     def train() -> None:

@@ -208,7 +208,7 @@ def test_a_spec_survives_json() -> None:
     assert CallbackSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_more_named_arguments_are_carried() -> None:
+def test_more_named_arguments_are_passed_on() -> None:
     spec = CallbackSpec.of(Open(1, x=2, y=3))
     assert spec.init_args == {"first": 1, "x": 2, "y": 3}
     made = spec.build()

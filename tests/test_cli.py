@@ -94,7 +94,7 @@ def test_a_run_that_wrote_nothing_of_itself_has_no_report(recipe: Path, capsys: 
     assert "report" in capsys.readouterr().out.rstrip().splitlines()[-1]
 
 
-def test_run_again_it_goes_on_or_starts_anew_as_it_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_again_it_resumes_or_starts_again_as_requested(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", str(recipe), "--data.folder", "texts"]
     assert main(arguments) == 0
     capsys.readouterr()
@@ -135,7 +135,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "misspelt.yaml"], "misspelt.yaml:19: there is no key 'max_durtion'; did you mean 'max_duration'?"),
     ],
 )
-def test_bad_input_is_named_with_its_mend(
+def test_bad_input_is_named_with_a_hint(
     recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     Path("broken.yaml").write_text("recipe: [")
@@ -329,7 +329,7 @@ def test_runs_are_sorted_as_asked(three_runs: Path, capsys: pytest.CaptureFixtur
     assert order("--sort", "lowest")[-1] == order("--sort", "lowest", "--reverse")[-1] == "bare"
 
 
-def test_runs_as_json_tells_all_metrics(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_as_json_has_all_metrics(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (three_runs / "bare").mkdir()
     (three_runs / "bare" / "events.jsonl").touch()
     assert main(["runs", "--json", "--sort", "name"]) == 0
@@ -402,7 +402,7 @@ def test_report_writes_the_page_and_says_where(three_runs: Path, capsys: pytest.
     assert (page.parent / "trace.json").is_file()
 
 
-def test_report_writes_where_it_is_told(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_to_the_given_place(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "short", "--out", "out.html"]) == 0
     assert capsys.readouterr().out.startswith("out.html (")
     assert Path("out.html").is_file()

@@ -21,12 +21,12 @@ def context() -> Context:
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-def test_what_every_event_tells_is_there_from_the_start(name: str) -> None:
+def test_fields_of_every_event_are_available_from_the_start(name: str) -> None:
     assert context().has(name)
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_field_that_is_not_told_names_its_window(name: str) -> None:
+def test_an_unavailable_field_names_its_window(name: str) -> None:
     ctx = context()
     with pytest.raises(FieldNotAvailable) as caught:
         getattr(ctx, name)
@@ -47,7 +47,7 @@ def test_the_message_names_the_event_at_which_it_was_read() -> None:
         _ = ctx.grad_norm
 
 
-def test_a_field_not_told_is_both_an_attribute_error_and_one_of_ours() -> None:
+def test_an_unavailable_field_is_both_an_attribute_error_and_one_of_ours() -> None:
     assert issubclass(FieldNotAvailable, AttributeError)
     assert issubclass(FieldNotAvailable, CallsheetError)
     assert getattr(context(), "batch", "default") == "default"
@@ -66,7 +66,7 @@ def test_nothing_but_fields_can_be_set() -> None:
         ctx.nonsense = 1
 
 
-def test_none_can_be_told() -> None:
+def test_none_is_a_possible_value() -> None:
     ctx = context()
     ctx.batch = None
     assert ctx.has("batch")
@@ -102,7 +102,7 @@ def test_a_window_that_was_never_opened_can_be_shut() -> None:
     assert not ctx.has("batch")
 
 
-def test_close_all_leaves_what_every_event_tells() -> None:
+def test_close_all_keeps_the_fields_of_every_event() -> None:
     ctx = context()
     ctx.batch, ctx.loss, ctx.step = 1, 2, 7
     ctx.close_all()
@@ -230,7 +230,7 @@ def test_gather_is_rejected_where_only_some_ranks_are() -> None:
         ctx.gather(3)
 
 
-def test_the_run_says_where_this_process_stands() -> None:
+def test_the_run_has_the_ranks_of_this_process() -> None:
     run = RunInfo("test", ranks=Ranks(rank=3, local_rank=1, node_rank=1, world_size=4))
     assert (run.rank, run.local_rank, run.node_rank, run.world_size) == (3, 1, 1, 4)
     assert not run.is_world_process_zero

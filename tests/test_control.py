@@ -68,7 +68,7 @@ def test_requests_stay_until_they_are_done() -> None:
 
 
 @pytest.mark.parametrize("last", range(len(SAVE_KINDS)))
-def test_of_several_saves_the_kind_that_stands_last_is_written(last: int) -> None:
+def test_of_several_saves_the_last_kind_is_written(last: int) -> None:
     control = Control()
     for kind in reversed(SAVE_KINDS[: last + 1]):
         control.save("x", kind=kind)

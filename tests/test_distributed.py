@@ -30,7 +30,7 @@ def test_the_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_ranks() == Ranks(rank=5, local_rank=1, node_rank=2, world_size=8)
 
 
-def test_the_local_rank_is_the_rank_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_rank_is_the_rank_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert read_ranks().local_rank == 3
 

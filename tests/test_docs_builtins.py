@@ -179,7 +179,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 # --- that they agree ---
 
 
-def test_options_stand_in_the_docs_with_their_defaults(built_in: str) -> None:
+def test_options_are_in_the_docs_with_their_defaults(built_in: str) -> None:
     if built_in == "Logger":  # what loggers derive from: it has none, and the page begins with it
         assert not constructor(built_in)
         return
@@ -198,7 +198,7 @@ def test_every_option_is_explained(built_in: str) -> None:
 
 
 @pytest.mark.test_all
-def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
+def test_the_metrics_of_a_built_in_are_those_in_its_table(
     built_in: str, subjects: Mapping[str, Subject], plain: set[str], tmp_path: Path
 ) -> None:
     if built_in in loggers.__all__:  # these tell what others log
@@ -221,7 +221,7 @@ def test_what_a_built_in_logs_stands_in_its_table_and_the_reverse(
     assert [name for name in not_logged if f'"{name.split("/")[-1].removesuffix("_per_second")}"' not in source] == []
 
 
-def test_what_the_trainer_logs_stands_in_its_table_and_the_reverse(plain: set[str]) -> None:
+def test_the_metrics_of_the_trainer_are_those_in_its_table(plain: set[str]) -> None:
     recorded = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
     assert [name for name in sorted(plain) if not any(row.tells(name) for row in recorded)] == []
     not_logged = [
@@ -230,7 +230,7 @@ def test_what_the_trainer_logs_stands_in_its_table_and_the_reverse(plain: set[st
     assert not_logged == []
 
 
-def test_whoever_comes_from_composer_is_led_to_options_that_there_are() -> None:
+def test_the_page_for_composer_users_names_existing_options() -> None:
     ((table,),) = [
         re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for heading, text in sections("builtins.md") if "Composer" in heading
     ]
@@ -249,7 +249,7 @@ def test_whoever_comes_from_composer_is_led_to_options_that_there_are() -> None:
     assert len(seen) == 14
 
 
-def test_the_docs_tell_of_nothing_that_is_not_there() -> None:
+def test_the_docs_name_only_what_exists() -> None:
     pages = {"builtins.md": callbacks.__all__, "loggers.md": loggers.__all__}
     for page, names in pages.items():
         headings = [name for heading, _ in sections(page) for name in heading.split(", ")]

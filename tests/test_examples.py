@@ -84,7 +84,7 @@ def launched(script: Path, folder: Path) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_many_ranks_learn_make_way_for_the_launcher_s_signal_and_go_on(tmp_path: Path) -> None:
+def test_many_ranks_learn_are_preempted_by_the_launcher_and_resume(tmp_path: Path) -> None:
     """Under torchrun itself, which passes its signal on to all ranks."""
     long = tmp_path / "long.py"
     long.write_text((EXAMPLES / "many_ranks.py").read_text().replace('"4ep"', '"100000ep"').replace('"1ep"', '"50ba"'))
@@ -200,7 +200,7 @@ def test_checkpoints_are_uploaded_by_one_of_eight_ranks_and_can_be_read_there(tm
     read_checkpoint(f"file://{uploaded.checkpoints[0].path}")
 
 
-def test_people_are_told_how_the_run_fares(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notifications_are_sent(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_URL", server.url)
     run_here("notifications.py", str(tmp_path))
     recorded = [post["event"] for post in server.posts]
@@ -214,7 +214,7 @@ def test_people_are_told_how_the_run_fares(tmp_path: Path, server: Server, monke
 
 
 @pytest.mark.test_all
-def test_a_cluster_is_told_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_have_the_cluster_s_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_ID", "blue")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
         agent.bind(("127.0.0.1", 0))

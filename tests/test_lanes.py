@@ -133,7 +133,7 @@ def test_a_full_queue_lets_the_training_thread_wait(gate: threading.Event) -> No
     close([lane])
 
 
-def test_a_full_queue_that_stands_still_is_not_waited_for_for_ever(
+def test_a_full_queue_that_does_not_move_is_not_waited_for_forever(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     lane = Lane("Stuck", lambda item: gate.wait(30), LaneOptions(queue=2, deadline=0.2))
@@ -277,7 +277,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("overflow", ["drop_oldest", "latest"])
-def test_items_are_told_apart_without_being_compared(overflow: str, gate: threading.Event) -> None:
+def test_items_are_distinguished_without_being_compared(overflow: str, gate: threading.Event) -> None:
     begun, done = threading.Event(), []
 
     def work(item: object) -> None:

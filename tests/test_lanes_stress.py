@@ -181,7 +181,7 @@ def test_what_is_delivered_is_what_was_fired(
     back=st.integers(0, 20),
     is_async=st.booleans(),
 )
-def test_what_is_removed_and_added_again_hears_what_was_fired_meanwhile_not(
+def test_a_callback_removed_and_added_again_misses_the_events_in_between(
     actions: list[str], removed: int, back: int, is_async: bool
 ) -> None:
     actions = ["sleep" if action in FAILING else action for action in actions]  # failures are counted anew when it is added again

@@ -444,7 +444,7 @@ def failures(*how: str, **options: Any) -> tuple[RankFailure, ...]:
 
 
 @pytest.mark.slow
-def test_the_first_failing_rank_is_told_first(tmp: Path) -> None:
+def test_the_first_failing_rank_is_reported_first(tmp: Path) -> None:
     """Not the one that notices first: a rank that loses another fails as well, and often sooner."""
     recorded = failures("misses the others", "joins and raises")
     assert (recorded[0].rank, recorded[0].error) == (1, "KeyError: 'rank 1'")
@@ -487,7 +487,7 @@ def has_callbacks(callbacks: list[Any]) -> str:
     ("how", "error"), [("raises", "ValueError: no device for me"), pytest.param("exits", "SystemExit: 0", marks=pytest.mark.slow)]
 )
 @pytest.mark.slow
-def test_a_callback_that_cannot_be_made_on_a_rank_is_told_with_its_traceback(how: str, error: str, tmp: Path) -> None:
+def test_a_callback_that_cannot_be_rebuilt_on_a_rank_is_reported_with_its_traceback(how: str, error: str, tmp: Path) -> None:
     with pytest.raises(LaunchError, match="rank 1 of 2 failed first: ") as caught:
         launch(has_callbacks, callbacks=[NotOnRankOne(how)])
     first = caught.value.failures[0]

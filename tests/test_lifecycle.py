@@ -48,14 +48,14 @@ def test_orders_name_only_spans_and_points() -> None:
         assert set(names_in(span.order)) <= SPANS.keys() | POINTS.keys(), span.name
 
 
-def test_every_span_and_point_stands_somewhere() -> None:
+def test_every_span_and_point_has_a_place() -> None:
     placed = {name for span in SPANS.values() for name in names_in(span.order)}
     assert SPANS.keys() - placed == {"run"}
     assert POINTS.keys() - placed == ANYWHERE
     assert sorted(ANYWHERE) == ["on_checkpoint_published", "on_exception", "on_preempt"]
 
 
-def test_orders_are_trees_a_span_never_stands_inside_itself() -> None:
+def test_orders_are_trees_and_no_span_is_inside_itself() -> None:
     def below(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"{name} inside {path}"
         for child in names_in(SPANS[name].order):
@@ -65,14 +65,14 @@ def test_orders_are_trees_a_span_never_stands_inside_itself() -> None:
     below("run", ())
 
 
-def test_the_run_is_told_first_and_last() -> None:
+def test_the_run_s_events_are_first_and_last() -> None:
     assert EVENTS[0] == "on_run_start"
     assert EVENTS[-1] == "on_run_end"
     assert canonical_order() == EVENTS
 
 
 @pytest.mark.parametrize("span", SPANS)
-def test_children_are_told_between_their_spans_edges_in_the_canonical_order(span: str) -> None:
+def test_children_are_between_their_span_s_start_and_end_in_the_canonical_order(span: str) -> None:
     start, end = EVENTS.index(SPANS[span].start_event), EVENTS.index(SPANS[span].end_event)
     assert start < end
     for child in names_in(SPANS[span].order):
@@ -188,7 +188,7 @@ def test_fields_declare_how_ranks_relate() -> None:
     assert {field.kind for field in FIELDS.values()} <= {"replicated", "local", "reduced", "agreed"}
 
 
-def test_fields_without_a_window_are_told_always() -> None:
+def test_fields_without_a_window_are_always_available() -> None:
     assert ALWAYS == ("event", "run", "state", "step", "epoch", "model", "user_state", "control")
     assert all(not set(fields_available(event)) & set(ALWAYS) for event in EVENTS)
 
@@ -209,11 +209,11 @@ def test_fields_without_a_window_are_told_always() -> None:
         ("on_run_end", ("optimizer", "scheduler")),
     ],
 )
-def test_fields_told(event: str, recorded: tuple[str, ...]) -> None:
+def test_fields_available_at_an_event(event: str, recorded: tuple[str, ...]) -> None:
     assert fields_available(event) == recorded
 
 
-def test_the_step_end_tells_what_a_step_made() -> None:
+def test_the_step_end_has_the_results_of_the_step() -> None:
     expected = {"optimizer", "scheduler", "batch", "loss", "loss_dict", "grad_norm", "learning_rate", "step_skipped"}
     assert set(fields_available("on_train_step_end")) == expected
 

@@ -46,7 +46,7 @@ def test_a_run_starts_and_ends() -> None:
     assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]
 
 
-def test_the_end_is_told_once() -> None:
+def test_the_end_is_fired_once() -> None:
     diary = Diary()
     _, ctx, lifetime = begun(diary)
     lifetime.end(Outcome.STOPPED)
@@ -89,7 +89,7 @@ def test_leaving_without_an_error_ends_nothing() -> None:
         (GeneratorExit, Outcome.FAILED),
     ],
 )
-def test_an_exception_is_told_ends_the_run_and_comes_out(kind: type[BaseException], outcome: Outcome) -> None:
+def test_an_exception_is_reported_ends_the_run_and_is_raised(kind: type[BaseException], outcome: Outcome) -> None:
     diary = Diary()
     manager, ctx, lifetime = begun(diary)
     spans = manager.spans(ctx)
@@ -134,7 +134,7 @@ def test_the_outcome_that_a_loop_had_said_does_not_hide_a_failure() -> None:
     assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
-def test_the_exception_is_told_in_the_loop_that_was_open_with_what_was_readable_there() -> None:
+def test_the_exception_is_fired_on_the_open_context_with_its_fields() -> None:
     seen: list[tuple[Context, Any]] = []
     manager, ctx, lifetime = begun()
     manager.register("on_exception", lambda ctx: seen.append((ctx, ctx.batch)))
@@ -159,7 +159,7 @@ def test_at_the_end_every_window_is_shut() -> None:
     assert not any(ctx.has(name) for name in windowed)
 
 
-def test_the_exception_is_forgotten_when_it_has_been_told() -> None:
+def test_the_exception_is_released_after_it_was_reported() -> None:
     manager, ctx, lifetime = begun()
     evaluation = ctx.sibling()
     with pytest.raises(ValueError, match="x") as caught, lifetime, manager.spans(evaluation).eval:
@@ -168,7 +168,7 @@ def test_the_exception_is_forgotten_when_it_has_been_told() -> None:
     assert not evaluation.has("exception")
 
 
-def test_an_exception_that_ends_a_run_inside_another_is_told_to_each_in_its_own_words() -> None:
+def test_an_exception_that_ends_nested_runs_is_reported_in_each() -> None:
     inner_diary, outer_diary = Diary(), Diary()
     inner_manager, inner_ctx, inner = begun(inner_diary)
     outer_manager, outer_ctx, outer = begun(outer_diary)
@@ -181,7 +181,7 @@ def test_an_exception_that_ends_a_run_inside_another_is_told_to_each_in_its_own_
     assert outer_diary.recorded[-2] == ("on_exception", error, "round", 8)
 
 
-def test_a_run_that_has_ended_cannot_go_on() -> None:
+def test_a_run_that_has_ended_cannot_continue() -> None:
     _, _, lifetime = begun()
     lifetime.end(Outcome.STOPPED)
     with (
@@ -244,7 +244,7 @@ def test_an_interruption_while_the_run_ends_does_not_hide_the_first(kind: type[B
     assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
-def test_at_the_end_everybody_hears_and_the_first_error_comes_out() -> None:
+def test_all_handlers_of_the_end_are_called_and_the_first_error_is_raised() -> None:
     diary = Diary()
     manager = CallbackManager()
     manager.register("on_run_end", lambda ctx: 1 // 0)
@@ -284,7 +284,7 @@ def test_the_manager_serves_another_run_afterwards() -> None:
     assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)] * 2
 
 
-def test_who_was_switched_off_is_told_again_in_the_next_run() -> None:
+def test_a_disabled_callback_is_called_again_in_the_next_run() -> None:
     fails = iter([True] * 3)
     recorded: list[int] = []
 

@@ -56,7 +56,7 @@ class Quiet(Callback):
 # --- telling ---
 
 
-def test_fire_tells_in_the_order_of_addition_with_the_context() -> None:
+def test_fire_calls_in_the_order_of_addition_with_the_context() -> None:
     recorded: list[str] = []
     manager = CallbackManager([Notes(recorded, "a "), Notes(recorded, "b ")])
     ctx = context()
@@ -73,7 +73,7 @@ def test_fire_rejects_what_is_no_event() -> None:
         CallbackManager().fire("on_lgo", context())
 
 
-def test_the_event_is_told_and_then_taken_back() -> None:
+def test_the_event_is_set_and_then_reset() -> None:
     ctx = context()
     seen: list[Any] = []
     manager = CallbackManager()
@@ -121,7 +121,7 @@ def test_the_outer_event_comes_back_also_when_the_nested_one_fails() -> None:
     assert ctx.event is None
 
 
-def test_changes_during_a_telling_count_from_the_next_event() -> None:
+def test_changes_while_an_event_is_fired_count_from_the_next_event() -> None:
     recorded: list[str] = []
     manager = CallbackManager()
     ctx = context()
@@ -168,7 +168,7 @@ def test_a_change_in_an_outer_handler_counts_for_the_nested_event() -> None:
     assert recorded == ["nested"]
 
 
-def test_star_hears_every_event() -> None:
+def test_star_listens_to_every_event() -> None:
     manager = CallbackManager()
     ctx = context()
     seen: list[Any] = []
@@ -178,7 +178,7 @@ def test_star_hears_every_event() -> None:
     assert seen == list(EVENTS)
 
 
-def test_on_event_hears_every_event() -> None:
+def test_on_event_listens_to_every_event() -> None:
     class All(Callback):
         def on_event(self, ctx: Context) -> None:
             seen.append(ctx.event)
@@ -289,7 +289,7 @@ def test_a_gated_function_can_be_removed() -> None:
     assert not manager.has_callbacks("on_log")
 
 
-def test_removing_what_is_not_here_says_who_is() -> None:
+def test_removing_an_unknown_callback_lists_the_known_ones() -> None:
     with pytest.raises(RegistrationError, match="is not on the call sheet, which holds nothing"):
         CallbackManager().remove(Quiet)
     with pytest.raises(RegistrationError, match="is not on the call sheet, which holds Notes, Keeps"):
@@ -349,7 +349,7 @@ def test_a_lane_is_served() -> None:
     assert behind.received == [1, 2, 3]
 
 
-def test_a_lane_of_another_rank_hears_nothing_here() -> None:
+def test_a_lane_of_another_rank_receives_nothing_here() -> None:
     behind, ctx = Behind(), context(Ranks(rank=0, world_size=2))
     behind.ranks = {1}
     manager = CallbackManager([behind])
@@ -360,7 +360,7 @@ def test_a_lane_of_another_rank_hears_nothing_here() -> None:
     assert behind.received == []
 
 
-def test_what_is_rejected_in_the_midst_of_a_run_does_not_stay() -> None:
+def test_a_callback_rejected_during_a_run_does_not_stay() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -430,7 +430,7 @@ def test_without_a_run_gates_are_read_from_the_environment(monkeypatch: pytest.M
     assert recorded == ["local_zero", "all", "{1, 3}"]
 
 
-def test_whether_anybody_hears_is_asked_for_this_rank_and_the_table_for_all() -> None:
+def test_has_listeners_is_for_this_rank_and_the_call_sheet_for_all() -> None:
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: None, ranks="zero")
     manager.open(context(Ranks(rank=1, world_size=2)))
@@ -537,7 +537,7 @@ def test_states_go_and_come_back_by_name() -> None:
     assert (fresh_first.value, fresh_second.value) == (1, 2)
 
 
-def test_a_callback_without_a_saved_state_starts_anew_and_unclaimed_state_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_without_a_saved_state_starts_fresh_and_unclaimed_state_is_named(caplog: pytest.LogCaptureFixture) -> None:
     keeps = Keeps(5)
     manager = CallbackManager([keeps])
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -553,7 +553,7 @@ def test_a_callback_without_a_saved_state_starts_anew_and_unclaimed_state_is_nam
     assert keeps.value == 8
 
 
-def test_two_states_under_one_name_are_rejected_with_the_mend() -> None:
+def test_two_states_under_one_name_are_rejected_with_a_hint() -> None:
     message = r"two callbacks would keep their state under the name 'Keeps' \(test_manager\.py:\d+ and test_manager\.py:\d+\); "
     with pytest.raises(
         RegistrationError, match=message + r"give one of them another before adding it: callback\.name = '\.\.\.'"
@@ -606,7 +606,7 @@ class Tables(Callback):
         self.recorded.append(name)
 
 
-def test_loggers_are_told_where_they_have_the_method(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_are_notified_if_they_have_the_method(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[str] = []
     away = Tables(recorded)
     away.ranks = {1}
@@ -733,7 +733,7 @@ def test_a_manager_serves_one_run_after_another() -> None:
     assert recorded == ["end", "end"]
 
 
-def test_the_package_tells_events_without_torch() -> None:
+def test_the_package_fires_events_without_torch() -> None:
     code = (
         "import sys, callsheet as c\n"
         "m = c.CallbackManager()\n"
@@ -776,7 +776,7 @@ class Listens(Callback):
         ctx.unmute(self, "on_train_step_end")
 
 
-def test_what_a_callback_has_muted_is_not_told_until_it_is_unmuted_or_the_run_ends() -> None:
+def test_a_muted_handler_is_not_called_until_it_is_unmuted_or_the_run_ends() -> None:
     listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -814,7 +814,7 @@ class Pauses(Callback):
             ctx.mute(self, "on_train_step_start", until=ctx.step + ahead)
 
 
-def test_what_is_muted_until_a_step_is_told_from_its_beginning_where_the_loop_says_when_steps_end() -> None:
+def test_a_handler_muted_until_a_step_is_called_from_its_start_if_the_loop_reports_ends_of_steps() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -837,7 +837,7 @@ def test_what_is_muted_until_a_step_is_told_from_its_beginning_where_the_loop_sa
     manager.close()
 
 
-def test_a_loop_that_does_not_say_when_steps_end_goes_on_telling_and_so_do_short_pauses() -> None:
+def test_mutes_do_not_apply_without_reported_ends_of_steps_or_for_short_pauses() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -850,7 +850,7 @@ def test_a_loop_that_does_not_say_when_steps_end_goes_on_telling_and_so_do_short
     assert pauses.recorded[5:] == [95, 96, 97, 98, 99]
 
 
-def test_who_has_unmuted_itself_meanwhile_is_not_muted_by_waking() -> None:
+def test_a_handler_that_unmuted_itself_is_not_muted_by_waking() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)

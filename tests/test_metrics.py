@@ -38,14 +38,14 @@ def test_several_values_become_one(over: Any, expected: float, tensors: bool) ->
     assert type(result["a/x"]) is float
 
 
-def test_the_last_value_stands_unless_it_says_otherwise() -> None:
+def test_the_last_value_counts_by_default() -> None:
     log = MetricLog()
     log.log({"a/x": 1})
     log.log({"a/x": 2})
     assert log.take() == {"a/x": 2.0}
 
 
-def test_a_boundary_starts_anew() -> None:
+def test_a_boundary_starts_from_scratch() -> None:
     log = MetricLog()
     log.log({"a/x": 1.0, "a/y": 5.0}, over="mean")
     log.take()
@@ -393,7 +393,7 @@ def test_names_in_one_tensor_cannot_change_how_they_are_added_up() -> None:
         log.log({NAMES: torch.ones(5)}, across="max")
 
 
-def test_the_latest_of_a_family_is_told_until_it_is_taken() -> None:
+def test_the_latest_of_a_family_is_available_until_it_is_taken() -> None:
     log = MetricLog()
     log.log({"train/loss": 2.0, "validation/loss": 3.0}, over="mean", across="mean", weight=None)
     log.log({"train/loss": torch.tensor(1.0)}, over="mean", across="mean", weight=None)

@@ -124,7 +124,7 @@ def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> 
 
 
 @pytest.mark.test_all
-def test_a_line_that_somebody_else_holds_open_ends_all_the_same(tmp_path: Path) -> None:
+def test_a_connection_that_another_process_holds_open_ends(tmp_path: Path) -> None:
     far = Process(WritesAtEnd(path=str(tmp_path / "ended")), deadline=60)
     manager, ctx = opened(far)
     tell(manager, ctx, range(1, 2))
@@ -168,7 +168,7 @@ def test_a_forked_child_has_no_part_in_it() -> None:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("is_by_class", [True, False])
-def test_one_that_is_removed_and_added_again_goes_on_where_it_was(is_by_class: bool) -> None:
+def test_a_callback_removed_and_added_again_keeps_its_state(is_by_class: bool) -> None:
     counts = Counts()
     manager, ctx = opened(counts if is_by_class else Process(counts))
     tell(manager, ctx, range(1, 4))
@@ -241,7 +241,7 @@ class Closed:
 
 
 @pytest.mark.parametrize(("kind", "said"), [(Broken, "TypeError"), (Closed, "not to be sent")])
-def test_what_cannot_be_sent_is_one_failure_and_the_process_goes_on(
+def test_what_cannot_be_sent_is_one_failure_and_the_process_continues(
     kind: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))

@@ -114,7 +114,7 @@ def test_a_method_that_misses_its_prefix_is_found() -> None:
     )
 
 
-def test_a_callback_that_hears_nothing_and_means_nothing_may_be_added() -> None:
+def test_a_callback_without_handlers_may_be_added() -> None:
     class Store(Callback):
         def train_loss(self) -> float:
             return 0.0
@@ -128,21 +128,21 @@ def test_on_event_beside_an_event_is_rejected() -> None:
     )
 
 
-def test_on_event_alone_hears_everything() -> None:
+def test_on_event_alone_listens_to_everything() -> None:
     class All(Callback):
         def on_event(self, ctx: Context) -> None: ...
 
     assert list(handlers_of(All())) == list(EVENTS)
 
 
-def test_only_overridden_methods_are_heard() -> None:
+def test_only_overridden_methods_are_handlers() -> None:
     callback = Logs()
     assert handlers_of(callback) == {"on_log": callback.on_log}
     assert is_inherited(callback.on_run_start, "on_run_start")
     assert not is_inherited(callback.on_log, "on_log")
 
 
-def test_methods_of_bases_mixins_and_instances_are_heard() -> None:
+def test_methods_of_bases_mixins_and_instances_are_handlers() -> None:
     class Mixin:
         def on_run_end(self, ctx: Context) -> None: ...
 
@@ -262,7 +262,7 @@ def test_a_name_must_be_a_string() -> None:
 # --- what is no callback ---
 
 
-def test_a_class_is_rejected_with_the_mend() -> None:
+def test_a_class_is_rejected_with_a_hint() -> None:
     assert rejection(NotACallbackError, Logs) == f"Logs is a class ({at_line('logs')}); add an instance of it, Logs()"
     assert rejection(NotACallbackError, int).startswith("int is a class")
 
@@ -270,7 +270,7 @@ def test_a_class_is_rejected_with_the_mend() -> None:
 def function(ctx: Context) -> None: ...  # line: function
 
 
-def test_a_function_is_rejected_with_the_mend() -> None:
+def test_a_function_is_rejected_with_a_hint() -> None:
     message = rejection(NotACallbackError, function)
     assert message.endswith(f"is a function ({at_line('function')}); give it an event with manager.register(event, function)")
 
@@ -282,7 +282,7 @@ def test_anything_else_is_rejected(given: Any) -> None:
     assert "is not a callback" in message
 
 
-def test_errors_can_be_told_apart_in_the_usual_ways() -> None:
+def test_errors_can_be_distinguished_in_the_usual_ways() -> None:
     assert issubclass(NotACallbackError, TypeError)
     assert issubclass(UnknownEventError, ValueError)
     assert issubclass(RegistrationError, ValueError)
@@ -447,7 +447,7 @@ def test_an_event_that_is_no_function_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("words", [{"phase": "reprot"}, {"ranks": "zeros"}, {"lane": "backgroud"}, {"on_error": "isolated"}])
-def test_words_are_checked_also_where_no_event_is_heard(words: dict[str, str]) -> None:
+def test_settings_are_checked_also_without_listeners(words: dict[str, str]) -> None:
     class Tables(Callback):
         def log_table(self, ctx: Context, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
 

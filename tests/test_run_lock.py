@@ -73,7 +73,7 @@ def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[.
     assert start().says() == "acquired"
 
 
-def test_who_waits_gets_it_when_it_is_released(start: Callable[..., Holder]) -> None:
+def test_a_waiting_process_gets_it_when_it_is_released(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.says() == "acquired"
     second = start(timeout=60)

@@ -56,7 +56,7 @@ class Board(Callback):
     def on_train_start(self, ctx: Context) -> None: ...
 
 
-def test_the_table_says_who_is_called_when_and_where() -> None:
+def test_the_table_shows_which_handlers_are_called_when_and_where() -> None:
     manager = CallbackManager([Board(), Monitor()])
     manager.register("on_train_step_end", lambda ctx: None, name="tick", ranks={3, 1}, every=5)
     manager.register("on_log", lambda ctx: None, name="later", lane="background", ranks="local_zero")
@@ -89,7 +89,7 @@ def test_an_empty_table_says_so() -> None:
 # --- phases ---
 
 
-def test_phases_stand_in_order_and_within_one_the_order_of_addition() -> None:
+def test_phases_are_in_order_and_within_one_the_order_of_addition() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     for turn in ("first", "second"):
@@ -110,7 +110,7 @@ def test_the_order_is_a_stable_sort_by_phase(phases: list[Any]) -> None:
     assert [row[1] for row in manager.call_sheet().rows()] == [phase for phase, _ in recorded]
 
 
-def test_a_methods_own_phase_stands_above_the_classs_and_a_given_one_above_both() -> None:
+def test_a_methods_own_phase_overrides_the_classs_and_a_given_one_both() -> None:
     @at("save")
     def saves(ctx: Context) -> None: ...
 
@@ -144,20 +144,20 @@ def test_every_hundredth_step() -> None:
 
 
 @given(st.integers(1, 7), st.integers(0, 30), st.integers(0, 20))
-def test_a_resumed_run_is_told_at_the_same_steps(interval: int, start: int, steps: int) -> None:
+def test_a_resumed_run_is_called_at_the_same_steps(interval: int, start: int, steps: int) -> None:
     began = Timestamp(batch=start)
     state = TrainState(timestamp=began, baseline=began)
     expected = [batch for batch in range(start + 1, start + steps + 1) if batch % interval == 0]
     assert due(interval, steps, state=state) == expected
 
 
-def test_at_end_is_told_also_when_the_run_is_complete() -> None:
+def test_at_end_is_called_also_when_the_run_is_complete() -> None:
     duration = TrainState(max_duration=Time("25ba"))
     assert due(Interval("10ba", at_end=True), 25, state=duration) == [10, 20, 25]
     assert due(Interval("10ba"), 25, state=TrainState(max_duration=Time("25ba"))) == [10, 20]
 
 
-def test_at_end_is_told_once_where_the_interval_ends_there_too_and_once_beyond() -> None:
+def test_at_end_is_called_once_if_the_interval_ends_there_and_once_beyond() -> None:
     assert due(Interval("5ba", at_end=True), 10, state=TrainState(max_duration=Time("10ba"))) == [5, 10]
     assert due(Interval("8ba", at_end=True), 13, state=TrainState(max_duration=Time("10ba"))) == [8, 10]
 
@@ -206,7 +206,7 @@ def test_a_fraction_of_an_unknown_duration_is_rejected_before_the_run_begins(on_
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
-def test_a_fraction_of_an_unknown_duration_is_rejected_also_in_the_midst_of_a_run(on_error: str) -> None:
+def test_a_fraction_of_an_unknown_duration_is_rejected_also_during_a_run(on_error: str) -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -222,7 +222,7 @@ def test_a_fraction_of_an_unknown_duration_in_a_loop_that_never_opened_is_an_err
         train(manager, context(), 1)
 
 
-def test_on_other_events_an_interval_compares_with_the_events_previous_telling() -> None:
+def test_on_other_events_an_interval_compares_with_the_previous_call() -> None:
     manager = CallbackManager()
     ctx = context()
     recorded: list[int] = []
@@ -250,7 +250,7 @@ def test_every_event_of_one_callback_has_its_own_count() -> None:
     assert recorded == [("on_train_step_end", 2), ("on_log", 2), ("on_train_step_end", 4), ("on_log", 4)]
 
 
-def test_the_same_moment_twice_is_told_once() -> None:
+def test_the_same_time_twice_is_called_once() -> None:
     manager = CallbackManager()
     ctx = context()
     recorded: list[int] = []
@@ -275,7 +275,7 @@ def test_intervals_of_epochs_and_seconds() -> None:
     assert recorded == ["70 s", "epoch 2", "130 s", "epoch 4"]
 
 
-def test_an_interval_added_in_the_midst_of_a_run_counts_from_there() -> None:
+def test_an_interval_added_during_a_run_counts_from_there() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -288,7 +288,7 @@ def test_an_interval_added_in_the_midst_of_a_run_counts_from_there() -> None:
     assert spans.ctx is ctx
 
 
-def test_an_interval_added_in_the_midst_of_a_run_without_spans_counts_from_there() -> None:
+def test_an_interval_added_during_a_run_without_spans_counts_from_there() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -300,7 +300,7 @@ def test_an_interval_added_in_the_midst_of_a_run_without_spans_counts_from_there
 
 
 @pytest.mark.parametrize(("interval", "expected"), [("1ba", [1, 2, 3, 4, 5]), ("4ba", [4])])
-def test_a_second_run_counts_anew(interval: str, expected: list[int]) -> None:
+def test_a_second_run_counts_from_zero(interval: str, expected: list[int]) -> None:
     manager = CallbackManager()
     recorded: list[int] = []
     manager.register("on_train_step_end", lambda ctx: recorded.append(ctx.step), every=interval)
@@ -340,7 +340,7 @@ class Fails(Callback):
         self.recorded.append(ctx.step)
 
 
-def test_an_isolated_failure_is_logged_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_isolated_failure_is_logged_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[int] = []
     after: list[int] = []
     manager = CallbackManager([Fails(recorded, False, True)])
@@ -468,12 +468,12 @@ def failing(phase: Any, event: str, *, also: Any = "") -> tuple[list[str], BaseE
         ("restore", ["change", "measure", "decide", "save", "report", "restore fails", "restore"]),
     ],
 )
-def test_reports_and_restorations_are_told_after_an_error(phase: str, expected: list[str]) -> None:
+def test_report_and_restore_handlers_are_called_after_an_error(phase: str, expected: list[str]) -> None:
     assert failing(phase, "on_train_step_end")[0] == expected
 
 
 @pytest.mark.parametrize("event", ["on_run_end", "on_exception"])
-def test_at_the_end_everybody_is_told_after_an_error(event: str) -> None:
+def test_all_handlers_of_the_end_are_called_after_an_error(event: str) -> None:
     assert failing("change", event)[0] == ["change fails", *PHASES]
 
 
@@ -505,7 +505,7 @@ def test_the_error_that_comes_out_is_the_one_that_was_raised() -> None:
     assert caught.value.__context__ is None
 
 
-def test_an_interruption_too_lets_reports_and_restorations_be_told() -> None:
+def test_report_and_restore_handlers_are_called_after_an_interruption_too() -> None:
     def interrupt(ctx: Context) -> None:
         raise KeyboardInterrupt
 
@@ -519,7 +519,7 @@ def test_an_interruption_too_lets_reports_and_restorations_be_told() -> None:
     assert recorded == ["restore"]
 
 
-def test_a_report_that_is_not_due_is_not_told_after_an_error_either() -> None:
+def test_a_report_that_is_not_due_is_not_called_after_an_error_either() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0)
@@ -532,7 +532,7 @@ def test_a_report_that_is_not_due_is_not_told_after_an_error_either() -> None:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_everybody_is_told_the_end_also_when_one_leaves_on_the_way(
+def test_all_handlers_of_the_end_are_called_even_if_one_is_removed_meanwhile(
     kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     def leave(ctx: Context) -> None:

@@ -121,7 +121,7 @@ def test_the_systems_own_handlers_are_put_back(earlier: signal.Handlers) -> None
     assert signal.getsignal(signal.SIGUSR1) is earlier
 
 
-def test_watches_stand_inside_each_other() -> None:
+def test_watches_can_be_nested() -> None:
     with SignalWatch(["SIGUSR1"]) as outer:
         with SignalWatch(["SIGUSR1"]) as inner:
             send(signal.SIGUSR1)
@@ -188,7 +188,7 @@ def test_a_signal_that_does_not_exist_is_rejected(given: str | int) -> None:
         SignalWatch([given])
 
 
-def test_a_wakeup_descriptor_of_somebody_else_is_left_to_them() -> None:
+def test_another_library_s_wakeup_descriptor_is_kept() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
@@ -277,7 +277,7 @@ def test_a_forked_child_can_be_terminated() -> None:
     assert ran.stdout == f"{-signal.SIGTERM}\n", ran.stderr
 
 
-def test_a_forked_child_is_rid_of_every_watch_that_stands_inside_another() -> None:
+def test_a_forked_child_has_no_nested_watches() -> None:
     ran = program("""
 from contextlib import ExitStack
 def earlier(number, frame): ...

@@ -144,7 +144,7 @@ def test_what_is_no_name_of_the_control_is_an_attribute_error() -> None:
     assert "did you mean 'stop_requested'" in str(error)
 
 
-def test_reading_sees_what_happens_meanwhile() -> None:
+def test_reading_sees_later_changes() -> None:
     begun, asked = threading.Event(), threading.Event()
 
     def waits(control: Any) -> list[Any]:
@@ -209,7 +209,7 @@ def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
     assert isinstance(read["stop_requested"], Request)
 
 
-def test_how_far_training_is_stands_still() -> None:
+def test_the_progress_in_a_snapshot_does_not_change() -> None:
     class Reads(Callback):
         def __init__(self) -> None:
             self.goes_on = threading.Event()
@@ -236,7 +236,7 @@ def test_how_far_training_is_stands_still() -> None:
 
 
 @pytest.mark.parametrize("lane", [Background, Process])
-def test_what_every_event_tells_is_told_in_a_lane(lane: Any) -> None:
+def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
     seen = lane(SeesWhatIsTold())
     manager = CallbackManager([seen])
     for name in ("first", "second"):  # what a run's snapshots have in common is not taken over by the next run's

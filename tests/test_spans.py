@@ -25,7 +25,7 @@ def noted(manager: CallbackManager, *events: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_every_span_tells_its_two_edges(name: str) -> None:
+def test_every_span_fires_its_start_and_end(name: str) -> None:
     manager = CallbackManager()
     ctx = context()
     recorded: list[str] = []
@@ -37,7 +37,7 @@ def test_every_span_tells_its_two_edges(name: str) -> None:
     assert ctx.event is None
 
 
-def test_a_span_nobody_hears_does_nothing() -> None:
+def test_a_span_without_listeners_does_nothing() -> None:
     manager = CallbackManager()
     ctx = context()
     spans = manager.spans(ctx)
@@ -48,7 +48,7 @@ def test_a_span_nobody_hears_does_nothing() -> None:
     assert spans.train_step.ends is None
 
 
-def test_a_span_tells_its_own_context() -> None:
+def test_a_span_fires_on_its_own_context() -> None:
     manager = CallbackManager()
     seen: list[Context] = []
     manager.register("on_eval_start", seen.append)
@@ -72,7 +72,7 @@ def test_a_span_can_be_entered_again_and_inside_itself() -> None:
     assert recorded == ["on_round_start", "on_round_start", "on_round_end", "on_round_end"]
 
 
-def test_who_is_added_inside_a_span_hears_its_end() -> None:
+def test_a_callback_added_inside_a_span_receives_its_end() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
     recorded: list[str] = []
@@ -81,7 +81,7 @@ def test_who_is_added_inside_a_span_hears_its_end() -> None:
     assert recorded == ["on_epoch_end"]
 
 
-def test_who_is_removed_inside_a_span_does_not_hear_its_end() -> None:
+def test_a_callback_removed_inside_a_span_does_not_receive_its_end() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     function = manager.register("on_epoch_end", lambda ctx: recorded.append("end"))
@@ -91,7 +91,7 @@ def test_who_is_removed_inside_a_span_does_not_hear_its_end() -> None:
     assert recorded == []
 
 
-def test_who_is_added_at_a_spans_start_hears_the_end_and_not_the_start() -> None:
+def test_a_callback_added_at_a_spans_start_receives_the_end_and_not_the_start() -> None:
     manager = CallbackManager()
 
     class Late(Callback):
@@ -149,7 +149,7 @@ def test_an_exception_unwinds_without_ends() -> None:
     assert recorded == ["on_train_start", "on_epoch_start"]
 
 
-def test_the_innermost_span_and_its_context_are_remembered_also_when_nobody_hears() -> None:
+def test_the_innermost_span_and_its_context_are_noted_also_without_listeners() -> None:
     manager = CallbackManager()
     train, evaluation = context(), context()
     spans, others = manager.spans(train), manager.spans(evaluation)
@@ -191,7 +191,7 @@ def test_an_exception_that_cannot_be_changed_comes_out_as_it_is() -> None:
     assert take_noted_span(error) == ("backward", ctx)
 
 
-def test_a_handlers_error_names_the_span_whose_edge_it_heard() -> None:
+def test_a_handlers_error_names_the_span_that_it_was_called_for() -> None:
     for event in ("on_forward_start", "on_forward_end"):
         manager = CallbackManager()
         ctx = context()
@@ -207,7 +207,7 @@ def test_a_handlers_error_names_the_span_whose_edge_it_heard() -> None:
         assert ctx.event is None
 
 
-def test_after_a_handlers_error_at_an_edge_reports_are_told() -> None:
+def test_after_a_handlers_error_report_handlers_are_called() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0, phase="decide")
@@ -290,7 +290,7 @@ def test_spans_have_no_other_names() -> None:
     assert all(getattr(spans, name).name == name for name in SPANS)
 
 
-def test_flags_are_false_until_somebody_hears() -> None:
+def test_flags_are_false_until_there_are_listeners() -> None:
     received = HasListeners()
     assert not any(getattr(received, event) for event in EVENTS)
     manager = CallbackManager()

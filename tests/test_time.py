@@ -120,7 +120,7 @@ def test_what_a_string_means(text: str, value: float, unit: TimeUnit) -> None:
         ("1e999sec", "inf is no number of 'sec'; give a finite one"),
     ],
 )
-def test_a_string_that_is_no_time_is_rejected_with_the_mend(text: str, message: str) -> None:
+def test_a_string_that_is_no_time_is_rejected_with_a_hint(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         Time(text)
     assert str(error.value).startswith(message)
@@ -240,7 +240,7 @@ def test_equal_means_equal_hashes_also_for_a_string(time: Time) -> None:
     assert time != str(time).upper()  # the same time, but not its own spelling: its hash is another
 
 
-def test_strings_stand_for_times() -> None:
+def test_strings_are_read_as_times() -> None:
     assert Time("10ba") + "5ba" == "5ba" + Time("10ba") == Time("15ba")
     assert Time("10ba") - "4ba" == "10ba" - Time("4ba") == Time("6ba")
     assert Time("1h") / "30m" == 2.0
@@ -430,7 +430,7 @@ def test_at_end_is_due_once_more_unless_a_multiple_is_the_end(every: int, length
     assert due_at(Interval(f"{every}ba", at_end=True), TimeUnit.BATCH, length) == sorted({*multiples, length})
 
 
-def test_the_end_is_told_once_also_when_training_goes_beyond_it() -> None:
+def test_the_end_is_fired_once_also_when_training_goes_beyond_it() -> None:
     interval = Interval("100ba", at_end=True)
     assert interval.is_due(Timestamp(batch=5), Timestamp(batch=6), 0.9, 1.1)
     assert interval.is_due(Timestamp(batch=5), Timestamp(batch=6), None, 1.0)

@@ -190,7 +190,7 @@ def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
 @pytest.mark.test_all
 @given(PLAIN, PLAIN)
 @settings(max_examples=100, deadline=None)
-def test_any_two_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
+def test_any_two_values_that_differ_are_distinguished(one: Any, other: Any) -> None:
     for here, there in ((one, other), ([one, {"a": (other,)}], [one, {"a": (one,)}])):
         assert here == there or differences(fingerprint({"it": here}), fingerprint({"it": there}))
 
@@ -215,7 +215,7 @@ def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> N
         assert differences(fingerprint({"it": other}), fingerprint({"it": tensor}))
 
 
-def test_views_of_one_memory_are_told_from_copies() -> None:
+def test_views_of_one_memory_are_distinguished_from_copies() -> None:
     base = torch.arange(4.0)
     [line] = differences(fingerprint({"it": [base[:2], base[2:]]}), fingerprint({"it": [base[:2].clone(), base[2:].clone()]}))
     assert line == "it[1]: memory: here it is the same object as it[0], but not there"
@@ -305,7 +305,7 @@ def rejected_values() -> Iterator[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize(("value", "reason"), [pytest.param(value, reason, id=name) for name, value, reason in rejected_values()])
-def test_a_value_that_cannot_be_sent_is_rejected_with_place_reason_and_mend(value: Any, reason: str) -> None:
+def test_a_value_that_cannot_be_sent_is_rejected_with_place_reason_and_hint(value: Any, reason: str) -> None:
     began = time.monotonic()
     with pytest.raises(TransportError, match=reason):
         pack([Keeps(value)])
@@ -528,7 +528,7 @@ def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_the_script_s_import_would_not_make_is_rejected_with_the_mend(tmp_path: Path) -> None:
+def test_a_class_that_the_script_s_import_would_not_define_is_rejected_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(script(what="Late()"))
     recorded = said("late.py", cwd=tmp_path)
     assert (
@@ -725,7 +725,7 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     assert "it does not exist" in rejection({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
 
 
-def test_a_file_or_folder_of_somebody_else_is_rejected(
+def test_a_file_or_folder_of_another_user_is_rejected(
     posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only root can give a file away; so it is this process that becomes somebody else."""
@@ -840,7 +840,7 @@ def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path:
         assert folder.path.exists()
 
 
-def test_a_launcher_whose_number_is_somebody_else_s_by_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_whose_pid_was_reused_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def rejected(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, f"process {pid} is not yours, not even for {number}")
 

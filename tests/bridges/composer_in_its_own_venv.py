@@ -97,7 +97,7 @@ class Ends(Callback):
 # --- the host ---
 
 
-def test_a_host_that_fails_gives_up_and_training_goes_on(
+def test_a_host_that_fails_gives_up_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
@@ -125,7 +125,7 @@ def test_the_forty_events_are_composer_s_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(size: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "learning_rate", "batch")), History()
     given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     options = {"device_train_microbatch_size": size, "loggers": [composer.loggers.InMemoryLogger()]}
@@ -262,7 +262,7 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     assert ends.outcomes == ["finished"]
 
 
-def test_what_it_never_tells_is_rejected(tmp_path: Path) -> None:
+def test_events_that_it_never_fires_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -493,7 +493,7 @@ SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
 
 
 @pytest.mark.parametrize(("tier", "name", "make", "options"), GUESTS, ids=[row[1] for row in GUESTS])
-def test_a_guest_does_here_what_it_does_at_home(
+def test_a_guest_acts_as_in_its_own_framework(
     tier: str, name: str, make: Function[[], Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     with warnings.catch_warnings():
@@ -564,7 +564,7 @@ def test_what_a_guest_may_not_use_is_named(tmp_path: Path) -> None:
         trainer.fit()
 
 
-def test_their_events_are_told_in_their_order(tmp_path: Path) -> None:
+def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
     class Records(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.noted: list[tuple[Any, ...]] = []

@@ -149,7 +149,7 @@ class Ends(Callback):
     [(1, 4, 6, [1] * 6), (2, 4, 3, [2] * 3), (4, 4, 2, [4, 2]), (3, 5, 2, [3, 2])],
     ids=["1 of 6", "2 of 6", "4 of 6", "3 of 5"],
 )
-def test_it_trains_what_it_trained_and_tells_every_event(
+def test_training_is_unchanged_and_every_event_is_fired(
     accumulate: int, sizes: int, steps: int, parts: list[int], tmp_path: Path
 ) -> None:
     recorder, history, ends = Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")), History(), Ends()
@@ -208,7 +208,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_its_own_saves_are_told(tmp_path: Path) -> None:
+def test_its_own_saves_are_reported(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     setup = Setup(tmp_path, project_config=project)
@@ -334,7 +334,7 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
     setup.accelerator.log({"after": 1.0})  # heard by nobody
 
 
-def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
@@ -353,7 +353,7 @@ def test_what_such_a_loop_never_tells_is_rejected(tmp_path: Path, caplog: pytest
             another.accelerator.backward(POINTS.loss(another.model(inputs), targets))
 
 
-def test_engines_that_cannot_be_heard_are_rejected(tmp_path: Path) -> None:
+def test_engines_that_cannot_be_observed_are_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     setup.accelerator.state.distributed_type = DistributedType.DEEPSPEED
     with pytest.raises(NotSupported, match="DEEPSPEED runs backward and step in its own engine"):
@@ -373,7 +373,7 @@ def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
     assert not setup.model._forward_hooks
 
 
-def test_a_signal_makes_it_save_and_make_way(tmp_path: Path) -> None:
+def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
     ends = Ends()
     setup = Setup(tmp_path)
     with setup.host([ends]) as run:
@@ -520,7 +520,7 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
         trainer.fit()
 
 
-def test_a_tracker_of_ones_own_is_told_the_records(tmp_path: Path) -> None:
+def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
     notes, history = Notes(), History()
     train(tmp_path, [guest(notes), history, Shows()])
     assert notes.noted[0] == "start"
@@ -535,7 +535,7 @@ def test_a_tracker_of_ones_own_is_told_the_records(tmp_path: Path) -> None:
         guest(object())
 
 
-def test_accelerate_s_tensorboard_writes_what_it_writes_at_home(tmp_path: Path) -> None:
+def test_accelerate_s_tensorboard_writes_what_it_writes_in_accelerate(tmp_path: Path) -> None:
     history = History()
     train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, Shows()])
     accelerator: Any = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)

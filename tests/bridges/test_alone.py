@@ -62,7 +62,7 @@ def trained(where: str, folder: Path, *names: str) -> Read:
 @pytest.mark.parametrize(
     "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in HOMES]
 )
-def test_who_hears_one_event_reads_there_what_it_would_beside_others(where: str, tmp_path: Path) -> None:
+def test_a_callback_with_one_event_reads_what_it_would_read_beside_others(where: str, tmp_path: Path) -> None:
     try:
         whole = trained(where, tmp_path / "whole", *EVENTS)
     except ModuleNotFoundError as missing:
@@ -73,7 +73,7 @@ def test_who_hears_one_event_reads_there_what_it_would_beside_others(where: str,
 
 
 @pytest.mark.parametrize("where", ["bare", "ignite"])
-def test_outputs_that_somebody_keeps_are_there_though_nobody_hears_the_forward(where: str, tmp_path: Path) -> None:
+def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str, tmp_path: Path) -> None:
     class Keeps(Callback):
         keep_fields = ("outputs",)
 
@@ -86,7 +86,7 @@ def test_outputs_that_somebody_keeps_are_there_though_nobody_hears_the_forward(w
 
 
 @pytest.mark.parametrize("where", ["automodel", "huggingface"])
-def test_who_unmutes_the_forward_s_end_within_an_evaluation_is_told_its_outputs(where: str, tmp_path: Path) -> None:
+def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str, tmp_path: Path) -> None:
     class Second(Callback):
         """Hears of each evaluation's batches the forward of the second."""
 
@@ -133,7 +133,7 @@ class HearsLosses(Callback):
 
 
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
-def test_a_checkpoint_names_the_last_step_s_loss_though_nobody_hears_the_steps(where: str, tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
         beside, alone, listens_to = Saves(), Saves(), HearsLosses()
         home(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
@@ -144,7 +144,7 @@ def test_a_checkpoint_names_the_last_step_s_loss_though_nobody_hears_the_steps(w
 
 
 @pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
-def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_path: Path) -> None:
+def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: Path) -> None:
     def backwards(*callbacks: Callback) -> set[bool]:
         own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)
 
@@ -165,7 +165,7 @@ def test_backward_is_torch_s_own_where_nobody_reads_the_loss(where: str, tmp_pat
 
 
 @pytest.mark.parametrize("at", ["while we stand there", "when we have left"])
-def test_who_replaces_backward_too_is_not_pushed_aside(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears the steps of the first epoch, in which somebody else replaces `backward`, and somebody those of the second."""
 
     class Second(Callback):

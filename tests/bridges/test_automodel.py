@@ -81,7 +81,7 @@ def test_the_maps_name_events_and_hooks() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "learning_rate", "grad_norm")), History()
     callbacks = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     recipe = ran(tmp_path / "with", callbacks, accumulate=accumulate)
@@ -108,7 +108,7 @@ def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_pa
     assert rates == {0.02}
 
 
-def test_it_is_at_home_in_its_home(tmp_path: Path) -> None:
+def test_it_works_in_its_own_recipe(tmp_path: Path) -> None:
     model, plain = train(POINTS, tmp_path / "a", [recorder := Recorder()]), train(POINTS, tmp_path / "b", "empty")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     assert recorder.events.count("on_log") == 6 + 2
@@ -216,7 +216,7 @@ def test_a_checkpoint_in_the_background_is_published_when_it_is_there(tmp_path: 
     check_events(recorder.events)
 
 
-def test_where_nothing_is_saved_no_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_checkpoint_is_reported_if_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     ran(tmp_path, [recorder], saves=False)
     assert "on_checkpoint_save_start" not in recorder.events
@@ -225,7 +225,7 @@ def test_where_nothing_is_saved_no_checkpoint_is_told(tmp_path: Path, caplog: py
     assert "Asks calls ctx.control.save, which" in caplog.text
 
 
-def test_several_sets_are_told_by_name_and_an_average_is_what_is_evaluated(tmp_path: Path) -> None:
+def test_several_datasets_are_named_and_the_average_is_evaluated(tmp_path: Path) -> None:
     batches = list(POINTS.validation_batches())
     sets = {"squad": batches[:1], "hellaswag": batches[1:]}
     recorder, seen = Recorder(fields=("eval_name", "eval_results")), []
@@ -332,7 +332,7 @@ for _hook in ("on_train_start", "on_train_batch_end", "on_validation_end", "on_s
     setattr(Samples, _hook, Samples._sample)
 
 
-def test_who_samples_at_every_event_does_not_evaluate(tmp_path: Path) -> None:
+def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(tmp_path: Path) -> None:
     found: list[Any] = []
     for hosted in ([], [host(recorder := Recorder()), host(EMA(half_life=2, at_end=False))]):
         torch.manual_seed(3)
@@ -382,7 +382,7 @@ def test_several_forwards_are_one_microbatch(tmp_path: Path) -> None:
     assert history.records[-1][1]["time/sample"] == sum(len(inputs) for inputs, _ in POINTS.batches())
 
 
-def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -450,7 +450,7 @@ def test_a_run_that_an_exception_left_has_failed(tells: bool, tmp_path: Path) ->
     assert ends.outcome == "failed"
 
 
-def test_an_error_of_a_callback_is_told_once(tmp_path: Path) -> None:
+def test_an_error_of_a_callback_is_reported_once(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
@@ -610,7 +610,7 @@ def as_guest(folder: Path, callback: Any, **options: Any) -> Trainer:
     return trainer
 
 
-def test_a_guest_sees_what_it_saw_at_home(tmp_path: Path) -> None:
+def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
     home, away = Collector(), Collector()
     at_home(tmp_path, home)
     as_guest(tmp_path, away)
@@ -638,7 +638,7 @@ class Log(AutoModelCallback):
         self.lines.append("done")
 
 
-def test_a_guest_writes_the_log_it_wrote_at_home(tmp_path: Path) -> None:
+def test_a_guest_writes_the_log_it_wrote_in_its_framework(tmp_path: Path) -> None:
     home, away = Log(), Log()
     at_home(tmp_path, home)
     as_guest(tmp_path, away)
@@ -650,7 +650,7 @@ def flat(values: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["max_steps", "sigterm_flag"])
-def test_a_guest_stops_where_it_stopped_at_home(how: str, tmp_path: Path) -> None:
+def test_a_guest_stops_where_it_stopped_in_its_framework(how: str, tmp_path: Path) -> None:
     home, away = Patience(how), Patience(how)
     recipe = at_home(tmp_path, home, num_epochs=6)
     trainer = as_guest(tmp_path, away, max_duration="6ep")
@@ -677,7 +677,7 @@ def test_a_guest_s_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert first.best == 0.5
 
 
-def test_a_guest_hears_only_what_it_overrides() -> None:
+def test_a_guest_listens_only_to_what_it_overrides() -> None:
     class AtTheEnd(AutoModelCallback):
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None: ...
 
@@ -692,7 +692,7 @@ def test_a_guest_hears_only_what_it_overrides() -> None:
         guest(object())
 
 
-def test_a_guest_hears_an_exception_and_not_the_end(tmp_path: Path) -> None:
+def test_a_guest_receives_an_exception_and_not_the_end(tmp_path: Path) -> None:
     noted: list[Any] = []
 
     class Listens(AutoModelCallback):

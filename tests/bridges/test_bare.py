@@ -85,7 +85,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_loop_trains_what_it_trained_and_tells_every_event(accumulate: int) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int) -> None:
     recorder, history = Recorder(fields=("loss", "learning_rate", "batch")), History()
     model, losses = bare(2, accumulate)
     other, run = attached(2, [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor()], accumulate)
@@ -146,7 +146,7 @@ def test_the_duration_ends_the_loop() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 5, 7])
-def test_saved_and_resumed_it_goes_on_exactly(step: int, tmp_path: Path) -> None:
+def test_saved_and_resumed_it_continues_exactly(step: int, tmp_path: Path) -> None:
     whole, _ = bare(3)
     history = History()
     attached(3, [Stopper(step), CheckpointSaver(save_interval="1ba"), History()], folder=tmp_path)
@@ -156,7 +156,7 @@ def test_saved_and_resumed_it_goes_on_exactly(step: int, tmp_path: Path) -> None
     assert same(model, whole)
 
 
-def test_a_signal_saves_and_makes_way(tmp_path: Path) -> None:
+def test_a_signal_saves_and_preempts_the_run(tmp_path: Path) -> None:
     class Kill(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 4:
@@ -182,7 +182,7 @@ def test_ctrl_c_saves_and_is_raised_then(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "ep0-ba2").is_dir()
 
 
-def test_an_exception_of_the_loop_is_told_and_comes_out() -> None:
+def test_an_exception_of_the_loop_is_reported_and_raised() -> None:
     recorder = Recorder(fields=("exception", "span"))
     model, optimizer, data = parts()
     with (  # noqa: PT012
@@ -216,7 +216,7 @@ def test_a_break_ends_the_epoch() -> None:
     assert run.ctx.run.outcome == "finished"
 
 
-def test_after_a_break_a_resume_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_after_a_break_a_resume_continues_at_the_same_step(tmp_path: Path) -> None:
     data = [torch.full((1, 1), float(number)) for number in range(10)]
 
     def trained(breaks: list[int], resume: str | None = None) -> list[list[float]]:
@@ -260,7 +260,7 @@ def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_the_loop_s_evaluations_are_told(within: bool, tmp_path: Path) -> None:
+def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> None:
     """In the midst of a step, or between epochs; what callbacks make of them acts."""
     recorder, history = Recorder(fields=("eval_results",)), History()
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", keep=1)
@@ -329,7 +329,7 @@ def test_a_batch_that_is_replaced_is_handed_out() -> None:
             optimizer.step()
 
 
-def test_a_scaled_loss_is_told_without_its_scale() -> None:
+def test_a_scaled_loss_is_reported_without_its_scale() -> None:
     history = History()
     model, optimizer, data = parts()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -345,7 +345,7 @@ def test_a_scaled_loss_is_told_without_its_scale() -> None:
     assert history["train/loss"] == pytest.approx(expected)
 
 
-def test_whoever_comes_late_to_the_records_reads_the_steps_from_then_on() -> None:
+def test_a_late_listener_to_records_reads_the_steps_from_then_on() -> None:
     manager, history = CallbackManager(), History()
     model, optimizer, data = parts()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -380,7 +380,7 @@ def test_an_error_at_the_last_record_fails_the_run() -> None:
     assert recorder.events[-2:] == ["on_exception", "on_run_end"]
 
 
-def test_what_a_lane_logs_at_the_end_of_training_stands_in_the_last_record() -> None:
+def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None:
     class Says(Callback):
         lane = "background"
 
@@ -396,7 +396,7 @@ def test_what_a_lane_logs_at_the_end_of_training_stands_in_the_last_record() -> 
     assert history["lane/said"] == [1.0]
 
 
-def test_of_steps_that_nobody_reads_nothing_is_kept_but_the_last_loss(tmp_path: Path) -> None:
+def test_only_the_last_loss_is_kept_of_steps_that_are_not_read(tmp_path: Path) -> None:
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[], run_name="run", runs_folder=tmp_path) as run:
         for inputs, targets in run.steps(data):
@@ -441,7 +441,7 @@ class Listens(Callback):
     def on_forward_end(self, ctx: Context) -> None: ...
 
 
-def test_an_event_that_somebody_hears_and_the_loop_does_not_tell_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_with_listeners_that_the_loop_does_not_fire_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotSupported, match=r"Listens listens to on_forward_end, which this loop did not fire.*strict=False"):
         untold(True, [Listens()])
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -534,7 +534,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)
 
 
-def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
+def test_a_copy_of_the_model_fires_nothing(tmp_path: Path) -> None:
     recorder, copies = Recorder(), []
 
     class Copies(Callback):
@@ -555,7 +555,7 @@ def test_a_copy_of_the_model_tells_nothing(tmp_path: Path) -> None:
     assert len(copies) == 4
 
 
-def test_a_loop_that_is_not_told_of_is_an_error() -> None:
+def test_a_loop_that_the_host_does_not_see_is_an_error() -> None:
     model, optimizer, data = parts()
     attached = attach(model=model, optimizer=optimizer, callbacks=[])
     with pytest.raises(RequestRejected, match=r"with callsheet\.attach"):
@@ -579,7 +579,7 @@ def test_results_without_a_dataset_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("hears_more", [False, True])
-def test_what_is_known_of_a_step_that_was_skipped_does_not_depend_on_who_else_listens(hears_more: bool) -> None:
+def test_fields_of_a_skipped_step_do_not_depend_on_other_listeners(hears_more: bool) -> None:
     manager, seen = CallbackManager(), list[tuple[bool, Any, float]]()
     manager.register("on_train_step_end", lambda ctx: seen.append((ctx.step_skipped, ctx.grad_norm, ctx.learning_rate)))
     if hears_more:
@@ -597,7 +597,7 @@ def test_what_is_known_of_a_step_that_was_skipped_does_not_depend_on_who_else_li
 
 
 @pytest.mark.parametrize("received", [(), ("on_optimizer_step_start",), ("on_clip_gradients_end",), ("on_train_step_start",)])
-def test_the_recorded_learning_rate_is_the_step_s_though_a_scheduler_steps_behind_it(received: tuple[str, ...]) -> None:
+def test_the_recorded_learning_rate_is_the_step_s_if_a_scheduler_steps_after_it(received: tuple[str, ...]) -> None:
     class ListensToIt(Callback): ...
 
     for event in received:
@@ -616,7 +616,7 @@ def test_the_recorded_learning_rate_is_the_step_s_though_a_scheduler_steps_behin
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_who_is_told_again_after_a_while_reads_nothing_of_a_step_before() -> None:
+def test_a_handler_that_is_unmuted_reads_nothing_of_an_earlier_step() -> None:
     class Now(Callback):
         def __init__(self) -> None:
             self.read: list[tuple[int, bool, bool]] = []
@@ -629,7 +629,7 @@ def test_who_is_told_again_after_a_while_reads_nothing_of_a_step_before() -> Non
     assert now.read == [(step, True, False) for step in (1, 26, 51)]
 
 
-def test_an_exception_in_a_step_is_told_with_its_batch_to_who_hears_nothing_else() -> None:
+def test_an_exception_in_a_step_comes_with_its_batch_without_other_listeners() -> None:
     class Dumps(Callback):
         batch: Any = None
 
@@ -653,7 +653,7 @@ def test_an_exception_in_a_step_is_told_with_its_batch_to_who_hears_nothing_else
     assert dumps.batch is batches[2]
 
 
-def test_who_is_added_within_a_step_that_nobody_heard_hears_its_end_with_its_fields() -> None:
+def test_a_callback_added_within_a_step_without_listeners_receives_its_end_with_its_fields() -> None:
     manager, noted = CallbackManager(), list[tuple[int, bool]]()
     fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
     model, optimizer, data = parts()
@@ -686,7 +686,7 @@ def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here() ->
 
 
 @pytest.mark.parametrize("callbacks", [["all"], []])
-def test_a_loop_that_accumulates_within_one_step_is_told_all_its_microbatches(callbacks: list[str]) -> None:
+def test_a_loop_that_accumulates_within_one_step_fires_all_its_microbatches(callbacks: list[str]) -> None:
     """nanoGPT's: it takes one batch from the iterator, and goes forward and backward several times."""
 
     def trained(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

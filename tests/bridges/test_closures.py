@@ -187,7 +187,7 @@ def test_the_last_loss_counts_also_where_records_alone_are_read(where: str, tmp_
     assert history["train/loss"] == pytest.approx([each[-1] for each in it.losses])
 
 
-def test_the_last_loss_stands_in_a_checkpoint_also_where_nobody_reads_the_steps(tmp_path: Path) -> None:
+def test_the_last_loss_is_in_a_checkpoint_even_if_no_step_is_read(tmp_path: Path) -> None:
     class Recorded(Callback):
         def __init__(self) -> None:
             self.losses: list[Any] = []

@@ -89,7 +89,7 @@ def test_what_is_no_callback_is_rejected() -> None:
         guest(Callback)
 
 
-def test_a_guest_hears_what_it_overrides_and_no_more() -> None:
+def test_a_guest_listens_to_what_it_overrides_and_no_more() -> None:
     class Listens(Callback):
         def before_loss(self, state: object, logger: object) -> None: ...
 

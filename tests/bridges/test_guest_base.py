@@ -88,7 +88,7 @@ def test_a_guest_that_is_alone_keeps_its_own_state() -> None:
     assert one.foreign.seen == other.foreign.seen == [1, 2]
 
 
-def test_a_guest_in_a_lane_shares_with_nobody() -> None:
+def test_a_guest_in_a_lane_shares_no_state() -> None:
     here, away = reader("here"), reader("away")
     away.lane = "background"
     manager, ctx = CallbackManager([here, away]), context()

@@ -85,7 +85,7 @@ def weights(of: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "learning_rate", "batch")), History()
     hosted = host([recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()])
     options: dict[str, Any] = {
@@ -224,7 +224,7 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens_to_outputs", [False, True])
-def test_who_calls_a_copy_of_the_model_is_not_the_trainer(listens_to_outputs: bool, tmp_path: Path) -> None:
+def test_a_call_of_a_copy_of_the_model_is_not_the_trainer_s(listens_to_outputs: bool, tmp_path: Path) -> None:
     called: list[int] = []
 
     class Copies(Callback):
@@ -241,7 +241,7 @@ def test_who_calls_a_copy_of_the_model_is_not_the_trainer(listens_to_outputs: bo
     assert recorder.events.count("on_forward_end") == (12 if listens_to_outputs else 0)
 
 
-def test_what_the_trainer_never_tells_is_rejected(tmp_path: Path) -> None:
+def test_events_that_the_trainer_never_fires_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -495,7 +495,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, run_ranks(on_ranks, 2, str(folder))
 
 
-def test_ranks_train_what_they_trained_and_tell_the_same(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_ranks_train_unchanged_and_fire_the_same_events(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, (one, other) = ranks
     assert one["kind"] == "DistributedDataParallel"
     assert one["neutral"]
@@ -511,7 +511,7 @@ def test_ranks_train_what_they_trained_and_tell_the_same(ranks: tuple[Path, list
     assert written == [step for step, _ in one["records"]]  # once, not by each rank
 
 
-def test_ranks_go_on_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_ranks_resume_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (one, other) = ranks
     assert one["resumed"]
     assert other["resumed"]

@@ -62,7 +62,9 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("averages", [False, True])
-def test_who_samples_at_every_event_does_not_evaluate(averages: bool, is_first: bool, tmp_path: Path) -> None:
+def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(
+    averages: bool, is_first: bool, tmp_path: Path
+) -> None:
     samples, recorder, history = Samples(), Recorder(fields=("batch",)), History()
     hosted = host([recorder, history, *([EMA(half_life=2, at_end=False)] if averages else [])])
     ours = trainer(tmp_path / "ours", [samples, hosted] if is_first else [hosted, samples], eval_on_start=True, **OPTIONS)
@@ -213,7 +215,7 @@ def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path:
     assert samples[-1] == 2 * ROWS  # each once
 
 
-def test_several_forwards_of_whom_nobody_listens_to_are_counted_once(tmp_path: Path) -> None:
+def test_several_forwards_without_listeners_are_counted_once(tmp_path: Path) -> None:
     history = History()
     looped(TwoForwards, tmp_path, [host(history)])
     assert history.records[-1][1]["time/sample"] == 2 * ROWS

@@ -226,7 +226,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_guest_is_told_what_it_is_told_at_home(accumulate: int, tmp_path: Path) -> None:
+def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
     said = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
     theirs, ours = Noted(), Noted()
     at_home(tmp_path, theirs, accumulate=accumulate, **said)
@@ -405,7 +405,7 @@ def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Call
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_a_guest_does_is_what_it_does_at_home(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = TABLE[name]
     ours, theirs = both(row, tmp_path, capsys)
     same(ours, theirs)
@@ -418,7 +418,7 @@ def test_what_a_guest_does_is_what_it_does_at_home(name: str, tmp_path: Path, ca
         hold("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
 
 
-def test_what_is_reported_to_a_controller_is_what_is_reported_at_home(
+def test_a_controller_receives_what_it_receives_in_the_framework(
     tmp_path: Path, kubeflow: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sent() -> list[Any]:
@@ -490,7 +490,7 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
     assert counter.foreign.start == 7  # how it was made is as it is said now
 
 
-def test_a_run_begins_anew(tmp_path: Path) -> None:
+def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
     recorded = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
     as_guests(tmp_path, recorded, name="one")
     once, recorded.foreign.recorded = recorded.foreign.recorded, []
@@ -513,7 +513,7 @@ class Asks(TrainerCallback):  # type: ignore[misc]
         setattr(self, event, set_them)
 
 
-def test_flags_that_are_not_looked_at_at_home_ask_for_nothing(tmp_path: Path) -> None:
+def test_flags_that_the_framework_ignores_request_nothing(tmp_path: Path) -> None:
     flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
     for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
         done = DoesHere()
@@ -571,7 +571,7 @@ def test_what_cannot_be_done_is_rejected(tmp_path: Path, caplog: pytest.LogCaptu
     assert caplog.text.count("Asks set control.should_log") == 6
 
 
-def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         NotSupported, match="TrackioCallback listens to on_push_begin of the Hugging Face Trainer, which callsheet does not fire"
     ):
@@ -657,7 +657,7 @@ def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypat
     assert [entry["train/global_step"] for entry in logged if "train/loss" in entry]
 
 
-def test_arguments_that_nobody_said_are_not_carried(tmp_path: Path) -> None:
+def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
         as_guests(tmp_path, guest(Reads("fsdp")))
     with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):

@@ -133,7 +133,7 @@ class Ends(Callback):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), Ends()
     hosted, plain = Setup(tmp_path, accumulate=accumulate), Setup(tmp_path, accumulate=accumulate)
     hosted.host([recorder, history, ends, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()])
@@ -238,7 +238,7 @@ def test_what_it_was_not_given_cannot_be_asked_for(tmp_path: Path, caplog: pytes
     )
 
 
-def test_who_only_saves_is_rejected_where_nothing_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_only_saves_is_rejected_if_nothing_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rejected = Setup(tmp_path)
     rejected.host([CheckpointSaver(save_interval="1ep")], saves=False)
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
     assert history["train/loss"] == [pytest.approx(3 * float(expected))]  # what it went backward from
 
 
-def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_ignite_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -372,7 +372,7 @@ def test_what_ignite_never_tells_is_rejected(tmp_path: Path, caplog: pytest.LogC
     assert "Listens listens to on_predict_end" in caplog.text
 
 
-def test_what_the_first_step_does_not_tell_is_rejected(tmp_path: Path) -> None:
+def test_events_that_the_first_step_does_not_fire_are_rejected(tmp_path: Path) -> None:
     def run(optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True) -> None:
         setup = Setup(tmp_path)
         trained, setup.optimizer = setup.optimizer, optimizer or setup.optimizer
@@ -453,7 +453,7 @@ def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
     assert ends.outcomes == ["interrupted"]
 
 
-def test_a_signal_makes_it_save_and_make_way(tmp_path: Path) -> None:
+def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
     ends, recorder = Ends(), Recorder()
     setup = Setup(tmp_path)
     setup.host([ends, recorder], preempt_signals=["SIGUSR1"])
@@ -525,7 +525,7 @@ def test_a_step_that_is_left_is_a_skipped_one(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_an_interrupted_run_goes_on_or_has_ended_so(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> None:
     recorder, ends = Recorder(), Ends()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
@@ -641,7 +641,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "checkpoint_6.pt").is_file()
 
 
-def test_a_step_in_whose_midst_the_epoch_is_left_ends_with_its_fields(tmp_path: Path) -> None:
+def test_a_step_during_which_the_epoch_is_left_ends_with_its_fields(tmp_path: Path) -> None:
     noted: list[tuple[str, bool, bool]] = []
 
     class Reads(Callback):
@@ -659,7 +659,7 @@ def test_a_step_in_whose_midst_the_epoch_is_left_ends_with_its_fields(tmp_path: 
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_an_error_is_told_before_a_handler_that_raises_it_again(is_first: bool, tmp_path: Path) -> None:
+def test_an_error_is_reported_before_a_handler_that_raises_it_again(is_first: bool, tmp_path: Path) -> None:
     def handle_exception(error: BaseException) -> None:
         recorded.append(recorder.events[-2:])
         raise error

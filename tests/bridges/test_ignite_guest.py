@@ -271,7 +271,7 @@ NAMES = {
         (timer, "listens"),
     ],
 )
-def test_a_guest_does_what_it_does_at_home(attach: Attach, tier: str, tmp_path: Path) -> None:
+def test_a_guest_does_what_it_does_in_its_framework(attach: Attach, tier: str, tmp_path: Path) -> None:
     rate = 1e12 if attach is terminate_on_nan else 0.1
     steps_home, said_home, model_home = at_home(tmp_path / "home", attach, rate)
     steps_here, said_here, model_here = here(tmp_path / "here", attach, rate)
@@ -380,7 +380,7 @@ def test_what_it_may_not_do_is_rejected(does: Callable[[Any], Any], message: str
         run_here(tmp_path, [guest(does, Events.ITERATION_STARTED)], model, optimizer)
 
 
-def test_an_engine_that_is_not_told_cannot_be_terminated() -> None:
+def test_an_engine_cannot_be_terminated_before_training() -> None:
     with pytest.raises(NotSupported, match="only after training has begun"):
         GuestEngine().terminate()
 
@@ -401,7 +401,7 @@ def test_a_batch_may_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_end_is_told_as_ignite_tells_it(skips: bool, tmp_path: Path) -> None:
+def test_the_end_is_fired_as_ignite_fires_it(skips: bool, tmp_path: Path) -> None:
     def attach(given: Given) -> Callable[[], Any]:
         recorded: list[str] = []
         for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED):
@@ -415,7 +415,7 @@ def test_the_end_is_told_as_ignite_tells_it(skips: bool, tmp_path: Path) -> None
     assert said_home[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
 
 
-def test_an_exception_is_told_and_goes_on(tmp_path: Path) -> None:
+def test_an_exception_is_reported_and_propagates(tmp_path: Path) -> None:
     recorded: list[BaseException] = []
 
     def keeps(error: BaseException) -> None:

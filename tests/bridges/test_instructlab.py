@@ -73,7 +73,7 @@ def test_the_names_are_the_package_s() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_every_event_is_told_in_the_lifecycle_s_order(microbatches: int, tmp_path: Path) -> None:
+def test_every_event_is_fired_in_the_lifecycle_s_order(microbatches: int, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "checkpoint", "record")), History()
     loop = hosted(
         tmp_path,
@@ -161,7 +161,7 @@ class Counts(Callback):
         self.steps = state["steps"]
 
 
-def test_states_are_in_its_checkpoints_and_taken_back(tmp_path: Path) -> None:
+def test_states_are_in_its_checkpoints_and_restored(tmp_path: Path) -> None:
     hosted(tmp_path, [Counts()], epochs=1, checkpoint_at_epoch=True).run()
     again, recorder = Counts(), Recorder()
     loop = hosted(tmp_path, [again, recorder])
@@ -173,7 +173,7 @@ def test_states_are_in_its_checkpoints_and_taken_back(tmp_path: Path) -> None:
     assert recorder.recorded[-1].epoch == 2
 
 
-def test_a_run_whose_states_are_not_found_goes_on_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_whose_states_are_not_found_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counts, recorder = Counts(), Recorder()
     loop = hosted(tmp_path, [counts, recorder])
     loop.done, loop.first_epoch = 3, 1
@@ -201,7 +201,7 @@ class Ends(Callback):
 
 
 @pytest.mark.parametrize(("place", "steps"), [("forward", 1), ("optimizer", 2)])
-def test_a_run_that_makes_way_is_preempted(place: str, steps: int, tmp_path: Path) -> None:
+def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path: Path) -> None:
     ends, recorder, counts = Ends(), Recorder(), Counts()
     loop = hosted(tmp_path, [ends, recorder, counts])
     loop.interrupted_at = (place, 2)
@@ -325,7 +325,7 @@ class Stops(Callback):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Callback) else "",
 )
-def test_what_cannot_be_carried_is_rejected_by_name(
+def test_what_is_not_supported_is_rejected_by_name(
     callback: Callback, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(NotSupported, match=why):
@@ -403,7 +403,7 @@ def a_rank(folder: str) -> dict[str, Any]:
     return {"loss": history["train/loss"], "has_rates": has_rates, "outcome": ends.outcome}
 
 
-def test_each_rank_hears_for_itself(tmp_path: Path) -> None:
+def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
     zero, one = run_ranks(a_rank, 2, str(tmp_path))
     assert zero["loss"] == one["loss"]
     assert zero["outcome"] == one["outcome"] == "finished"
@@ -484,7 +484,7 @@ def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...]
 
 
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
-def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
+def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
     noted: list[tuple[str, int, int]] = []
     listens_to = told_by(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
     fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
@@ -502,7 +502,7 @@ def test_a_guest_is_told_in_its_own_order(api: Any, interval: str, tmp_path: Pat
     assert noted == [*expected, ("on_train_end", 6, 1)]
 
 
-def test_what_a_guest_is_told_is_what_the_run_logs(tmp_path: Path) -> None:
+def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     listens_to = told_by(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
@@ -569,7 +569,7 @@ def test_what_a_hook_raises_is_logged_and_nothing_more(api: Any, tmp_path: Path,
     assert caplog.text.count("Fails failed at on_log") == 6
 
 
-def test_the_end_is_told_on_every_way_out(api: Any, tmp_path: Path) -> None:
+def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None:
     class Breaks(Callback):
         def __init__(self, event: str) -> None:
             self.event = event
@@ -595,7 +595,7 @@ def test_a_run_without_training_has_no_end_of_it(tmp_path: Path) -> None:
     assert noted == []
 
 
-def test_only_what_is_heard_is_listened_to() -> None:
+def test_only_overridden_hooks_are_listened_to() -> None:
     one = guest(told_by(instructlab_names, lambda hook, context: None, ("on_log",)))
     assert "on_forward_start" not in vars(one)
     assert "on_log" in vars(one)
@@ -639,7 +639,7 @@ HOME_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 
 
 @pytest.mark.parametrize("row", HOME_ROWS)
-def test_a_callback_hears_here_what_it_hears_at_home(api: Any, row: str, tmp_path: Path) -> None:
+def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
     """The same losses in InstructLab's loop and in ours: the same tellings, with the same numbers."""
 
     def telling(noted: list[Any]) -> Any:

@@ -67,7 +67,7 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
-def test_it_trains_what_it_trained_and_tells_every_event(tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "batch", "learning_rate")), History()
     given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     with_them = trained([hosted(tmp_path, *given, log_interval="1ba")])
@@ -197,7 +197,7 @@ def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])
-def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
     whole, history, recorder = History(), History(), Recorder()
     unbroken = trained([hosted(tmp_path / "whole", whole, EMA(half_life=3))])
     saver = CheckpointSaver(save_interval=f"{step}ba")
@@ -229,7 +229,7 @@ def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_how_a_run_ends_is_told(tmp_path: Path) -> None:
+def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     ends = Ends()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
@@ -277,7 +277,7 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
     assert dict(recorder.values["outputs"])["on_predict_step_end"].tolist() == predicted[-4:].tolist()
 
 
-def test_what_cannot_be_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_cannot_be_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -434,7 +434,7 @@ def _at_home(callback: Any, rate: float) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = ROWS[name]
     folders = [tmp_path / "home", tmp_path / "here"]
     for folder in folders:
@@ -467,7 +467,7 @@ def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path
         lambda folder: keras.callbacks.SwapEMAWeights(),
     ],
 )
-def test_a_guest_that_cannot_be_carried_is_rejected(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_guest_that_is_not_supported_is_rejected(make: Callable[[Path], Any], tmp_path: Path) -> None:
     callback = make(tmp_path)
     name = type(callback).__name__
     with pytest.raises(NotSupported, match=f"{name} cannot be a guest: .*; use callsheet") as rejected:
@@ -487,7 +487,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
             _here(tmp_path, guest(callback), 0.05)
 
 
-def test_a_guest_goes_on_within_an_epoch(tmp_path: Path) -> None:
+def test_a_guest_resumes_within_an_epoch(tmp_path: Path) -> None:
     def run(folder: Path, callbacks: list[Callback], resume: str | None = None) -> None:
         with Trainer(
             LINE.made_model(), LINE.loss, LINE.batches(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),

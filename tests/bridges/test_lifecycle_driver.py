@@ -40,7 +40,9 @@ def test_the_grammar_holds_for_whatever_a_loop_says(steps: list[list[tuple[str, 
 
 
 @given(st.lists(words, max_size=12), st.sets(st.sampled_from(EVENTS), max_size=4))
-def test_who_hears_little_hears_it_as_often_as_who_hears_all(step: list[tuple[str, str]], received: set[str]) -> None:
+def test_a_callback_with_few_events_receives_them_as_often_as_one_with_all(
+    step: list[tuple[str, str]], received: set[str]
+) -> None:
     little, everything = list[str](), list[str]()
     for recorded, events in ((little, received), (everything, set(EVENTS))):
         manager = CallbackManager()
@@ -60,7 +62,7 @@ def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
     assert "optimizer_step" not in driver.synthesized
 
 
-def test_a_narrator_says_when_other_parts_of_a_step_are_heard_than_before() -> None:
+def test_the_driver_reports_when_other_spans_of_a_step_have_listeners() -> None:
     manager = CallbackManager()
     driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     assert driver.listen()

@@ -89,7 +89,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     recorder, history, noted = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
     observers = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1}
@@ -128,7 +128,7 @@ class Looks(Callback):
     on_clip_gradients_start = on_clip_gradients_end = _look
 
 
-def test_clipping_is_told_around_lightning_s_own(tmp_path: Path) -> None:
+def test_clipping_is_fired_around_lightning_s_own(tmp_path: Path) -> None:
     looks = Looks()
     fitted(tmp_path, [host([looks])], gradient_clip_val=0.1)
     before, after = looks.norms.values()
@@ -282,7 +282,7 @@ def test_saved_after_training_it_still_has_the_states(tmp_path: Path) -> None:
     assert state["state"]["timestamp"]["batch"] == 12
 
 
-def test_an_early_stop_stops_it_and_theirs_is_told_as_one(tmp_path: Path) -> None:
+def test_an_early_stop_stops_it_and_theirs_is_reported_as_a_stop(tmp_path: Path) -> None:
     ours = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep")
     trainer, _ = fitted(tmp_path, [host([ours])], max_epochs=9)
     assert trainer.current_epoch < 5
@@ -292,7 +292,7 @@ def test_an_early_stop_stops_it_and_theirs_is_told_as_one(tmp_path: Path) -> Non
     assert ends.outcome == "stopped"
 
 
-def test_several_datasets_are_told_by_name(tmp_path: Path) -> None:
+def test_several_datasets_are_reported_by_name(tmp_path: Path) -> None:
     class Several(Module):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             inputs, targets = batch
@@ -361,7 +361,7 @@ class ByHand(Module):
         return [torch.optim.SGD(self.parameters(), lr=0.02), torch.optim.SGD(self.parameters(), lr=0.01)]
 
 
-def test_of_a_step_optimized_by_hand_the_first_optimizer_is_told(tmp_path: Path) -> None:
+def test_a_manually_optimized_step_reports_the_first_optimizer(tmp_path: Path) -> None:
     recorder, rates = Recorder(fields=("learning_rate",)), LRMonitor()
     _, module = fitted(tmp_path, [host([recorder, rates])], module=ByHand())
     _, alone = fitted(tmp_path, [], module=ByHand())
@@ -371,7 +371,7 @@ def test_of_a_step_optimized_by_hand_the_first_optimizer_is_told(tmp_path: Path)
     assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
 
 
-def test_a_forward_that_cannot_be_heard_is_rejected(tmp_path: Path) -> None:
+def test_a_forward_that_cannot_be_observed_is_rejected(tmp_path: Path) -> None:
     class ByParts(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             inputs, targets = batch
@@ -388,7 +388,7 @@ def test_a_forward_that_cannot_be_heard_is_rejected(tmp_path: Path) -> None:
     assert trainer.global_step == 12
 
 
-def test_the_only_child_of_a_module_is_heard_as_the_model(tmp_path: Path) -> None:
+def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> None:
     class Around(Module):
         def __init__(self) -> None:
             super().__init__(POINTS)
@@ -457,7 +457,7 @@ def test_fit_may_be_called_again(tmp_path: Path) -> None:
     assert recorder.recorded[-1].batch == 18
 
 
-def test_a_step_that_loss_scaling_leaves_out_is_told_as_skipped(tmp_path: Path) -> None:
+def test_a_step_that_loss_scaling_skips_is_reported_as_skipped(tmp_path: Path) -> None:
     def scaling() -> Any:
         return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18))
 
@@ -495,7 +495,7 @@ def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
     assert recorder.events.count("on_forward_end") == 12
 
 
-def test_what_it_is_told_from_are_hooks_of_lightning() -> None:
+def test_it_is_driven_by_hooks_of_lightning() -> None:
     assert FIRED_AT.keys() <= set(EVENTS)
     assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 

@@ -57,7 +57,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_it_trains_what_it_trained_and_tells_every_event(precision: str, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(precision: str, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss",)), History()
     alone, losses, _ = trained(None, tmp_path, precision=precision)
     model, _, run = trained([recorder, history, LRMonitor(), OptimizerMonitor()], tmp_path, precision=precision)
@@ -79,7 +79,7 @@ class Stops(Callback):
             ctx.control.stop("enough")
 
 
-def test_stopped_saved_and_resumed_it_goes_on_exactly(tmp_path: Path) -> None:
+def test_stopped_saved_and_resumed_it_continues_exactly(tmp_path: Path) -> None:
     whole, losses, _ = trained(None, tmp_path)
     _, first, run = trained([Stops(), CheckpointSaver(save_interval="8ba")], tmp_path)
     assert run.ctx.run.outcome == "stopped"

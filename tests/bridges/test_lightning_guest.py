@@ -285,7 +285,7 @@ ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_it_does_as_a_guest_what_it_does_at_home(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, make, compared = ALIKE[name]
     monkeypatch.chdir(tmp_path)
     ends: list[Ended] = []
@@ -332,7 +332,7 @@ class Breaks(Callback):
     ],
     ids=["EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"],
 )
-def test_its_state_goes_on_with_a_resumed_run(make: Function[[], Any], tmp_path: Path) -> None:
+def test_its_state_is_resumed_with_the_run(make: Function[[], Any], tmp_path: Path) -> None:
     whole = in_ours(make(), tmp_path / "whole", phase="change")
     saver = CheckpointSaver(save_interval="1ep")
     with pytest.raises(ZeroDivisionError):
@@ -452,11 +452,11 @@ def test_it_has_to_be_lightning_s_under_either_name(tmp_path: Path) -> None:
         assert torch.equal(mine, others)
 
 
-def test_who_hears_no_batch_costs_no_step() -> None:
+def test_a_guest_without_batch_hooks_costs_no_step() -> None:
     stops = guest(theirs.EarlyStopping("val_loss"))
     assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()
 
 
-def test_one_that_is_not_wrapped_is_told_how() -> None:
+def test_an_error_says_how_to_wrap_a_callback() -> None:
     with pytest.raises(NotACallbackError, match=r"wrap it: callsheet\.bridges\.lightning\.guest"):
         CallbackManager([theirs.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]

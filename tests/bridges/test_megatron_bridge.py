@@ -85,7 +85,7 @@ class Ending(Callback):
 
 
 @pytest.mark.parametrize("micro", [4, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(micro: int, names: ModuleType) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(micro: int, names: ModuleType) -> None:
     recorder, history = Recorder(fields=("grad_norm", "learning_rate", "loss_dict", "eval_losses", "batch")), History()
     hosted = host([recorder, history, SpeedMonitor(), LRMonitor(), NaNMonitor()])
     values: dict[str, Any] = {"train__micro_batch_size": micro, "logger__log_interval": 1}
@@ -122,7 +122,7 @@ def test_samples_and_tokens_are_counted() -> None:
     assert (ending.at.batch, ending.at.sample, ending.at.token) == (12, 12 * 4, 12 * 4 * 7)
 
 
-def test_the_rate_is_the_step_s_own_where_nobody_hears_the_optimizer() -> None:
+def test_the_rate_is_the_step_s_own_without_listeners_to_the_optimizer() -> None:
     trained = loop(None, host([history := History()]), scheduler=True, train__eval_iters=0, logger__log_interval=1)
     trained.run()
     assert history["train/learning_rate"] == pytest.approx([0.02 * 0.9**step for step in range(12)])
@@ -148,7 +148,7 @@ def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_backward_end", "on_backward_start", "on_loss_end", "on_microbatch_end", ""])
-def test_the_outputs_have_a_hook_only_where_somebody_hears_the_backward(event: str) -> None:
+def test_the_outputs_have_a_hook_only_if_the_backward_has_listeners(event: str) -> None:
     noted: list[str] = []
     outputs: list[Tensor] = []
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_without_states_is_gone_on_from(tmp_path: Path, caplog: pyt
     assert recorder.events.count("on_train_step_end") == 8
 
 
-def test_a_step_that_was_skipped_is_told_as_such() -> None:
+def test_a_skipped_step_is_reported_as_skipped() -> None:
     recorder = Recorder(fields=("step_skipped",))
     trained = loop(None, host([recorder]), train__eval_iters=0)
     trained.optimizer = Overflows(trained.optimizer.optimizer, {0, 4})
@@ -311,7 +311,7 @@ def test_iterations_that_are_left_out_are_counted() -> None:
     assert steps == [1, 2, 3, 6, 7, 8, 9, 10, 11, 12]
 
 
-def test_what_it_cannot_tell_is_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_it_cannot_fire_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Predicts(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -398,7 +398,7 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
     assert ending.noted == ["failed"]  # when it was forgotten
 
 
-def test_a_signal_s_way_out_is_told_as_preempted(tmp_path: Path) -> None:
+def test_a_run_that_a_signal_ends_is_reported_as_preempted(tmp_path: Path) -> None:
     hosted = host([ending := Ending()])
     trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
     trained.state.signal_handler._signal_received = True
@@ -434,7 +434,7 @@ def test_without_validation_the_run_ends_with_training() -> None:
     assert recorder.events[-2:] == ["on_train_end", "on_run_end"]
 
 
-def test_data_is_told_of_where_somebody_hears_it() -> None:
+def test_data_events_are_fired_if_they_have_listeners() -> None:
     """Megatron refuses to count in epochs where that event is heard."""
     assert not hasattr(host([History()]), "on_data_init_start")
     loop(None, host([recorder := Recorder()])).run()

@@ -76,7 +76,7 @@ for _event in ours.VALID_EVENTS:
     setattr(Notes, _event, _note(_event))
 
 
-def test_a_guest_is_told_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
+def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
     notes, at_home = Notes(), Notes()
     with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
         trained.fit()
@@ -185,7 +185,7 @@ class Watches(ours.Callback):
 
 
 @pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # hears, drives, drives, drives
-def test_a_guest_does_what_it_does_at_home(make: type[ours.Callback], tmp_path: Path) -> None:
+def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
     manager, at_home = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
     at_home.add(make())
@@ -277,7 +277,7 @@ def test_a_configuration_of_one_s_own_is_shown(tmp_path: Path) -> None:
     assert seen == [(2, 0), (2, 4), (2, 8)]
 
 
-def test_user_state_is_saved_as_far_as_it_is_plain(tmp_path: Path) -> None:
+def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
     class Counts(ours.Callback):
         def on_train_step_end(self, context: ours.CallbackContext) -> None:
             context.user_state["steps"] = context.user_state.get("steps", 0) + 1
@@ -300,7 +300,7 @@ def test_user_state_is_saved_as_far_as_it_is_plain(tmp_path: Path) -> None:
     assert again.state.train_state.consumed_valid_samples == 12 * 3  # once in the first run
 
 
-def test_events_that_are_never_told_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Base:  # the shape of Megatron-LM's, whose events are more
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
@@ -321,7 +321,7 @@ def test_events_that_are_never_told_are_rejected_by_name(caplog: pytest.LogCaptu
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
 
 
-def test_a_guest_hears_what_it_overrides_and_nothing_else() -> None:
+def test_a_guest_listens_to_what_it_overrides_and_nothing_else() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
     assert received == ["on_eval_step_end", "on_train_step_start"]  # the first for the samples that it counts

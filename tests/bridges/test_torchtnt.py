@@ -92,7 +92,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_what_it_trained_and_tells_every_event(accumulate: int, tmp_path: Path) -> None:
+def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"unit_options": {"gradient_accumulation_steps": accumulate}}
     recorder, history = Recorder(fields=("loss", "batch", "eval_losses", "learning_rate")), History()
     given = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
@@ -149,7 +149,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_an_evaluation_within_an_epoch_stands_at_its_step(tmp_path: Path) -> None:
+def test_an_evaluation_within_an_epoch_is_recorded_at_its_step(tmp_path: Path) -> None:
     recorder = Recorder()
     trained([hosted(tmp_path, recorder)], evaluate_every_n_steps=4, evaluate_every_n_epochs=None)
     assert [told.step for told in recorder.recorded if told.event == "on_eval_all_start"] == [4, 8, 12]
@@ -164,7 +164,7 @@ def test_an_evaluation_within_an_epoch_stands_at_its_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])
-def test_a_run_goes_on_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
     whole, history = History(), History()
     unbroken = trained([hosted(tmp_path / "whole", whole)])
     with pytest.raises(ZeroDivisionError):
@@ -233,7 +233,7 @@ class Ends(Callback):
         self.noted.append(str(ctx.run.outcome))
 
 
-def test_how_a_run_ends_is_told(tmp_path: Path) -> None:
+def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     ends = Ends()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
@@ -309,7 +309,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_tell_the_same_and_stop_together(tmp_path: Path) -> None:
+def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> None:
     one, other = run_ranks(on_ranks, 2, str(tmp_path))
     assert one["kind"] == "DistributedDataParallel"
     assert one["neutral"]
@@ -371,7 +371,7 @@ def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_what_is_never_told_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -543,7 +543,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_guest_decides_and_logs_what_it_does_at_home(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = functools.partialmethod(tqdm.__init__, mininterval=0, miniters=1)
     monkeypatch.setattr(tqdm, "__init__", shown)  # at each update, however fast they come
     row = ROWS[name]

@@ -53,7 +53,7 @@ def fine_tuned(folder: Path, callbacks: list[Callback], **more: Any) -> SFTTrain
     return trainer
 
 
-def test_a_fine_tuning_tells_the_whole_lifecycle_and_learns(tmp_path: Path) -> None:
+def test_a_fine_tuning_fires_the_whole_lifecycle_and_learns(tmp_path: Path) -> None:
     recorder, history, saver = Recorder(), History(), CheckpointSaver(save_interval="3ba")
     trainer = fine_tuned(tmp_path, [recorder, history, saver, SpeedMonitor(), NaNMonitor()])
     check_events(recorder.events)

@@ -615,7 +615,7 @@ def test_an_error_of_a_callback_still_ends_training(home: Any, tmp_path: Path) -
     assert ends.recorded == [ZeroDivisionError, "failed"]
 
 
-def test_a_host_that_fails_gives_up_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_fails_gives_up_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = POINTS.made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)

@@ -173,7 +173,7 @@ def test_recomputation_is_not_seen_twice(tmp_path: Path) -> None:
     assert calls == ["layer", "(model)"]
 
 
-def test_a_compiled_model_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_model_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         watch = fit(tmp_path, ActivationMonitor(batch_log_interval=2), compile={"backend": "eager"})
     assert caplog.text.count("no module inside the model ran its hooks") == 1
@@ -186,7 +186,7 @@ def on_ranks(folder: str, parallel: str) -> tuple[list[dict[str, float]], list[A
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_all_ranks_tell_the_same(parallel: str, tmp_path: Path) -> None:
+def test_all_ranks_report_the_same(parallel: str, tmp_path: Path) -> None:
     (first, layer), (second, layer_of_second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert first == second
     assert layer != layer_of_second
@@ -281,7 +281,7 @@ def test_of_every_shape_and_type_and_of_what_is_changed_afterwards(tmp_path: Pat
         )
 
 
-def test_another_run_begins_anew(tmp_path: Path) -> None:
+def test_another_run_starts_from_scratch(tmp_path: Path) -> None:
     monitor = ActivationMonitor(batch_log_interval=8)
     large = Model()
     with torch.no_grad():

@@ -191,7 +191,7 @@ def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) 
     assert keys == {"best": "validation/loss", "periodic": None}
 
 
-def test_a_checkpoint_tells_who_asked_for_it_also_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_names_its_requesters_also_when_it_is_loaded(tmp_path: Path) -> None:
     class AsksTwice(Callback):
         def on_eval_all_end(self, ctx: Context) -> None:
             if ctx.step == 3:
@@ -270,7 +270,7 @@ def test_another_runs_checkpoints_are_not_ours_to_delete(tmp_path: Path) -> None
     assert list(left(tmp_path)) == [3, 6, 9]
 
 
-def test_a_checkpoint_that_somebody_else_asked_for_as_well_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_callback_also_requested_stays(tmp_path: Path) -> None:
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Asks(2), max_duration="5ba")) == [2, 5]
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="7ba", resume="auto")) == [2, 7]
 

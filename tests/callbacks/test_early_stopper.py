@@ -145,7 +145,7 @@ def test_an_unknown_dataset_is_named_at_the_first_evaluation(tmp_path: Path, cap
         for patience in (3, "3ep", "0.375dur")
     ],
 )
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, epoch: int, patience: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, epoch: int, patience: Any) -> None:
     scores = [math.nan, 3, 2, 2, 3, 2, 1, 1]
     saver = CheckpointSaver(keep=None, save_interval="1ba")
     assert epochs(tmp_path, stopper(patience=patience), scores, saver) == (6, "stopped")
@@ -155,7 +155,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, epoch: int, p
         assert epochs(tmp_path, again, scores, run_name=f"again{step}", resume=path) == (6, "stopped")
 
 
-def test_a_run_that_ran_out_of_patience_does_not_go_on_when_it_is_resumed(tmp_path: Path) -> None:
+def test_a_run_that_ran_out_of_patience_does_not_continue_when_resumed(tmp_path: Path) -> None:
     scores = [3.0, 2, 2, 2, 1, 1, 1, 1]
     assert epochs(tmp_path, stopper(), scores, CheckpointSaver())[0] == 4
     with trainer(tmp_path, stopper(), scores=scores, resume="auto") as trained:
@@ -164,13 +164,13 @@ def test_a_run_that_ran_out_of_patience_does_not_go_on_when_it_is_resumed(tmp_pa
     assert epochs(tmp_path, stopper(patience=3), scores, resume="auto") == (8, "finished")
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     again = stopper()
     assert epochs(tmp_path, again, [1, 2, 2, 2])[0] == 3
     assert epochs(tmp_path, again, [5, 4, 3, 3, 3, 3, 3, 3], run_name="other")[0] == 5
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     patient, other = stopper(patience=5), stopper(monitor="validation/loss", mode="max", patience=2)
     other.name = "loss"
     with trainer(tmp_path, patient, other, CheckpointSaver(), scores=[1.0] * 8) as trained:
@@ -232,6 +232,6 @@ def test_two_ranks_stop_together_on_what_they_found_together(tmp_path: Path) -> 
     assert run_ranks(on_a_rank, 2, str(tmp_path)) == [(5, "stopped")] * 2
 
 
-def test_a_run_without_evaluations_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_evaluations_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FakeLoop(EarlyStopper(monitor="validation/loss"), [1.0, 1.0], folder=tmp_path).run()
     assert "no evaluation of the whole run had the metric 'validation/loss'" in caplog.text

@@ -109,7 +109,7 @@ def expected(trained: list[Weights], first: Weights, decay: float, interval: int
         ({"decay": 0.6, "update_interval": 3}, 0.6, 3),
     ],
 )
-def test_the_average_is_evaluated_and_the_weights_go_on(
+def test_the_average_is_evaluated_and_training_continues_with_the_weights(
     tmp_path: Path, options: dict[str, Any], decay: float, interval: int
 ) -> None:
     plain, sees = Sees("on_train_start", "on_train_step_end"), Sees("on_train_step_end", "on_eval_all_start", "on_eval_all_end")
@@ -140,7 +140,7 @@ def test_it_is_evaluated_to_what_the_average_gives(tmp_path: Path) -> None:
         assert recorded == pytest.approx(nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).item(), rel=1e-5)
 
 
-def test_what_is_frozen_costs_no_memory_and_what_is_tied_stands_once() -> None:
+def test_frozen_parameters_cost_no_memory_and_tied_ones_are_kept_once() -> None:
     ema, ctx = EMA(), Context(run=RunInfo("run"), model=Net())
     ema.on_train_start(ctx)
     assert set(ema._average) == {
@@ -207,7 +207,7 @@ def test_a_further_fit_trains_on_with_the_weights(tmp_path: Path) -> None:
 @pytest.mark.test_all
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_background", [False, True])
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> None:
     sees, saver = Sees("on_eval_all_end", "on_train_end"), CheckpointSaver(save_interval="1ba", keep=None)
     options: dict[str, Any] = {"dtype": dtype, "save_in_background": in_background}
     last = fit(tmp_path, sees, EMA(decay=0.9), saver, **options)
@@ -300,7 +300,7 @@ def test_skipped_steps_do_not_count() -> None:
         assert ema._average["weight"].item() == mean
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     ema = EMA(decay=0.9)
     first = fit(tmp_path / "one", ema)
     assert same(fit(tmp_path / "two", ema), first)
@@ -347,7 +347,7 @@ def parameters(weights: Weights) -> Weights:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_average_alike_and_resume_exactly(tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_average_equally_and_resume_exactly(tmp_path: Path, parallel: str) -> None:
     plain = run_ranks(on_a_rank, 2, str(tmp_path), parallel, False)
     runs = run_ranks(on_a_rank, 2, str(tmp_path), parallel, True)
     assert runs[0]["on_train_end"] == plain[0]["on_train_end"]
@@ -363,7 +363,7 @@ def test_two_ranks_average_alike_and_resume_exactly(tmp_path: Path, parallel: st
             assert parameters(again[1]["on_train_end"]) == parameters(runs[1]["on_train_end"])
 
 
-def test_whole_weights_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_whole_weights_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path), "ddp", True)
     path = tmp_path / "run" / "checkpoints" / "ep0-ba4"
     assert ".trained." in (path / "local-00000.json").read_text()

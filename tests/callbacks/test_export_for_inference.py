@@ -284,7 +284,7 @@ def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][4][name], ends[1][4][name]) for name in ends[0][4])
 
 
-def test_a_longer_fit_writes_anew(tmp_path: Path) -> None:
+def test_a_longer_fit_writes_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "export" / "model.pt2"
     with trainer(tmp_path, ExportForInferenceCallback()) as trained:
         trained.fit("1ep")
@@ -389,7 +389,7 @@ class Stops(Callback):
 
 
 @pytest.mark.parametrize(("how", "is_written"), [("preempted", False), ("failed", False), ("stopped", True)])
-def test_training_has_to_end_by_itself(tmp_path: Path, how: str, is_written: bool) -> None:
+def test_the_outcome_decides_whether_the_model_is_exported(tmp_path: Path, how: str, is_written: bool) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(), Stops(how)) as trained:
         if how == "failed":
             with pytest.raises(RuntimeError, match="on purpose"):

@@ -84,7 +84,7 @@ def test_an_operation_of_ones_own_is_counted_by_the_formula_that_torch_was_given
     assert counted(lambda: known(torch.zeros(2))).flops == {"fp32": 20}
 
 
-def test_a_formula_that_fails_is_told_and_the_operation_has_run() -> None:
+def test_a_formula_that_fails_is_reported_and_the_operation_has_run() -> None:
     found: list[Tensor] = []
     counter = counted(lambda: found.append(broken(torch.zeros(2))))
     assert "callsheet_tests.broken failed: ValueError: no such shape" in counter.error

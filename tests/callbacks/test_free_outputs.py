@@ -72,7 +72,7 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_lets_go_when_the_loss_has_been_told(tmp_path: Path, microbatch_size: int | None) -> None:
+def test_releases_the_outputs_after_on_loss_end(tmp_path: Path, microbatch_size: int | None) -> None:
     keeps = Keeps()
     fit(tmp_path, FreeOutputs(), keeps, microbatch_size=microbatch_size)
     times = 3 if microbatch_size is None else 6
@@ -109,7 +109,7 @@ def on_a_rank(folder: str) -> Any:
     return fit(Path(folder), FreeOutputs(), keeps), keeps.lives
 
 
-def test_two_ranks_let_go_alike(tmp_path: Path) -> None:
+def test_two_ranks_release_the_outputs(tmp_path: Path) -> None:
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
     assert one == other
     assert one[1]["on_train_step_end"] == [False, False]

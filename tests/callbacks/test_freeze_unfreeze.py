@@ -98,7 +98,7 @@ def moves(steps: Steps, first: Weights) -> dict[str, int | None]:
     ],
 )
 @pytest.mark.parametrize(("until", "step"), [("1ep", 4), (3, 4), ("5ba", 6), ("0.5dur", 7), (None, None)])
-def test_what_is_named_stands_still_until_its_time(
+def test_named_parameters_do_not_change_until_their_time(
     tmp_path: Path, modules: Any, still: list[str], until: Any, step: int | None
 ) -> None:
     steps, first = fit(tmp_path, FreezeUnfreeze(modules=modules, until=until))
@@ -106,7 +106,7 @@ def test_what_is_named_stands_still_until_its_time(
         assert moved == (step if name.rpartition(".")[0] in still else 1), name
 
 
-def test_statistics_go_on_if_they_are_to(tmp_path: Path) -> None:
+def test_statistics_are_updated_if_requested(tmp_path: Path) -> None:
     moved = moves(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
     assert (moved["body.1.running_mean"], moved["body.1.weight"]) == (1, 4)
 
@@ -142,7 +142,7 @@ def test_evaluation_does_not_thaw_it_and_the_end_leaves_the_model_as_it_was(tmp_
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("until", ["1ep", "4ba", None])
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, until: str | None) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, until: str | None) -> None:
     def frozen() -> FreezeUnfreeze:
         return FreezeUnfreeze(modules="body", until=until)
 
@@ -154,7 +154,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, until: str | 
         assert steps.weights == whole.weights[checkpoint.step :]
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     first, second = FreezeUnfreeze(modules="body.0", until="2ep"), FreezeUnfreeze(modules="body.2", until="1ep")
     moved = moves(*fit(tmp_path, first, second))
     assert (moved["body.0.weight"], moved["body.2.weight"], moved["head.weight"]) == (7, 4, 1)
@@ -191,7 +191,7 @@ def on_a_rank(folder: str, parallel: str) -> dict[str, Any]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_freeze_alike_and_stay_together(tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_freeze_the_same_and_stay_equal(tmp_path: Path, parallel: str) -> None:
     one, other = run_ranks(on_a_rank, 2, str(tmp_path), parallel)
     assert one["norms"] == other["norms"]
     for name in one["moves"]:

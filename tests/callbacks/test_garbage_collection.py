@@ -108,7 +108,7 @@ def test_collects_at_its_steps_and_at_no_others(tmp_path: Path, generation: int)
     assert watch.enabled["on_run_end"]
 
 
-def test_the_record_tells_how_long_it_took(tmp_path: Path) -> None:
+def test_the_record_has_the_time_that_it_took(tmp_path: Path) -> None:
     seconds = watched(tmp_path, GarbageCollection(interval=4)).seconds
     assert {6, 9, 12} <= set(seconds)
     assert 3 not in seconds
@@ -151,7 +151,7 @@ def test_where_it_was_off_it_stays_off(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     young = GarbageCollection(interval=3, generation=0)
     watch = watched(tmp_path, young, GarbageCollection(interval=6), eval_interval=None)
     steps = [(step, generation) for event, step, generation in in_training(watch) if event == "on_train_step_end"]

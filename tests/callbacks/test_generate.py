@@ -143,7 +143,7 @@ def test_a_name_is_the_tables(tmp_path: Path) -> None:
     assert drawn(tmp_path, generate)
 
 
-def test_batches_are_alike(tmp_path: Path) -> None:
+def test_the_batch_size_does_not_change_the_text(tmp_path: Path) -> None:
     prompts = ["ab", "c", "de", "fg", "h"]
     alone, together = (
         drawn(tmp_path / str(size), Generate(prompts=prompts, do_sample=False, max_new_tokens=5, batch_size=size))
@@ -213,7 +213,7 @@ def test_options_reach_generate(tmp_path: Path) -> None:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("interval", ["5sp", "2ba", "1ep", "0.4dur"])
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, interval: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, interval: str) -> None:
     def made() -> Generate:
         return Generate(prompts=["ab"], interval=interval, max_new_tokens=4)
 
@@ -227,7 +227,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, interval: str
         assert again == whole, each.step  # those from before the checkpoint are in it
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], max_new_tokens=2)
     first = drawn(tmp_path, generate)
     assert drawn(tmp_path, generate, run_name="other") == first
@@ -380,7 +380,7 @@ class Preempts(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_run_that_makes_way_loses_no_time(tmp_path: Path) -> None:
+def test_a_preempted_run_loses_no_time(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], interval="2ba", max_new_tokens=2)
     assert [step for step, _ in drawn(tmp_path, generate, Preempts(), checking=False)] == [2]
 

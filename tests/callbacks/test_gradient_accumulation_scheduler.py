@@ -75,7 +75,7 @@ def test_the_step_is_that_of_the_larger_batch(tmp_path: Path) -> None:
     assert counts.gradients == [pytest.approx(model.weight.grad.flatten().tolist())]
 
 
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def scheduler() -> GradientAccumulationScheduler:
         return GradientAccumulationScheduler(schedule={2: 3, 4: 2})
 

@@ -85,7 +85,7 @@ def detector(**options: Any) -> HangDetector:
 
 
 @pytest.mark.test_all
-def test_writes_where_the_threads_stand_and_says_when_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_the_stacks_and_reports_when_the_run_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert fit(tmp_path, detector(), Hangs()).run.outcome == "finished"
     (file,) = (tmp_path / "run" / "hangs").iterdir()
@@ -127,7 +127,7 @@ def test_the_learned_time_stretches_the_limit(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.test_all
-def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_learned_step_times_are_kept_across_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
             ctx.control.stop("to resume")
@@ -141,7 +141,7 @@ def test_what_was_learned_goes_on_across_a_resume(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.test_all
-def test_raises_in_the_midst_of_a_sleep(tmp_path: Path) -> None:
+def test_raises_during_a_sleep(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(HangError, match=f"around step {AT} on rank 0"):
         fit(tmp_path, detector(action="raise"), Hangs(seconds=60))
@@ -250,14 +250,14 @@ def two_of_them(folder: str) -> None:
 
 
 @pytest.mark.test_all
-def test_two_stand_side_by_side_on_two_ranks(tmp_path: Path) -> None:
+def test_two_work_in_one_run_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(two_of_them, 2, str(tmp_path))
     for folder in (tmp_path / "run" / "hangs", tmp_path / "other"):
         found = {path.name for path in folder.glob("*.txt")}  # a slow machine may seem to hang once more
         assert found >= {f"rank0-step{AT}.txt", f"rank1-step{AT}.txt"}
 
 
-def test_no_step_is_told_to_it() -> None:
+def test_it_listens_to_no_step() -> None:
     received = {line[0] for line in CallbackManager([HangDetector()]).call_sheet().rows()}
     assert not received & (PATH_EVENTS - {"on_eval_step_end"})
 
@@ -272,7 +272,7 @@ def test_rejects_what_cannot_be() -> None:
 
 
 @pytest.mark.test_all
-def test_the_main_thread_is_told_among_many_others(tmp_path: Path) -> None:
+def test_the_main_thread_is_named_among_many_others(tmp_path: Path) -> None:
     release = threading.Event()
     others = [threading.Thread(target=release.wait, args=(60,), daemon=True) for _ in range(120)]
     for thread in others:

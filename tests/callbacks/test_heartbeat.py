@@ -56,7 +56,7 @@ def fit(folder: Path | str, *callbacks: Callback, steps: int = 6, fails: bool = 
         trainer.fit()
 
 
-def test_tells_where_the_run_is_and_how_it_ended(tmp_path: Path) -> None:
+def test_writes_the_state_and_the_outcome_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "run" / "heartbeat.json"
     probe = Probe(file)
     fit(tmp_path, Heartbeat(seconds=1e-9), probe)
@@ -72,7 +72,7 @@ def test_tells_where_the_run_is_and_how_it_ended(tmp_path: Path) -> None:
     assert {path.name for path in file.parent.iterdir() if path.is_file()} == {"heartbeat.json", "run.json"}  # no drafts
 
 
-def test_a_failure_is_told(tmp_path: Path) -> None:
+def test_a_failure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         fit(tmp_path, Heartbeat(), fails=True)
     assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["state"] == "failed"

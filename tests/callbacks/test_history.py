@@ -72,7 +72,7 @@ def test_columns_and_their_steps(tmp_path: Path) -> None:
     assert set(history.evaluations[0][1]) == {"one", "two"}
 
 
-def test_what_others_add_to_a_record_is_in_it_wherever_they_stand(tmp_path: Path) -> None:
+def test_additions_to_a_record_are_kept_in_any_order_of_callbacks(tmp_path: Path) -> None:
     history = fit(tmp_path, Odd(), eval_interval=None)
     assert history["odd/added"] == [float(step) for step in range(1, 13)]
 
@@ -96,7 +96,7 @@ def test_evaluations_by_hand_are_left_out(tmp_path: Path) -> None:
     assert [step for step, _ in history.evaluations] == [6, 12]
 
 
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = fit(tmp_path, Odd(), CheckpointSaver(save_interval="1ba", keep=None))
     found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert len(found) >= 12
@@ -113,7 +113,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [step for step, _ in history.evaluations] == [8, 10, 12]
 
 
-def test_a_new_run_begins_anew_and_a_further_fit_goes_on(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch_and_a_further_fit_continues(tmp_path: Path) -> None:
     history = History()
     for name in ("run", "other"):
         with trainer(tmp_path, history, run_name=name) as trained:
@@ -122,14 +122,14 @@ def test_a_new_run_begins_anew_and_a_further_fit_goes_on(tmp_path: Path) -> None
         assert history.steps("train/loss") == list(range(1, 9))
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     short = History(most=1)
     short.name = "short"
     whole = fit(tmp_path, short, CheckpointSaver())
     assert short.records == whole.records[-1:]
 
 
-def test_a_name_that_nothing_told_is_an_error(tmp_path: Path) -> None:
+def test_a_name_that_was_not_logged_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="did you mean 'train/loss'"):
         fit(tmp_path)["train/los"]
 

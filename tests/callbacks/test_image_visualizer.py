@@ -107,7 +107,7 @@ def fit(
     return album, {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-def test_the_first_step_and_each_interval_are_told_with_the_next_record(tmp_path: Path) -> None:
+def test_images_of_the_first_step_and_each_interval_are_logged_with_the_next_record(tmp_path: Path) -> None:
     data = batches(12)
     album, _ = fit(tmp_path, ImageVisualizer(interval="5ba", num_images=2), data=data)
     assert album.recorded == [(4, "images/train"), (8, "images/train"), (12, "images/train")]
@@ -124,7 +124,7 @@ def test_epochs_count_as_well(tmp_path: Path) -> None:
     assert [len(images) for _, _, images in album.pages] == [SAMPLES] * 3  # eight were wanted
 
 
-def test_the_first_batch_of_each_evaluation_is_told_by_the_datasets_name(tmp_path: Path) -> None:
+def test_the_first_batch_of_each_evaluation_is_logged_by_the_datasets_name(tmp_path: Path) -> None:
     one, other = batches(4)[:2], batches(4)[2:]
     album, _ = fit(
         tmp_path,
@@ -230,7 +230,7 @@ def parts_of(image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_input_prediction_and_label_stand_side_by_side(named: bool, tmp_path: Path) -> None:
+def test_input_prediction_and_label_are_side_by_side(named: bool, tmp_path: Path) -> None:
     data = batches(1)
     model = Segments(named=named)
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_it_says_once_why_there_is_nothing_to_show(
     assert why in said
 
 
-def test_outputs_without_scores_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_outputs_without_scores_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Classifies(Segments):
         def forward(self, inputs: Tensor) -> Any:
             return super().forward(inputs).mean((2, 3))
@@ -389,7 +389,7 @@ class SavesAt(Callback):
             ctx.control.save("to resume", replicated=True)
 
 
-def test_a_resumed_run_tells_what_an_unbroken_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_what_an_unbroken_one_logs(tmp_path: Path) -> None:
     unbroken, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), log_interval=1)
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), log_interval=1, resume="auto")
     assert unbroken.recorded == [(step, "images/train") for step in (1, 5, 10)]
@@ -397,7 +397,7 @@ def test_a_resumed_run_tells_what_an_unbroken_one_does(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(unbroken.pages[-1][2], resumed.pages[0][2], strict=True))
 
 
-def test_what_was_not_told_yet_is_taken_anew(tmp_path: Path) -> None:
+def test_images_that_were_not_logged_are_collected_again(tmp_path: Path) -> None:
     data = batches(12)
     fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), data=data, log_interval="4ba")
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), data=data, log_interval="4ba", resume="auto")
@@ -405,7 +405,7 @@ def test_what_was_not_told_yet_is_taken_anew(tmp_path: Path) -> None:
     assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # step 5's were not told at step 6
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     visualizer = ImageVisualizer()
     assert fit(tmp_path / "one", visualizer)[0].recorded == fit(tmp_path / "two", visualizer)[0].recorded == [(4, "images/train")]
 
@@ -417,7 +417,7 @@ def test_training_does_not_notice(mode: str, tmp_path: Path) -> None:
     assert watched == bare
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = ImageVisualizer(mode="segmentation")
     other.name = "segments"
     album, _ = fit(tmp_path, ImageVisualizer(), other)
@@ -430,14 +430,14 @@ def on_ranks(folder: str) -> tuple[list[tuple[int, str]], dict[str, Any]]:
     return album.recorded, weights
 
 
-def test_of_several_ranks_the_first_tells(tmp_path: Path) -> None:
+def test_only_the_first_of_several_ranks_logs(tmp_path: Path) -> None:
     (first, weights), (second, others) = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == [(step, "images/train") for step in (2, 4, 6)]
     assert second == []
     assert weights == others
 
 
-def test_a_run_without_images_is_told_at_warning_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_images_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, ImageVisualizer(), data=[torch.ones(4, 3)], images=lambda batch: FIRST)
     (record,) = [record for record in caplog.records if "nothing to show" in record.getMessage()]
     assert record.levelno == logging.WARNING

@@ -62,7 +62,7 @@ def test_calls_each_function_at_its_event(tmp_path: Path) -> None:
     assert names == ["on_train_start", *["on_optimizer_step_end"] * 4, "on_train_end"]
 
 
-def test_what_stands_on_a_function_counts(tmp_path: Path) -> None:
+def test_settings_on_a_function_apply(tmp_path: Path) -> None:
     fit(tmp_path, Lambda(on_train_step_end=every_other))
     assert recorded == [2, 4]
 
@@ -95,7 +95,7 @@ def test_a_function_may_be_named_by_its_path(tmp_path: Path) -> None:
     assert sys.modules[__name__].recorded == [1, 2, 3, 4]
 
 
-def test_an_error_tells_where_the_function_stands(tmp_path: Path) -> None:
+def test_an_error_names_the_place_of_the_function(tmp_path: Path) -> None:
     def fails(ctx: Context) -> None:
         raise ZeroDivisionError
 

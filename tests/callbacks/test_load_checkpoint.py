@@ -228,7 +228,7 @@ def on_a_rank(folder: str, path: str, parallel: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_load_alike(tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_load_the_same(tmp_path: Path, parallel: str) -> None:
     path, old = saved(tmp_path)
     expected = {name: tensor.flatten().tolist() for name, tensor in old.items()}
     assert run_ranks(on_a_rank, 2, str(tmp_path), path, parallel) == [expected] * 2

@@ -121,7 +121,7 @@ def test_saves(tmp_path: Path) -> None:
     assert [found.step for found in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints] == [11]
 
 
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     losses = [*CALM, 5.0, 1.0, 1.2, 4.0, 1.0]
     saver = CheckpointSaver(save_interval="1ba", keep=None)
     whole, _ = fit(tmp_path, Losses(losses), LossSpikeDetector(window=10), saver)
@@ -133,14 +133,14 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
             assert records.column(name) == {at: value for at, value in whole.column(name).items() if at > step}
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     detector = LossSpikeDetector(window=10)
     fit(tmp_path, Losses([*CALM, 5.0]), detector)
     records, _ = fit(tmp_path, Losses([50.0] * 12), detector, run_name="other")
     assert spikes(records) == []
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     strict, other = LossSpikeDetector(window=10), LossSpikeDetector(window=4, threshold=1000.0)
     other.name = "loss_spike/never"
     records, _ = fit(tmp_path, Losses([*CALM, 5.0]), strict, other, CheckpointSaver())

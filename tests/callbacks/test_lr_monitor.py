@@ -97,7 +97,7 @@ class Grows(Callback):
             ctx.optimizer.add_param_group({"params": list(ctx.model[1].parameters()), "lr": 0.5})
 
 
-def test_one_group_is_as_the_record_says_and_a_group_that_comes_later_is_told_too(tmp_path: Path) -> None:
+def test_one_group_is_as_the_record_says_and_a_later_group_is_logged_too(tmp_path: Path) -> None:
     model, seen = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3

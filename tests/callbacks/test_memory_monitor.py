@@ -57,7 +57,7 @@ def fit(folder: Path | str, *callbacks: Callback) -> Records:
     return records
 
 
-def test_tells_the_memory_at_the_record_and_the_peak_since(tmp_path: Path) -> None:
+def test_logs_the_memory_at_the_record_and_the_peak_since(tmp_path: Path) -> None:
     records = fit(tmp_path, MemoryMonitor(), Ballast(0)).records
     now = [record["memory/resident"] for record in records]
     peak = [record["memory/peak_resident"] for record in records]
@@ -67,7 +67,7 @@ def test_tells_the_memory_at_the_record_and_the_peak_since(tmp_path: Path) -> No
     assert set(records[0]) == {"memory/resident", "memory/peak_resident"}  # nothing of a device that is not there
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = MemoryMonitor()
     other.name = "memory/again"
     assert len(fit(tmp_path, MemoryMonitor(), other).records[0]) == 4
@@ -78,7 +78,7 @@ def on_ranks(folder: str) -> tuple[list[dict[str, float]], list[int]]:
     return records.records, records.own
 
 
-def test_all_ranks_tell_the_most_of_any(tmp_path: Path) -> None:
+def test_all_ranks_log_the_maximum(tmp_path: Path) -> None:
     (first, own), (second, own_of_second) = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
     assert own_of_second[1] - own[1] > 0.5 * BALLAST

@@ -260,7 +260,7 @@ def test_the_clock_starts_before_the_data_is_made_and_stops_at_the_target(tmp_pa
     assert times == sorted(times)
 
 
-def test_what_happens_is_told_in_order_with_epoch_and_samples(tmp_path: Path) -> None:
+def test_events_are_written_in_order_with_epoch_and_samples(tmp_path: Path) -> None:
     fit(tmp_path, mlperf(target=0.7), eval_interval="2ba", values=[0.9, 0.6])
     recorded = [line for line in lines(tmp_path) if line["key"].startswith(("block", "epoch", "eval_a", "eval_st", "run"))]
     where = {"block": "first_epoch_num", "epoch": "epoch_num", "eval": "epoch_num", "run": "epoch_num"}
@@ -295,7 +295,7 @@ def test_what_happens_is_told_in_order_with_epoch_and_samples(tmp_path: Path) ->
     assert checked(tmp_path) == (True, [])
 
 
-def test_what_the_run_tells_of_itself(tmp_path: Path) -> None:
+def test_the_run_s_own_facts_are_written(tmp_path: Path) -> None:
     def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         weight, bias = parameters
         groups = [{"params": [bias], "weight_decay": 0.0}, {"params": [weight], "weight_decay": 0.25}]
@@ -398,7 +398,7 @@ def test_a_run_that_ends_otherwise_is_aborted(tmp_path: Path, how: str) -> None:
     assert keys(tmp_path).count("block_start") == keys(tmp_path).count("block_stop")
 
 
-def test_training_can_go_on_without_the_file(tmp_path: Path) -> None:
+def test_training_can_continue_after_the_target(tmp_path: Path) -> None:
     trained = fit(tmp_path, mlperf(stop=False))
     assert (trained.state.timestamp.epoch, trained.run.outcome) == (6, "finished")
     assert status(tmp_path) == "success"
@@ -432,7 +432,7 @@ def test_evaluations_by_hand_are_no_part_of_it(tmp_path: Path) -> None:
     assert checked(tmp_path) == (True, [])
 
 
-def test_who_only_evaluates_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_that_only_evaluates_writes_nothing(tmp_path: Path) -> None:
     with trainer(tmp_path, mlperf(), optimizer=None) as idle:
         idle.evaluate()
     assert not results(tmp_path)

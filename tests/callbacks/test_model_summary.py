@@ -60,7 +60,7 @@ ROWS = [
 ]
 
 
-def test_tells_every_module_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_every_module_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables, _ = fit(tmp_path, ModelSummary(), fits=2)
     assert tables.tables == [("model/summary", ["module", "type", "parameters", "trainable"], ROWS)]
     lines = capsys.readouterr().out.splitlines()
@@ -69,7 +69,7 @@ def test_tells_every_module_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len([line for line in lines if "(model)" in line]) == 1
 
 
-def test_as_deep_as_it_was_told_and_without_printing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_depth_can_be_set_and_printing_turned_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat, whole = ModelSummary(depth=1, prints=False), ModelSummary(depth=0, prints=False)
     whole.name = "model/whole"
     tables, _ = fit(tmp_path, flat, whole)
@@ -117,7 +117,7 @@ def on_ranks(folder: str, parallel: str) -> Any:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_rank_zero_tells_the_whole_model(parallel: str, tmp_path: Path) -> None:
+def test_rank_zero_shows_the_whole_model(parallel: str, tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert first[0][2] == ROWS
     assert second == []

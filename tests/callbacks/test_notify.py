@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_its_set_up(hook: Hook, tmp_path: Path) -> None:
     assert "in data_init" in hook.posts[0]["text"]
 
 
-def test_a_run_that_makes_way(hook: Hook, tmp_path: Path) -> None:
+def test_a_preempted_run(hook: Hook, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url), Does(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert hook.events == ["start", "preemption"]
     assert hook.posts[1]["text"] == "my-run is preempted by a signal at step 2"
@@ -255,7 +255,7 @@ NUMBERS = [3.0, 1.0, 0.5, math.nan, 1.0, 2.0, math.inf, 0.0]
         ("some/number < -1", []),
     ],
 )
-def test_a_rule_is_told_when_it_comes_true(rule: str, expected: list[int], hook: Hook, tmp_path: Path) -> None:
+def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], hook: Hook, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url, on=(), when=rule), Tells(NUMBERS))
     assert [(post["event"], post["step"]) for post in hook.posts] == [("crossing", step) for step in expected]
     for post in hook.posts:
@@ -280,7 +280,7 @@ def test_an_evaluation_by_hand_is_no_crossing(hook: Hook, tmp_path: Path) -> Non
     assert not hook.posts
 
 
-def test_a_metric_that_nobody_told_is_named(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_was_never_logged_is_named(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=hook.url, when=["some/numbers < 1", "some/number < 1"]), Tells(NUMBERS))
     assert [message for message in caplog.messages if "of a rule" in message] == [
@@ -289,7 +289,7 @@ def test_a_metric_that_nobody_told_is_named(hook: Hook, tmp_path: Path, caplog: 
 
 
 @pytest.mark.test_all
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on": (), "every": "3ba", "when": ["some/number < 2", "some/number > 1e0"]}
 
     def recorded(hook: Hook, since: int = 0) -> list[tuple[str, int]]:
@@ -309,7 +309,7 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     assert hook.posts[0]["text"] == "again resumes at step 1, to 2ep (cpu)"
 
 
-def test_a_new_run_begins_anew(hook: Hook, tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(hook: Hook, tmp_path: Path) -> None:
     notify = Notify(to=hook.url, when="some/number > 100")
     fit(tmp_path, notify, Tells(NUMBERS))
     fit(tmp_path, notify, Tells(NUMBERS), run_name="other")
@@ -435,7 +435,7 @@ def test_mail(tmp_path: Path) -> None:
     assert "ValueError: of\ntwo lines, and \u00fc\n" in mail.get_content().replace("\r\n", "\n")
 
 
-def test_a_recipient_who_is_rejected_is_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_recipient_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     to = "mailto:me@example.org,you@example.org,her@example.org"
     with Sink(unknown=b"you@") as sink, caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{sink.port}", on="end"))
@@ -514,7 +514,7 @@ def weights_of(trained: Trainer) -> list[Any]:
     return [parameter.flatten().tolist() for parameter in trained.model.parameters()]
 
 
-def test_nobody_there_is_said_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_address_is_reported_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with hook_of() as hook:
         pass  # it is closed, and its port free
     plain = fit(tmp_path / "plain")
@@ -541,7 +541,9 @@ def test_another_try_where_it_may_help(
     assert SECRET not in caplog.text
 
 
-def test_one_that_does_not_answer_holds_nobody_up(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endpoint_that_does_not_answer_does_not_delay_training(
+    hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hook.lets_go.clear()
     with caplog.at_level(logging.WARNING, "callsheet"):
         trained = fit(tmp_path, Notify(to=hook.url, on="start", timeout=0.2, retries=0))
@@ -697,13 +699,13 @@ def on_a_rank(folder: str, url: str, failing: int) -> str:
 
 
 @pytest.mark.test_all
-def test_rank_zero_alone_tells(hook: Hook, tmp_path: Path) -> None:
+def test_only_rank_zero_notifies(hook: Hook, tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), hook.url, -1) == ["finished"] * 2
     assert hook.events == ["start", "crossing", "end"]
     assert "on 2 ranks" in hook.posts[0]["text"]
 
 
-def test_another_ranks_failure_is_told(hook: Hook, tmp_path: Path) -> None:
+def test_another_ranks_failure_is_reported(hook: Hook, tmp_path: Path) -> None:
     ends = run_ranks(on_a_rank, 2, str(tmp_path), hook.url, 1)
     assert ends[1] == "ValueError"
     assert hook.events[-1] == "failure"

@@ -132,7 +132,7 @@ def test_half_precision_does_not_overflow() -> None:
     assert norms.tolist() == pytest.approx([120000.0])
 
 
-def test_several_types_are_told_in_the_widest() -> None:
+def test_several_types_are_logged_in_the_widest() -> None:
     tensors = [
         torch.full((4,), 60000.0, dtype=torch.float16),
         torch.ones(4, dtype=torch.float64),
@@ -151,7 +151,7 @@ def test_what_the_optimizer_reports_is_logged(tmp_path: Path) -> None:
     assert "second_moment/0.weight" not in quiet.records[2]
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = OptimizerMonitor(batch_log_interval=4, per_parameter=False)
     other.name = "other"
     truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), other)

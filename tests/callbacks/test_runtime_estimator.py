@@ -124,7 +124,7 @@ def test_a_resumed_run_knows_the_pace_at_its_first_record(tmp_path: Path) -> Non
     assert values["time/remaining_estimate"] == pytest.approx(28 * STEP + 6 * EVALUATION, rel=1e-6)
 
 
-def test_the_unit_is_in_the_name_and_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_the_unit_is_in_the_name_and_two_work_in_one_run(tmp_path: Path) -> None:
     hours = RuntimeEstimator(time_unit="hours")
     hours.name = "time/coarse"
     values = fit(tmp_path, Sleepy(), RuntimeEstimator(), hours).recorded[2][2]
@@ -136,7 +136,7 @@ def on_ranks(folder: str) -> list[dict[str, float]]:
     return [values for _, _, values in fit(folder, Sleepy()).recorded]
 
 
-def test_all_ranks_tell_the_same(tmp_path: Path) -> None:
+def test_all_ranks_report_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
     assert first[-1]["time/remaining_estimate"] == 0.0

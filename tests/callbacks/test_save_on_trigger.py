@@ -99,7 +99,7 @@ def test_a_line_without_an_end_may_be_half_written(tmp_path: Path) -> None:
     assert writes.recorded == [("end", 8)]
 
 
-def test_what_is_no_wish_is_named_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_request_is_named_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writes = Writes(tmp_path / "trigger", "sav\n__import__('os').abort()\n\x1b[31m\n" + "x" * 100_000 + "\n", age=5)
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
@@ -134,13 +134,13 @@ def test_it_looks_during_an_evaluation_too(tmp_path: Path) -> None:
     assert writes.recorded == [("evaluate", 3), ("end", 3)]
 
 
-def test_it_looks_as_often_as_it_was_told(tmp_path: Path) -> None:
+def test_it_checks_at_the_given_interval(tmp_path: Path) -> None:
     writes = Writes(tmp_path / "trigger", "stop\n")
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=1000), writes)
     assert writes.recorded == [("end", 8)]
 
 
-def test_two_files_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_files_work_in_one_run(tmp_path: Path) -> None:
     other = SaveOnTrigger(file=tmp_path / "two", seconds=0)
     other.name = "two"
     one, two = Writes(tmp_path / "one", "evaluate\n", at=2), Writes(tmp_path / "two", "save\n", at=5)
@@ -177,7 +177,7 @@ class Fails(Callback):
         raise ValueError("on purpose")
 
 
-def test_who_cannot_say_where_it_looks_looks_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_checks_its_file_even_if_the_list_of_files_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hinders(Callback):
         def on_checkpoint_load_end(self, ctx: Context) -> None:
             (tmp_path / "run" / LISTENERS).mkdir(parents=True)

@@ -140,7 +140,7 @@ def test_a_short_slowness_is_not_named(tmp_path: Path) -> None:
     assert first[0]["slow_rank/forward/ratio"] == pytest.approx(50)
 
 
-def test_the_count_goes_on_across_a_resume(tmp_path: Path) -> None:
+def test_the_count_continues_across_a_resume(tmp_path: Path) -> None:
     (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 10_000, True)
     assert len(recorded) == 1
     assert "(step 12)" in recorded[0]  # two records before it, one after
@@ -157,7 +157,7 @@ def test_evaluations_say_nothing(tmp_path: Path) -> None:
     assert [len(record) for record in records[:4]] == [12, 0, 12, 0]
 
 
-def test_one_rank_alone_is_compared_with_nobody(tmp_path: Path) -> None:
+def test_a_single_rank_is_not_compared(tmp_path: Path) -> None:
     records, recorded = fit(tmp_path, Slow(0, "forward"), SlowRankDetector(patience=1))
     assert recorded == []
     assert records == [{}] * 5

@@ -80,7 +80,7 @@ def test_the_rates_are_over_the_window_and_in_the_record_that_ends_it(tmp_path: 
         assert "throughput/tokens_per_second" not in speeds  # nothing here is a token
 
 
-def test_tokens_are_told_where_they_are_counted(tmp_path: Path) -> None:
+def test_tokens_are_logged_if_they_are_counted(tmp_path: Path) -> None:
     class Tokens(Task):
         def forward(self, model: nn.Module, batch: Any) -> Any:
             return model(batch["input_ids"].float())
@@ -118,7 +118,7 @@ def test_an_evaluations_record_has_no_speed_and_moves_nothing(tmp_path: Path) ->
     assert speeds["throughput/batches_per_second"] == pytest.approx(8 / seconds)
 
 
-def test_the_window_goes_on_across_a_resume(tmp_path: Path) -> None:
+def test_the_window_continues_across_a_resume(tmp_path: Path) -> None:
     fit(tmp_path, SpeedMonitor(window_size=100), SaveAndStop(), log_interval="2ba", eval_interval=None)
     resumed = fit(tmp_path, SpeedMonitor(window_size=100), log_interval="2ba", eval_interval=None, resume="auto").records
     step, seconds, speeds = resumed[0]
@@ -133,7 +133,7 @@ def test_a_new_run_has_a_new_window(tmp_path: Path) -> None:
     assert speeds["throughput/batches_per_second"] == pytest.approx(step / seconds)
 
 
-def test_two_monitors_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_monitors_work_in_one_run(tmp_path: Path) -> None:
     short, long = SpeedMonitor(window_size=2), SpeedMonitor(window_size=100)
     long.name = "throughput/long"
     records = fit(tmp_path, short, long, log_interval="2ba", eval_interval=None).records
@@ -241,7 +241,7 @@ def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, An
     assert flops_per_sample(records) == pytest.approx([PER_SAMPLE] * len(records.records))
 
 
-def test_what_is_told_is_what_was_computed_meanwhile(tmp_path: Path) -> None:
+def test_the_rate_is_of_what_was_computed_in_the_window(tmp_path: Path) -> None:
     """The first step is not counted: its own record can tell nothing, and a later one tells no more than its window."""
     records = train(tmp_path, SpeedMonitor(window_size=1), log_interval=1)[0].records
     assert "throughput/flops_per_second" not in records[0][2]
@@ -310,7 +310,7 @@ def test_tokens_count_on_across_a_resume(tmp_path: Path) -> None:
     assert monitor.steps == [6]  # in which it is found that nothing is left to be counted
 
 
-def test_who_has_no_tokens_counted_is_told_all_batches(tmp_path: Path) -> None:
+def test_without_counted_tokens_it_receives_all_batches(tmp_path: Path) -> None:
     monitor = ListensTo()
     train(tmp_path, monitor)
     assert monitor.steps == list(range(1, len(SIZES) + 2))  # the last finds the data at its end
@@ -321,7 +321,7 @@ def tokens_on_ranks(folder: str) -> tuple[list[float], list[int]]:
     return of_tokens(folder, monitor), monitor.steps
 
 
-def test_tokens_count_on_ranks_alike(tmp_path: Path) -> None:
+def test_tokens_are_counted_equally_on_all_ranks(tmp_path: Path) -> None:
     for recorded, steps in run_ranks(tokens_on_ranks, 2, str(tmp_path)):
         assert recorded == pytest.approx([PER_TOKEN] * 2)
         assert steps == [1, 2]
@@ -379,7 +379,7 @@ def test_flops_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "SpeedMonitor" not in caplog.text
 
 
-def test_a_model_without_an_operation_that_is_known_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_a_known_operation_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Scales(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -467,7 +467,7 @@ class SavesAndStops(Callback):
 
 @pytest.mark.parametrize(("step", "recorded"), [(1, 2), (3, 2), (4, 1)])
 @pytest.mark.parametrize("kind", [Net, SaysNumber])
-def test_a_resumed_run_tells_what_an_unbroken_one_does(step: int, recorded: int, kind: type[nn.Module], tmp_path: Path) -> None:
+def test_a_resumed_run_logs_what_an_unbroken_one_logs(step: int, recorded: int, kind: type[nn.Module], tmp_path: Path) -> None:
     """Saved between two records as well; where nothing was counted yet, that is done in the second step of the other process."""
     monitor = SpeedMonitor(window_size=2)
     unbroken = flops_per_sample(train(tmp_path, monitor, SavesAndStops(step, stops=False), model=kind())[0])
@@ -487,7 +487,7 @@ def test_what_was_counted_is_kept_and_not_counted_again(tmp_path: Path) -> None:
     assert flops_per_sample(records) == pytest.approx([PER_SAMPLE])
 
 
-def test_a_new_run_counts_anew(tmp_path: Path) -> None:
+def test_a_new_run_counts_from_zero(tmp_path: Path) -> None:
     monitor = SpeedMonitor()
     train(tmp_path / "one", monitor)
     other = Net()
@@ -514,7 +514,7 @@ def test_what_is_compiled_is_not_counted_and_stays_compiled(tmp_path: Path, capl
     assert "torch.compile" in said
 
 
-def test_a_compiled_model_tells_its_own(tmp_path: Path) -> None:
+def test_a_compiled_model_reports_its_own_flops(tmp_path: Path) -> None:
     records, _ = train(tmp_path, SpeedMonitor(peak_flops=1e9), model=SaysMethod(), compile={"backend": "eager"})
     assert flops_per_sample(records) == pytest.approx([100.0] * 3)
     assert all("throughput/device/mfu" in speeds for _, _, speeds in records.records)
@@ -534,7 +534,7 @@ def on_ranks(folder: str, parallel: str, watched: bool) -> tuple[list[float], li
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_the_flops_of_all_ranks_are_told_and_nothing_changes(parallel: str, tmp_path: Path) -> None:
+def test_the_flops_of_all_ranks_are_logged_and_training_is_unchanged(parallel: str, tmp_path: Path) -> None:
     """The ranks have batches of different sizes."""
     watched = run_ranks(on_ranks, 2, str(tmp_path / "watched"), parallel, True)
     bare = run_ranks(on_ranks, 2, str(tmp_path / "bare"), parallel, False)

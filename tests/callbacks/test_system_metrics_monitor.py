@@ -57,7 +57,7 @@ def fit(folder: Path | str, *callbacks: Callback) -> list[dict[str, float]]:
     return records.records
 
 
-def test_tells_what_the_process_and_the_machine_did_since_the_last_record(tmp_path: Path) -> None:
+def test_logs_what_the_process_and_the_machine_did_since_the_last_record(tmp_path: Path) -> None:
     idle, busy, *_ = fit(tmp_path, Busy(), SystemMetricsMonitor(seconds=0))
     assert 2 * idle["system/process_cpu_percent"] < busy["system/process_cpu_percent"]
     assert busy["system/network_sent_per_second"] > 1e6 + idle["system/network_sent_per_second"]
@@ -93,7 +93,7 @@ def test_rejects_what_cannot_be() -> None:
         SystemMetricsMonitor(seconds=-1)
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = SystemMetricsMonitor()
     other.name = "system/again"
     names = set(fit(tmp_path, SystemMetricsMonitor(), other)[0])
@@ -104,7 +104,7 @@ def on_ranks(folder: str) -> list[dict[str, float]]:
     return fit(folder, Busy(rank=1), SystemMetricsMonitor(seconds=0))
 
 
-def test_all_ranks_tell_the_busiest(tmp_path: Path) -> None:
+def test_all_ranks_log_the_busiest(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
     assert first[1]["system/process_cpu_percent"] > 5  # the machine may be busy with more

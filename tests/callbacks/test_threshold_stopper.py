@@ -114,7 +114,7 @@ def test_an_unknown_metric_of_a_dataset_is_an_error(tmp_path: Path) -> None:
         steps(tmp_path, stopper(monitor="validation/scores"), Tells(RISES, [1, 2, 3]))
 
 
-def test_a_metric_that_nobody_tells_is_named_after_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_never_logged_is_named_after_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         steps(tmp_path, stopper(monitor="some/numbers"), Tells(RISES))
     (warning,) = caplog.messages
@@ -122,14 +122,14 @@ def test_a_metric_that_nobody_tells_is_named_after_an_epoch(tmp_path: Path, capl
     assert "validation/loss" not in warning  # it is evaluated after the epoch
 
 
-def test_one_that_is_told_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_logged_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         steps(tmp_path, stopper(threshold=100.0), Tells(RISES), eval_interval="1ba")
     assert not caplog.messages
 
 
 @pytest.mark.parametrize("records", ["all", "epoch"])
-def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, records: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, records: str) -> None:
     numbers = [6.0, 1, 1, 4, 4, 6, 6, 6, 6, 6, 6, 6] if records == "epoch" else [1.0] * 5 + [6.0] * 7
     saver = CheckpointSaver(keep=None, save_interval="1ba")
     # in the records of every third step the epoch's last is the one of step 6
@@ -141,19 +141,19 @@ def test_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, records: str)
         assert steps(tmp_path, again, Tells(numbers), run_name=f"from{found.step}", resume=found.path, **options) == expected
 
 
-def test_a_run_that_was_stopped_goes_on_only_if_the_threshold_has_moved(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_only_if_the_threshold_has_moved(tmp_path: Path) -> None:
     assert steps(tmp_path, stopper(), Tells(RISES), CheckpointSaver()) == (5, "stopped")
     assert steps(tmp_path, stopper(), Tells(RISES), resume="auto") == (5, "stopped")
     assert steps(tmp_path, stopper(threshold=7.0), Tells(RISES), resume="auto") == (7, "stopped")
 
 
-def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     again = stopper()
     assert steps(tmp_path, again, Tells(RISES))[0] == 5
     assert steps(tmp_path, again, Tells([1.0] * 12), run_name="other") == (12, "finished")
 
 
-def test_two_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = stopper(monitor="validation/score")
     other.name = "score"
     assert steps(tmp_path, stopper(), Tells([1.0] * 12, [1, 6, 1]), other, CheckpointSaver())[0] == 8

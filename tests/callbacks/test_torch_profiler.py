@@ -60,7 +60,7 @@ def traces(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_profiles_the_steps_that_it_was_told_to(tmp_path: Path) -> None:
+def test_profiles_the_given_steps(tmp_path: Path) -> None:
     fit(tmp_path, Marks(), TorchProfiler(skip_first=3, wait=2, warmup=1, active=2, repeat=2))
     assert traces(tmp_path / "run" / "traces") == {
         "TorchProfiler-step8-rank0.json": [7, 8],
@@ -85,7 +85,7 @@ def test_what_led_to_an_exception_is_written(tmp_path: Path) -> None:
     assert traces(tmp_path / "run" / "traces") == {"TorchProfiler-step6-rank0.json": [5, 6]}
 
 
-def test_a_resumed_run_goes_on_with_the_steps_of_the_run(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_steps_of_the_run(tmp_path: Path) -> None:
     fit(tmp_path, Marks(stops_at=9), TorchProfiler(skip_first=3, wait=2, warmup=1, active=2, repeat=2))
     assert list(traces(tmp_path / "run" / "traces")) == ["TorchProfiler-step8-rank0.json"]
     fit(tmp_path, Marks(), TorchProfiler(skip_first=3, wait=2, warmup=1, active=2, repeat=2), resume="auto")
@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_with_the_steps_of_the_run(tmp_path: Path) -> None
     assert len(traces(tmp_path / "run" / "traces")) == 2
 
 
-def test_two_stand_side_by_side_and_one_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_work_in_one_run_one_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = TorchProfiler(skip_first=0, wait=0, warmup=1, active=3, folder=tmp_path / "own")
     late = TorchProfiler(skip_first=8, wait=0, warmup=1, active=1)
     overlapping = TorchProfiler(skip_first=9, wait=0, warmup=0, active=1)
@@ -114,7 +114,7 @@ def test_of_two_that_would_warm_up_together_one_is_left_out(tmp_path: Path, capl
     assert "other: the steps from 2 on are not profiled" in caplog.text
 
 
-def test_somebody_elses_profiler_is_left_alone(tmp_path: Path) -> None:
+def test_another_profiler_is_left_alone(tmp_path: Path) -> None:
     with profile() as theirs:
         data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
         with Trainer(

@@ -43,7 +43,7 @@ def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", "run.json"}
 
 
-def test_wishes_that_wait_stay_and_none_is_there_twice(tmp_path: Path) -> None:
+def test_waiting_requests_stay_and_none_is_there_twice(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
     line = leave_request(file, "save", "one\nsave two")
     assert line == "save one save two"
@@ -65,7 +65,7 @@ def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
     assert len(line) < 300
 
 
-def test_a_wish_can_be_withdrawn_alone(tmp_path: Path) -> None:
+def test_a_single_request_can_be_withdrawn(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
     line = leave_request(file, "stop", "too soon")
     leave_request(file, "save")
@@ -77,7 +77,7 @@ def test_a_wish_can_be_withdrawn_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wish_is_rejected_where_it_would_do_harm(tmp_path: Path) -> None:
+def test_a_harmful_request_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown request 'stopp'; did you mean 'stop'"):
         leave_request(tmp_path / "trigger", "stopp")
     (tmp_path / "target").write_text("a secret\n")
@@ -89,7 +89,7 @@ def test_a_wish_is_rejected_where_it_would_do_harm(tmp_path: Path) -> None:
         leave_request(tmp_path / "nowhere" / "trigger", "stop")
 
 
-def test_no_wish_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_request_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The last of each word is taken, and none twice; what is written again while it waits takes the place of what was there."""
     taken: list[str] = []
     trigger = SaveOnTrigger(file=tmp_path / "trigger", seconds=0)

@@ -45,7 +45,7 @@ def slow() -> Iterator[threading.Event]:
     SlowFileSystem.store.clear()
 
 
-def test_training_goes_on_while_it_is_written_and_changes_nothing_of_it(slow: threading.Event) -> None:
+def test_training_continues_while_it_is_written_and_changes_nothing_of_it(slow: threading.Event) -> None:
     state: dict[str, Any] = {"w": torch.ones(3), "view": torch.arange(6.0).reshape(2, 3).T, "list": [1], "bytes": b"x"}
     info = {"losses": [1.0]}
     writer = AsyncWriter()
@@ -89,7 +89,7 @@ def test_one_waits_for_the_one_before_and_uses_its_buffers_again(slow: threading
     assert [read_checkpoint(f"slow://run/{n}").shared["w"].tolist() for n in range(3)] == [[0.0] * 1000, [1.0] * 1000, [2.0] * 7]
 
 
-def test_what_fails_is_told_by_the_result_or_by_whoever_comes_next(tmp_path: Path) -> None:
+def test_a_failure_is_raised_by_the_result_or_the_next_call(tmp_path: Path) -> None:
     writer = AsyncWriter()
     with pytest.raises(CheckpointError, match="no checkpoint has been begun"):
         writer.result()

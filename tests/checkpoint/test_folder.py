@@ -107,7 +107,7 @@ def test_a_tensor_of_each_tree_may_have_the_same_name(tmp_path: Path) -> None:
     assert [loaded.shared["a"].item(), loaded.local["a"].item(), loaded.shared["local-00000"]["a"].item()] == [1, 2, 3]
 
 
-def test_tied_tensors_stand_once(tmp_path: Path) -> None:
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     weight = torch.ones(100)
     write(tmp_path / "ck", {"a": weight, "b": [weight.detach()]}, {})
     state, _ = read(tmp_path / "ck")
@@ -145,7 +145,7 @@ def test_a_target_of_another_size_is_named_before_any_is_filled(tmp_path: Path) 
         assert given["model.a"].tolist() == [0, 0]
 
 
-def test_a_real_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_real_run_resumes_where_it_was(tmp_path: Path) -> None:
     def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))

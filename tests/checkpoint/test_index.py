@@ -88,7 +88,7 @@ def test_a_crafted_index_is_rejected_by_name(entry: Any, why: str) -> None:
         read_index(json.dumps({"good": GOOD, "model.w": entry}).encode(), FILES, "ck/index.json")
 
 
-def test_many_tensors_cannot_stand_in_one_place() -> None:
+def test_many_tensors_cannot_share_one_place() -> None:
     document = {f"w{i}": {"dtype": "F64", "size": [6], "chunks": [chunk("a", [0], [6])]} for i in range(5)}
     with pytest.raises(CheckpointError, match=r"w4: a is too small"):
         read_index(json.dumps(document).encode(), FILES, "ck/index.json")

@@ -113,7 +113,7 @@ def test_names_that_would_fall_together_stay_apart() -> None:
     assert same(unflatten(document, found), tree)
 
 
-def test_tied_tensors_stand_once_and_come_back_as_one() -> None:
+def test_tied_tensors_are_stored_once_and_come_back_as_one() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -233,7 +233,7 @@ def test_a_pickle_in_the_place_of_a_manifest_is_not_run(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
-def test_a_file_that_stands_is_not_written_over(folder: Path) -> None:
+def test_an_existing_file_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*/a: File exists"):
         LocalFolder(folder).write("a", [b"other"])
     assert (folder / "a").read_bytes() == b"content"

@@ -34,7 +34,9 @@ def resolved(*overrides: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
 # --- the environment ---
 
 
-def test_the_environment_stands_between_the_file_and_the_command_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_file_and_the_command_line_overrides_both(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CALLSHEET_MODEL__HIDDEN_SIZE", "32")
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
     monkeypatch.setenv("CALLSHEET_PROMPTS", '["a", "b"]')
@@ -79,7 +81,7 @@ def test_nothing_that_is_imported_comes_from_the_environment(
         '{"model_type": "llama", "x": "{\\"class\\\\u005fpath\\": \\"os.getcwd\\"}"}',
     ],
 )
-def test_nor_from_inside_a_plain_value(
+def test_code_is_not_imported_from_inside_a_plain_value(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
 ) -> None:
     monkeypatch.setenv("CALLSHEET_MODEL__CONFIG", value)
@@ -95,7 +97,7 @@ def test_jsonargparse_has_no_say_of_its_own_in_it(place: Path, monkeypatch: pyte
     assert resolved()["batch_size"] == 2
 
 
-def test_a_wrong_value_and_a_near_name_are_told(
+def test_a_wrong_value_and_a_near_name_are_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CALLSHEET_BATCHSIZE", "8")
@@ -219,7 +221,7 @@ def test_names_in_other_places_are_left_alone() -> None:
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_told_in_a_line(
+def test_a_value_that_does_not_fit_is_reported_in_one_line(
     place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     Path("wrong.yaml").write_text(
@@ -353,7 +355,7 @@ def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixtur
     assert resolved(recipe="printed.yaml") == resolved("--config", "two.yaml", "--batch_size", "4")
 
 
-def test_help_tells_classes_by_name_and_how_to_ask_for_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_classes_by_name_and_says_how_to_see_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--help"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -26,7 +26,7 @@ def started(*options: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_has_to_make_way_is_saved_and_gone_on_with(place: Path) -> None:
+def test_a_preempted_run_is_saved_and_resumed(place: Path) -> None:
     first = started("--max_duration", "100000ba", "--eval_interval", "100000ba")
     deadline = time.monotonic() + 120
     while not ((RUN / "metrics.jsonl").exists() and read_metrics(RUN)) and time.monotonic() < deadline:

@@ -255,7 +255,7 @@ def run(cfg: Any, *callbacks: Any) -> TrainFinetuneRecipeForNextTokenPrediction:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_an_exception_is_told_though_no_script_calls_a_runner(error: BaseException, tmp_path: Path) -> None:
+def test_an_exception_is_reported_though_no_script_calls_a_runner(error: BaseException, tmp_path: Path) -> None:
     failing, other = Recorded(1, error), Recorded()
     with pytest.raises(type(error)) as caught:
         run(llm(tmp_path), other, failing)
@@ -264,7 +264,7 @@ def test_an_exception_is_told_though_no_script_calls_a_runner(error: BaseExcepti
     assert other.exceptions == [error]
 
 
-def test_an_exception_in_setup_is_told_once(tmp_path: Path) -> None:
+def test_an_exception_in_setup_is_reported_once(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["dataset"]["path_or_dataset_id"] = str(tmp_path / "nowhere.jsonl")
     recorded = Recorded()
@@ -318,7 +318,7 @@ def test_several_sets_have_their_names(tmp_path: Path) -> None:
     assert infos[-1]["best_metric_key"] == "hellaswag"
 
 
-def test_a_callback_stops_training_and_a_run_that_is_there_goes_on(tmp_path: Path) -> None:
+def test_a_callback_stops_training_and_an_existing_run_is_resumed(tmp_path: Path) -> None:
     class Stops(Callback):
         def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
             if recipe.step_scheduler.step == 2:
@@ -375,14 +375,14 @@ REJECTED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), REJECTED, ids=[message[:30] for _, message in REJECTED])
-def test_what_is_not_carried_is_rejected_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_rejected_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     change(cfg)
     with pytest.raises(ConfigError, match=message):
         TrainFinetuneRecipeForNextTokenPrediction(cfg)
 
 
-def test_of_a_configuration_all_that_is_carried_arrives(tmp_path: Path) -> None:
+def test_all_supported_keys_of_a_configuration_apply(tmp_path: Path) -> None:
     cfg = llm(tmp_path) | {
         "peft": {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "match_all_linear": True, "dim": 4, "alpha": 8},
         "packed_sequence": {"packed_sequence_size": 64},
@@ -450,7 +450,7 @@ class AnyRecipe:
         self.__dict__.update(attributes)
 
 
-def test_a_runner_tells_all_in_their_order_with_what_it_is_given() -> None:
+def test_a_runner_calls_all_in_order_with_its_arguments() -> None:
     recorded: list[Any] = []
 
     class First(Callback):

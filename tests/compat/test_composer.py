@@ -331,7 +331,7 @@ def test_schedulers_step_at_epochs_or_with_the_state() -> None:
     assert seen
 
 
-def test_two_fits_go_on() -> None:
+def test_a_second_fit_continues() -> None:
     records = Records()
     trainer = Trainer(model=Line(), train_dataloader=data(), callbacks=[records], progress_bar=False, max_duration="1ep")
     trainer.fit()
@@ -341,7 +341,7 @@ def test_two_fits_go_on() -> None:
     assert records.recorded.count("fit_start") == records.recorded.count("fit_end") == 2
 
 
-def test_callsheet_s_own_callbacks_stand_beside_theirs() -> None:
+def test_callsheet_s_own_callbacks_work_beside_theirs() -> None:
     class Ours(OurCallback):
         steps = 0
 
@@ -410,7 +410,7 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         ),
     ],
 )
-def test_what_is_not_carried_is_rejected_by_name(make: Any, says: str) -> None:
+def test_what_is_not_supported_is_rejected_by_name(make: Any, says: str) -> None:
     with pytest.raises(NotSupported, match=says):
         make()
 

@@ -86,7 +86,7 @@ def test_it_fires(manager: CallbackManager) -> None:
     assert manager.context.loss is None
 
 
-def test_who_hears_what(manager: CallbackManager) -> None:
+def test_each_callback_receives_what_it_overrides(manager: CallbackManager) -> None:
     class OnlySaves(TrainerCallback):
         def on_save(self, context: TrainingContext) -> None: ...
 
@@ -248,7 +248,7 @@ def test_fields_are_those_of_the_package() -> None:
         assert getattr(ours["callbacks"], name) == getattr(theirs["callbacks"], name)
 
 
-def test_closing_twice_does_nothing_and_after_it_nothing_is_told(manager: CallbackManager) -> None:
+def test_closing_twice_does_nothing_and_no_event_is_delivered_afterwards(manager: CallbackManager) -> None:
     recorded: list[str] = []
 
     class ListensToIt(TrainerCallback):
@@ -374,7 +374,7 @@ def test_a_hook_that_never_returns_is_given_up_and_named(
 # --- what is refused by name ---
 
 
-def test_source_is_sent_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotSupported, match=r"^serialize_callback\(\).*callsheet\.transport"):
         serialize_callback(TrainerCallback())
     with pytest.raises(NotSupported, match=r"^deserialize_callback\(\).*callsheet\.transport"):
@@ -414,7 +414,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArgs:
         ({"chat_tmpl_path": "template.py"}, ConfigError, "chat_tmpl_path"),
     ],
 )
-def test_arguments_that_cannot_be_carried(changes: dict[str, Any], error: type[Exception], why: str, tmp_path: Path) -> None:
+def test_arguments_that_are_not_supported(changes: dict[str, Any], error: type[Exception], why: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=why):
         arguments(tmp_path, **changes)
 

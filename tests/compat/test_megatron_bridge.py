@@ -115,7 +115,7 @@ def test_a_context_takes_its_fields_by_position(names: ModuleType) -> None:
         names.CallbackContext()
 
 
-def test_a_manager_tells_in_the_order_of_registration(names: ModuleType) -> None:
+def test_a_manager_calls_in_the_order_of_registration(names: ModuleType) -> None:
     recorded: list[str] = []
 
     class Named(names.Callback):  # type: ignore[misc, name-defined]  # of either module
@@ -205,7 +205,7 @@ def test_errors_come_out_and_stop_the_rest(names: ModuleType) -> None:
     assert recorded == []
 
 
-def test_the_list_is_alive_while_it_is_told(names: ModuleType) -> None:
+def test_a_handler_added_while_its_event_is_fired_is_called(names: ModuleType) -> None:
     manager, recorded = names.CallbackManager(), list[Any]()
     manager.register("on_train_start", lambda context: manager.register("on_train_start", recorded.append))
     manager.fire("on_train_start", "context")
@@ -389,7 +389,7 @@ def test_events_come_in_the_recorded_order(config: ConfigContainer) -> None:
     ]
 
 
-def test_it_goes_on_from_its_checkpoint(config: ConfigContainer) -> None:
+def test_it_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
     config.train.train_iters = 4
     config.scheduler.lr_decay_iters = 6
     pretrain(config, forward_step)
@@ -440,7 +440,7 @@ def test_training_can_be_left_out(config: ConfigContainer) -> None:
     assert set(recipe.evaluated) == {"validation", "test"}
 
 
-def test_a_callback_ends_training_as_at_home(config: ConfigContainer) -> None:
+def test_a_callback_ends_training_as_in_megatron_bridge(config: ConfigContainer) -> None:
     class Target(Callback):
         def on_eval_end(self, context: CallbackContext) -> None:
             state = context.state.train_state
@@ -585,7 +585,7 @@ def test_a_group_that_is_there_stays(config: ConfigContainer) -> None:
         dist.destroy_process_group()
 
 
-def test_what_is_not_carried_out_is_rejected_by_name(config: ConfigContainer) -> None:
+def test_settings_that_are_not_supported_are_rejected_by_name(config: ConfigContainer) -> None:
     with pytest.raises(NotSupported, match=r"TrainingConfig\.manual_gc is not supported"):
         config.train.manual_gc = True  # type: ignore[attr-defined]  # that is the test
     with pytest.raises(NotSupported, match=r"ConfigContainer\.ddp is not supported"):
@@ -649,7 +649,7 @@ def on_ranks(folder: str, texts: str) -> tuple[int, int, list[tuple[str, int]], 
     return ranks[0], recipe.trainer.state.timestamp.batch, recorded, [recipe.evaluated["test"]["lm loss"]]
 
 
-def test_two_ranks_are_told_the_same(tmp_path: Path, texts: Path, config: ConfigContainer) -> None:
+def test_two_ranks_receive_the_same(tmp_path: Path, texts: Path, config: ConfigContainer) -> None:
     one, other = run_ranks(on_ranks, 2, str(tmp_path / "two"), str(texts))
     assert one == other
     assert one[:2] == (2, 6)

@@ -66,7 +66,7 @@ def test_a_run_with_room_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_allocators_counters_are_told(tmp_path: Path) -> None:
+def test_the_allocators_counters_are_shown(tmp_path: Path) -> None:
     record = fit(tmp_path, MemoryMonitor())[-1]
     assert 0 < record["memory/allocated"] <= record["memory/peak_allocated"] <= record["memory/peak_reserved"]
     assert record["memory/ooms"] >= 0

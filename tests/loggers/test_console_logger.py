@@ -100,7 +100,7 @@ def test_what_an_evaluation_logs_besides_is_printed_whatever_the_interval(
     ]
 
 
-def test_a_resume_goes_on_with_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_continues_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def leave(ctx: Context) -> None:
         ctx.control.save("asked for")
         ctx.control.stop("asked for")

@@ -77,7 +77,7 @@ def test_what_is_printed_is_in_the_file_and_where_it_was(tmp_path: Path, capsys:
     assert err.splitlines() == [recorded[1], recorded[3]]
 
 
-def test_other_loggers_are_heard_to_their_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_loggers_are_captured_to_their_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, loggers=[FileLogger(), ConsoleLogger()])
     assert lines(tmp_path / "run")[-1].startswith("run finished: epoch 1  step 4")
 
@@ -111,7 +111,7 @@ def test_an_exception_is_there_with_its_traceback_and_the_streams_are_back(tmp_p
     assert "ValueError: a bad step\nraised by callback Acts" in text
 
 
-def test_a_resume_goes_on_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_appends_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def leave(ctx: Context) -> None:
         ctx.control.save("asked for")
         ctx.control.stop("asked for")
@@ -173,7 +173,7 @@ def test_two_runs_at_once_end_in_any_order(tmp_path: Path, capsys: pytest.Captur
     assert lines(tmp_path / "two")[1:] == ["both", "the second"]
 
 
-def test_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_disk_is_reported_and_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no disk here that is always full")
     (tmp_path / "run" / "logs").mkdir(parents=True)
@@ -319,7 +319,7 @@ TOLD = {"early", "python", "from höher up", "from a child", "from c", "from a w
 
 
 @pytest.mark.test_all
-def test_descriptors_hear_what_c_and_children_print(tmp_path: Path) -> None:
+def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
     seen, code = ran("plainly", tmp_path)
     assert code == 0, seen
     for name in ("run", "again"):
@@ -340,7 +340,7 @@ def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_descriptors_hear_the_last_words_of_a_crash(tmp_path: Path) -> None:
+def test_descriptors_capture_the_last_output_of_a_crash(tmp_path: Path) -> None:
     seen, code = ran("crash", tmp_path)
     assert code == -signal.SIGSEGV
     recorded = lines(tmp_path / "run")

@@ -103,7 +103,7 @@ def test_a_run_begins_with_nothing_also_a_resumed_one(tmp_path: Path) -> None:
     assert logger.hyperparameters == {"lr": 0.5, "depth": 2}
 
 
-def test_a_name_that_nothing_told_is_an_error(tmp_path: Path) -> None:
+def test_a_name_that_was_not_logged_is_an_error(tmp_path: Path) -> None:
     logger = InMemoryLogger()
     with pytest.raises(KeyError, match="logged: nothing"):
         logger.history("train/loss")
@@ -124,7 +124,7 @@ def on_a_rank(folder: str) -> tuple[int, int]:
     return len(logger.records), len(everywhere.records)
 
 
-def test_the_first_rank_keeps_it_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+def test_the_first_rank_keeps_it_by_default(tmp_path: Path) -> None:
     (first, all_of_first), (second, all_of_second) = run_ranks(on_a_rank, 2, str(tmp_path))
     assert first == all_of_first == all_of_second > 0
     assert second == 0

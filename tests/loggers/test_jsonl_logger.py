@@ -226,7 +226,7 @@ def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog:
     assert "tables" in recorded[0]
 
 
-def test_lines_that_could_never_be_written_are_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_were_never_written_are_reported_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def break_disk(ctx: Context) -> None:
         (tmp_path / "run" / "tables").write_text("a file where a folder should be")
         ctx.log_table("scores", ["score"], [[1]])
@@ -247,7 +247,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
-def test_the_curve_goes_on_without_doubles(tmp_path: Path, step: int) -> None:
+def test_the_curve_continues_without_duplicates(tmp_path: Path, step: int) -> None:
     """Saved at a step, trained on, killed, resumed: the records are those of a run that was never killed."""
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
@@ -284,7 +284,7 @@ def test_a_run_that_was_not_logged_before(tmp_path: Path) -> None:
     assert [step for step, _ in curve(tmp_path / "run")] == [5, 6, 6, 7, 8, 9, 9]
 
 
-def test_the_curve_goes_on_where_checkpoints_stand_elsewhere(tmp_path: Path) -> None:
+def test_the_curve_continues_if_checkpoints_are_elsewhere(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_4=save, at_8=fail), checkpoints_folder=tmp_path / "elsewhere")
@@ -292,7 +292,7 @@ def test_the_curve_goes_on_where_checkpoints_stand_elsewhere(tmp_path: Path) -> 
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_logger_that_served_a_resumed_run_begins_another_anew(tmp_path: Path) -> None:
+def test_a_logger_of_a_resumed_run_begins_another_from_scratch(tmp_path: Path) -> None:
     logger = JSONLLogger()
     fit(tmp_path, Acts(at_4=save, at_5=stop), loggers=[logger])
     fit(tmp_path, Acts(at_6=stop), resume="auto", loggers=[logger])
@@ -311,7 +311,7 @@ def test_a_fork_has_a_curve_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_torn_line_is_passed_by_and_mended(tmp_path: Path) -> None:
+def test_a_torn_line_is_skipped_and_repaired(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_4=save, at_8=fail))
@@ -347,7 +347,7 @@ def test_a_folder_without_metrics_has_none(tmp_path: Path) -> None:
 # --- events ---
 
 
-def test_tells_what_happened(tmp_path: Path) -> None:
+def test_writes_what_happened(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=save), max_duration="1ep")
     assert events(tmp_path / "run") == [("run_start", 0), ("checkpoint", 2), ("evaluation", 3), ("run_end", 3)]
     start, checkpoint, evaluation, end = lines(tmp_path / "run" / "events.jsonl")
@@ -361,7 +361,7 @@ def test_tells_what_happened(tmp_path: Path) -> None:
     assert start["time"] <= checkpoint["time"] <= end["time"]
 
 
-def test_tells_the_exception_and_the_resume(tmp_path: Path) -> None:
+def test_writes_the_exception_and_the_resume(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_3=fail))
     fit(tmp_path, Acts(at_3=stop), resume="auto")
@@ -380,7 +380,7 @@ def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-def test_a_run_without_a_folder_is_told_so(tmp_path: Path) -> None:
+def test_a_run_without_a_folder_is_an_error(tmp_path: Path) -> None:
     ctx = Context(RunInfo("run"))
     ctx.checkpoint = None
     with pytest.raises(ConfigError, match="no folder"):
@@ -415,7 +415,7 @@ def test_a_table_is_a_line_each_time(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_images_stand_in_files_that_a_line_names(tmp_path: Path) -> None:
+def test_images_are_in_files_that_a_line_names(tmp_path: Path) -> None:
     black, white = torch.zeros(2, 3), torch.ones(3, 4, 5)
 
     def images(ctx: Context) -> None:
@@ -444,7 +444,7 @@ def test_files_are_events(tmp_path: Path) -> None:
     assert (line["name"], line["path"], line["step"]) == ("export", str(tmp_path / "model.onnx"), 1)
 
 
-def test_costs_and_timeline_tell_the_process(tmp_path: Path) -> None:
+def test_costs_and_timeline_name_the_process(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_200=save, at_210=stop), max_duration="300ba", eval_interval=None)
     fit(tmp_path, max_duration="300ba", resume="auto", eval_interval=None)
     starts = [line["process"] for line in lines(tmp_path / "run" / "events.jsonl") if line["event"] == "run_start"]

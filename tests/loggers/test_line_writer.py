@@ -67,7 +67,7 @@ def test_many_threads_lose_no_line(tmp_path: Path) -> None:
     assert all([each for thread, each in recorded if thread == number] == list(range(500)) for number in range(4))
 
 
-def test_a_failure_is_told_once_and_the_lines_wait(tmp_path: Path) -> None:
+def test_a_failure_is_reported_once_and_the_lines_wait(tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("no folder")
     writer = LineWriter(tmp_path, NEVER)
     writer.append("deep/a", b"1")

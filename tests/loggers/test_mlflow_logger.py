@@ -160,7 +160,7 @@ def test_more_metrics_than_one_request_takes(tmp_path: Path) -> None:
     assert {name: value for name, value in found.items() if name.startswith("many/")} == many
 
 
-def test_a_resume_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     seen: list[str] = []
     first = MLflowLogger(tags={"team": "us"})
     with pytest.raises(ValueError, match="a bad step"):
@@ -188,7 +188,7 @@ def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
     assert sorted(run.info.run_id for run in runs(tmp_path)) == sorted(filter(None, [first.run_id, fork.run_id]))
 
 
-def test_a_run_that_was_deleted_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_run_is_created_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = fit(tmp_path, Acts(at_2=save, at_3=stop))
     client(tmp_path).delete_run(first.run_id)
     second = fit(tmp_path, Acts(at_4=save, at_5=stop), resume="auto")
@@ -208,7 +208,7 @@ def test_a_run_that_was_deleted_is_begun_anew(tmp_path: Path, caplog: pytest.Log
         (lambda ctx: os.kill(os.getpid(), 15), "preempted", "KILLED"),
     ],
 )
-def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], outcome: str, status: str) -> None:
+def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None], outcome: str, status: str) -> None:
     logger = MLflowLogger()
     try:
         fit(tmp_path, Acts(at_2=act), logger=logger, max_duration="100ep")
@@ -271,7 +271,7 @@ def test_the_global_state_of_mlflow_is_not_touched(tmp_path: Path) -> None:
     assert not mlflow.is_tracking_uri_set()
 
 
-def test_where_mlflow_is_told_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_writes_to_the_given_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(tmp_path / "mlflow.db", tmp_path / "elsewhere")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere' / 'mlflow.db'}")
@@ -469,7 +469,7 @@ def test_patience_is_put_back_and_the_environment_left_alone(monkeypatch: pytest
     assert waits() == usual
 
 
-def test_of_two_who_are_patient_the_last_puts_it_back() -> None:
+def test_the_last_of_two_patience_blocks_restores_the_setting() -> None:
     usual = waits()
     first, second = patience(mlflow, 3), patience(mlflow, 5)
     first.__enter__()
@@ -486,7 +486,7 @@ def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert len(curve(tmp_path, logger, "train/loss")) == 6
 
 
-def test_a_missing_package_is_told_when_the_logger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_when_the_logger_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingPackage, match=r"MLflowLogger needs mlflow.*pip install 'callsheet\[mlflow\]'"):
         MLflowLogger()

@@ -209,7 +209,7 @@ def test_a_run_is_a_trace(tmp_path: Path, collector: Collector) -> None:
             assert span.end_time_unix_nano <= around.end_time_unix_nano or around.name == "steps"
 
 
-def test_a_resume_goes_on_in_the_trace(tmp_path: Path, collector: Collector) -> None:
+def test_a_resume_continues_the_trace(tmp_path: Path, collector: Collector) -> None:
     random.seed(1)
     with pytest.raises(ValueError, match="a bad step"):
         fit(
@@ -240,7 +240,7 @@ def test_a_resume_goes_on_in_the_trace(tmp_path: Path, collector: Collector) -> 
     assert fork.trace_id != first.trace_id
 
 
-def test_an_exception_stands_where_it_was_raised(tmp_path: Path, collector: Collector) -> None:
+def test_an_exception_is_recorded_in_the_span_that_raised_it(tmp_path: Path, collector: Collector) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(at_5=raises(ValueError("a bad step"))))
     epoch = collector.named("epoch")[1]
@@ -258,7 +258,7 @@ def test_an_exception_stands_where_it_was_raised(tmp_path: Path, collector: Coll
     ("act", "outcome"),
     [(stop, "stopped"), (raises(KeyboardInterrupt()), "interrupted"), (lambda ctx: os.kill(os.getpid(), 15), "preempted")],
 )
-def test_the_outcome_is_told(tmp_path: Path, collector: Collector, act: Callable[[Context], None], outcome: str) -> None:
+def test_the_outcome_is_reported(tmp_path: Path, collector: Collector, act: Callable[[Context], None], outcome: str) -> None:
     try:
         fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(at_2=act), max_duration="100ep")
     except KeyboardInterrupt:
@@ -284,7 +284,7 @@ def test_steps_as_asked(tmp_path: Path, collector: Collector, steps: str, each: 
         assert [span.name for span in chain] == ["microbatch", "forward_backward", "train_step", "epoch", "train", "run"]
 
 
-def test_steps_that_nobody_asked_for_are_not_listened_to() -> None:
+def test_steps_are_not_listened_to_unless_requested() -> None:
     assert not {"on_train_step_end", "on_forward_start", "on_fetch_end"} & handlers_of(OpenTelemetryLogger()).keys()
     assert "on_train_step_end" in handlers_of(OpenTelemetryLogger(steps="all"))
 
@@ -398,7 +398,7 @@ def test_nothing_is_left_running(tmp_path: Path, collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"])
-def test_a_missing_package_is_told_when_the_logger_is_made(missing: str) -> None:
+def test_a_missing_package_is_reported_when_the_logger_is_created(missing: str) -> None:
     program = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger as it\n"

@@ -41,7 +41,7 @@ def test_the_file_holds_what_a_terminal_shows(tmp_path: Path, texts: list[str], 
     assert written(tmp_path, *texts) == shown
 
 
-def test_it_goes_on_with_what_is_there(tmp_path: Path) -> None:
+def test_it_appends_to_an_existing_file(tmp_path: Path) -> None:
     written(tmp_path, "one\n")
     assert written(tmp_path, "two\n") == "one\ntwo\n"
 
@@ -101,7 +101,7 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
     assert sorted((tmp_path / "log").read_text().split()) == sorted(name * 50 for name in "abcd" for _ in range(300))
 
 
-def test_a_disk_that_fails_is_told_once_and_whoever_prints_hears_nothing(tmp_path: Path) -> None:
+def test_a_failing_disk_is_reported_once_and_print_raises_nothing(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no disk here that is always full")
     (tmp_path / "log").symlink_to("/dev/full")

@@ -98,7 +98,7 @@ def on_a_terminal(how: str, folder: Path) -> str:
     return seen.decode()
 
 
-def test_lines_tell_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_report_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBarLogger(), Acts(12, lambda ctx: ctx.control.save("asked for")))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4  # of three records in less than five seconds the first
@@ -114,7 +114,7 @@ def test_nothing_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("bar", [True, False])
-def test_an_exception_is_told_as_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str], bar: bool) -> None:
+def test_an_exception_is_reported_as_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str], bar: bool) -> None:
     stdout, stderr = sys.stdout, sys.stderr
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, ProgressBarLogger(bar=bar), Acts(20, fail))

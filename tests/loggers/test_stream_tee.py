@@ -39,7 +39,7 @@ def standing_in() -> Iterator[io.StringIO]:
         sys.stderr = before
 
 
-def test_hears_and_passes_on() -> None:
+def test_captures_and_forwards() -> None:
     with standing_in() as stream:
         received = Received()
         tee = StreamTee("stderr", received.take)
@@ -54,7 +54,7 @@ def test_hears_and_passes_on() -> None:
         assert {name for name, _ in received} == {"stderr"}
 
 
-def test_it_is_like_the_stream_that_it_stands_before() -> None:
+def test_it_behaves_like_the_wrapped_stream() -> None:
     with standing_in():
         tee = StreamTee("stderr", Received().take)
         assert sys.stderr.isatty() is False
@@ -64,7 +64,7 @@ def test_it_is_like_the_stream_that_it_stands_before() -> None:
         tee.close_tee()
 
 
-def test_handlers_of_logging_are_heard_and_put_back() -> None:
+def test_handlers_of_logging_are_captured_and_restored() -> None:
     with standing_in() as stream:
         logger = logging.getLogger("a logger of its own")
         logger.propagate = False
@@ -105,7 +105,7 @@ def test_two_end_in_any_order(order: str) -> None:
         assert stream.getvalue() == "both\none\n"
 
 
-def test_somebody_else_who_stands_before_it_stays() -> None:
+def test_another_wrapper_around_it_stays() -> None:
     with standing_in() as stream:
         received = Received()
         tee = StreamTee("stderr", received.take)
@@ -120,7 +120,7 @@ def test_somebody_else_who_stands_before_it_stays() -> None:
         assert there() is stream  # and has gone
 
 
-def test_a_forked_process_is_not_heard() -> None:
+def test_a_forked_process_is_not_captured() -> None:
     with standing_in() as stream:
         if not hasattr(os, "fork"):
             pytest.skip("nothing forks here")

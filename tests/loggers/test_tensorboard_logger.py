@@ -143,7 +143,7 @@ def test_a_resume_hides_what_did_not_happen(tmp_path: Path) -> None:
     assert curve(tmp_path / "unbroken" / "tensorboard", "train/loss") == losses
 
 
-def test_a_run_that_begins_anew_hides_all(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_hides_all(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     fit(tmp_path / "first", logger=TensorboardLogger(folder=logs))
     fit(tmp_path / "second", logger=TensorboardLogger(folder=logs), max_duration="1ep")
@@ -171,7 +171,7 @@ def test_two_of_them_write_to_two_folders(tmp_path: Path) -> None:
     ("act", "outcome"),
     [(stop, "stopped"), (raises(KeyboardInterrupt()), "interrupted"), (lambda ctx: os.kill(os.getpid(), 15), "preempted")],
 )
-def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], outcome: str) -> None:
+def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None], outcome: str) -> None:
     try:
         fit(tmp_path, Acts(at_2=act), max_duration="100ep")
     except KeyboardInterrupt:
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: py
     assert "Callback TensorboardLogger" in caplog.text
 
 
-def test_a_missing_package_is_told_when_the_logger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_when_the_logger_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingPackage, match=r"TensorboardLogger needs tensorboard.*pip install 'callsheet\[tensorboard\]'"):
         TensorboardLogger()

@@ -81,7 +81,7 @@ def stuck(request: pytest.FixtureRequest) -> Iterator[Stuck]:
 # --- in a lane ---
 
 
-def test_it_is_told_all_in_its_lane(tmp_path: Path) -> None:
+def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
     tracker = Stuck()
 
     def fails(ctx: Context) -> None:

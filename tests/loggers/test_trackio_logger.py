@@ -141,7 +141,7 @@ def test_every_record_is_a_row_at_its_step(tmp_path: Path) -> None:
     assert (tmp_path / "trackio" / "tests.db").exists()
 
 
-def test_a_resume_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     first = TrackioLogger(project="tests")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_5=raises(ValueError("a bad step"))), logger=first, config={"limit": "2ep"})
@@ -163,7 +163,7 @@ def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
     assert {run.name: run.id for run in runs()} == {"run": first.run_id, "fork": fork.run_id}
 
 
-def test_another_run_of_the_same_name_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_run_of_the_same_name_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = fit(tmp_path / "a", Acts(at_2=save))
     other = fit(tmp_path / "b")
     again = fit(tmp_path / "a", resume=tmp_path / "a" / "run" / "checkpoints" / "ep0-ba2")
@@ -182,7 +182,7 @@ def test_another_run_of_the_same_name_is_told_of(tmp_path: Path, caplog: pytest.
         (lambda ctx: os.kill(os.getpid(), 15), ("warn", "run preempted", None)),
     ],
 )
-def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], recorded: tuple[str, str, str | None]) -> None:
+def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None], recorded: tuple[str, str, str | None]) -> None:
     logger = TrackioLogger(project="tests")
     try:
         fit(tmp_path, Acts(at_2=act), logger=logger, max_duration="100ep")
@@ -282,7 +282,7 @@ def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert len(curve(logger, "train/loss")) == 6
 
 
-def test_a_missing_package_is_told_when_the_logger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_when_the_logger_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingPackage, match=r"TrackioLogger needs trackio.*pip install 'callsheet\[trackio\]'"):
         TrackioLogger()

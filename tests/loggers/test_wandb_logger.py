@@ -190,7 +190,7 @@ def test_every_record_is_a_row_over_the_step(tmp_path: Path) -> None:
     assert wandb.run is None
 
 
-def test_a_resume_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_5=raises(ValueError("a bad step"))))
     logger = fit(tmp_path, resume="auto", max_duration="3ep", config={"limit": "3ep"})
@@ -219,7 +219,7 @@ def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
     ("act", "outcome", "exit_code"),
     [(stop, "stopped", 0), (raises(KeyboardInterrupt()), "interrupted", 255), (raises(MemoryError("full")), "failed", 1)],
 )
-def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], outcome: str, exit_code: int) -> None:
+def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None], outcome: str, exit_code: int) -> None:
     try:
         fit(tmp_path, Acts(at_2=act))
     except (KeyboardInterrupt, MemoryError):
@@ -229,7 +229,7 @@ def test_the_outcome_is_told(tmp_path: Path, act: Callable[[Context], None], out
     assert not run.of("preempting")
 
 
-def test_preemption_is_told_at_once(tmp_path: Path) -> None:
+def test_preemption_is_reported_at_once(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=lambda ctx: os.kill(os.getpid(), 15)), max_duration="100ep")
     (run,) = written(tmp_path)
     assert (run.summary["outcome"], run.exit.exit_code) == ("preempted", 143)
@@ -346,7 +346,7 @@ def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert len(run.curve("train/loss")) == 6
 
 
-def test_a_missing_package_is_told_when_the_logger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_when_the_logger_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackage, match=r"WandBLogger needs wandb.*pip install 'callsheet\[wandb\]'"):
         WandBLogger()

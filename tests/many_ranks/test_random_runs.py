@@ -47,7 +47,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.test_all
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_ranks_end_alike_or_name_the_one_that_did_not(seed: int, runs: dict[int, Future[Played]]) -> None:
+def test_all_ranks_end_the_same_or_name_the_one_that_did_not(seed: int, runs: dict[int, Future[Played]]) -> None:
     run = runs[seed].result()
     if run.scenario.is_fatal and run.struck_after is not None:
         the_others_name_it(run)

@@ -288,7 +288,7 @@ def test_half_a_teacher_is_not_taken(data: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.test_all
-def test_a_signal_in_the_teacher_s_training_makes_way_and_it_goes_on(data: Path, tmp_path: Path) -> None:
+def test_a_signal_in_the_teacher_s_training_preempts_it_and_it_resumes(data: Path, tmp_path: Path) -> None:
     def config() -> DistillConfig:
         return config_of(data, tmp_path, TEACHER, teacher_duration="90ba", batch_size=2, max_duration="1ba", log_interval=1)
 

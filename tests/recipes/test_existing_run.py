@@ -34,7 +34,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("how", ["decides", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_ranks_that_were_started_by_hand_hear_of_it(how: str) -> None:
+def test_ranks_that_were_started_by_hand_receive_the_decision(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -121,7 +121,7 @@ def test_it_is_the_plain_loop(data: Path, tmp_path: Path, packing: bool) -> None
 
 
 @pytest.mark.test_all
-def test_results_stand_beside_baselines_and_metrics_are_named_after_the_datasets(data: Path, tmp_path: Path) -> None:
+def test_results_have_baselines_and_metrics_are_named_after_the_datasets(data: Path, tmp_path: Path) -> None:
     config = config_of(data, tmp_path, max_duration="60ba", packing=True, batch_size=8, test=Rows(str(data / "easy.jsonl")))
     recipe = finetune(config, loggers=[JSONLLogger()])
     results = recipe.results

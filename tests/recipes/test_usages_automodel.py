@@ -105,7 +105,7 @@ def test_checkpoint_information_is_complete(tmp_path: Path) -> None:
     assert info.size_bytes > 0
 
 
-def test_metrics_of_one_s_own_stand_in_the_record() -> None:
+def test_custom_metrics_are_in_the_record() -> None:
     recorded: list[tuple[int, float]] = []
 
     class Domain(Callback):
@@ -118,13 +118,13 @@ def test_metrics_of_one_s_own_stand_in_the_record() -> None:
     assert recorded == [(3, 4.0), (6, 10.0)]
 
 
-def test_no_checkpoint_is_told_where_none_was_saved() -> None:
+def test_no_checkpoint_is_reported_if_none_was_saved() -> None:
     train(recorder := Recorder())
     assert "on_checkpoint_published" not in recorder.events
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_an_exception_is_told_without_anybody_calling_a_runner(error: BaseException) -> None:
+def test_an_exception_is_reported_without_calling_a_runner(error: BaseException) -> None:
     recorded: list[tuple[Any, str, int]] = []
 
     def fail(ctx: Context) -> None:
@@ -140,7 +140,7 @@ def test_an_exception_is_told_without_anybody_calling_a_runner(error: BaseExcept
     assert recorded == [(error, "backward", 2)]
 
 
-def test_train_end_is_told_of_training_that_succeeded_alone() -> None:
+def test_train_end_is_fired_only_if_training_succeeded() -> None:
     train(recorder := Recorder())
     assert "on_train_end" in recorder.events
     manager = CallbackManager([failed := Recorder()])

@@ -197,7 +197,7 @@ def test_the_saver_knows_the_evaluation_of_the_same_boundary(tmp_path: Path) -> 
     assert kinds == [(2, "best"), (4, "best"), (6, "best")]  # the loss falls at each of them
 
 
-def test_each_call_of_fit_is_told() -> None:
+def test_each_call_of_fit_fires_its_events() -> None:
     recorder = Recorder()
     with Trainer(
         nn.Linear(2, 1),

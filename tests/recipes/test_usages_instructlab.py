@@ -78,7 +78,7 @@ def test_callbacks_off_the_thread_are_not_waited_for() -> None:
     assert order == ["trained", "slow"]
 
 
-def test_every_event_of_a_lane_is_told_before_the_end_in_order() -> None:  # there 0 to 1 of 50
+def test_every_event_of_a_lane_is_delivered_before_the_end_in_order() -> None:  # there 0 to 1 of 50
     class Recorded(Callback):
         lane = "background"
 
@@ -133,7 +133,7 @@ def test_what_is_no_callback_is_a_type_error(thing: Any) -> None:
     assert isinstance(caught.value, TypeError)
 
 
-def test_closing_twice_does_nothing_and_a_run_that_is_over_tells_nothing() -> None:
+def test_closing_twice_does_nothing_and_a_finished_run_fires_nothing() -> None:
     trainer = train(recorder := Recorder())
     before = list(recorder.events)
     trainer.close()
@@ -151,7 +151,7 @@ def test_callbacks_are_configured_as_data() -> None:  # there, as objects in the
     assert (again.threshold, again.words, again.seen) == (0.5, ["a"], 3)
 
 
-def test_a_log_tells_loss_and_learning_rate() -> None:
+def test_a_log_has_loss_and_learning_rate() -> None:
     records: list[dict[str, float]] = []
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: records.append(dict(ctx.record.values)))

@@ -64,7 +64,7 @@ class Named(Callback):
         self.recorded.append(self.name)
 
 
-def test_classes_lists_and_functions_mix_and_are_told_in_the_order_of_registration() -> None:
+def test_classes_lists_and_functions_mix_and_are_called_in_the_order_of_registration() -> None:
     recorded: list[str] = []
     manager = CallbackManager()
     manager.add(Named("one", recorded))
@@ -119,12 +119,12 @@ def listed() -> dict[str, Context]:
 
 
 @pytest.mark.parametrize("event", LISTED)
-def test_an_event_tells_the_fields_that_are_listed(event: str, listed: Mapping[str, set[str]]) -> None:
+def test_an_event_provides_the_listed_fields(event: str, listed: Mapping[str, set[str]]) -> None:
     assert listed[event] >= LISTED[event]
 
 
 @pytest.mark.parametrize("event", set(LISTED) - {"on_train_step_end"})
-def test_a_step_s_fields_are_told_at_its_end_alone(event: str, listed: Mapping[str, set[str]]) -> None:
+def test_a_step_s_fields_are_available_only_at_its_end(event: str, listed: Mapping[str, set[str]]) -> None:
     assert not listed[event] & {"loss_dict", "grad_norm", "step_skipped"}
 
 
@@ -192,7 +192,7 @@ def test_an_exception_of_a_callback_comes_out_and_stops_training() -> None:
     assert "on_train_step_end" in "".join(caught.value.__notes__)  # and says who it was, where
 
 
-def test_a_callback_that_catches_its_own_exception_goes_on() -> None:
+def test_a_callback_that_catches_its_own_exception_continues() -> None:
     failures: list[str] = []
 
     def safe_callback(ctx: Context) -> None:
@@ -228,7 +228,7 @@ def test_introspection() -> None:
     assert set(LISTED) <= manager.events
 
 
-def test_a_class_is_told_the_events_that_it_overrides() -> None:
+def test_a_class_receives_the_events_that_it_overrides() -> None:
     manager = CallbackManager([Named("one", [])])
     assert [event for event in manager.events if manager.has_callbacks(event)] == ["on_eval_end"]
 

@@ -77,7 +77,7 @@ def ranks() -> list[dict[str, Any]]:
     return launch(on_a_rank, callbacks=[threshold], nproc_per_node=2)
 
 
-def test_rank_zero_only_is_told_on_the_first_rank_alone(ranks: list[dict[str, Any]]) -> None:
+def test_rank_zero_only_is_called_only_on_the_first_rank(ranks: list[dict[str, Any]]) -> None:
     assert [rank["recorded"].get("rank_zero_only") for rank in ranks] == [1, None]
 
 
@@ -86,7 +86,7 @@ def test_a_rank_is_checked_by_hand(way: str, ranks: list[dict[str, Any]]) -> Non
     assert [rank["recorded"].get(way) for rank in ranks] == [2, None]
 
 
-def test_callbacks_are_told_on_all_ranks_and_all_events_alike(ranks: list[dict[str, Any]]) -> None:
+def test_callbacks_are_called_on_all_ranks_with_the_same_events(ranks: list[dict[str, Any]]) -> None:
     assert [rank["recorded"]["everywhere"] for rank in ranks] == [2, 2]
     assert ranks[0]["events"] == ranks[1]["events"]
     events = ranks[0]["events"]

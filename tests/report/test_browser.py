@@ -612,7 +612,7 @@ def test_metrics_that_are_new_are_drawn_while_others_are_being_drawn(chromium: A
     seen.context.close()
 
 
-def test_a_server_that_goes_away_is_told(chromium: Any, server: Any, tmp_path: Path) -> None:
+def test_a_server_that_goes_away_is_reported(chromium: Any, server: Any, tmp_path: Path) -> None:
     _, url = server
     grow(tmp_path, range(1, 5))
     seen = Seen(chromium)

@@ -12,7 +12,7 @@ def report(*costs: Cost, seconds: float = 10.0, window_steps: int = 4, window_se
     return CostReport("sampled", 100, seconds, window_steps, window_seconds, costs)
 
 
-def test_one_process_has_the_shares_that_it_tells() -> None:
+def test_one_process_has_the_shares_that_it_reports() -> None:
     step, rare = Cost("A", "on_train_step_end", 4, 0.5, 0.3, True), Cost("A", "on_log", 9, 1.5, 1.0, False)
     table = report(step, rare)
     (row,) = cost_rows([table])

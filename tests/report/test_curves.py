@@ -110,7 +110,7 @@ def test_families() -> None:
     }
 
 
-def test_the_speed_of_a_device_stands_with_that_of_all_and_not_twice() -> None:
+def test_the_speed_of_a_device_is_shown_with_that_of_all_and_not_twice() -> None:
     def drawn(scale: float) -> list[list[str]]:
         values = {"throughput/samples_per_second": 8.0, "throughput/device/samples_per_second": 8.0 * scale, "throughput/a": 1.0}
         (family,) = curves(run_of([MetricsRecord(1, values)]))["families"]

@@ -84,7 +84,7 @@ def rows_as_text(folder: Path) -> str:
 # --- what a row tells ---
 
 
-def test_a_row_tells_what_the_folder_holds(folder: Path) -> None:
+def test_a_row_has_what_the_folder_holds(folder: Path) -> None:
     rows = by_name(folder)
     first, second = rows["first"], rows["second"]
     records = read_metrics(folder / "first")
@@ -144,7 +144,7 @@ def test_what_has_not_changed_is_not_read_again(folder: Path) -> None:
     assert by_name(folder)["first"].steps == 7
 
 
-def test_runs_that_go_on_come_or_go_are_followed(folder: Path) -> None:
+def test_running_new_and_deleted_runs_are_followed(folder: Path) -> None:
     runs_in(folder)
     train(folder, "first", max_duration="3ep", resume="auto")
     shutil.rmtree(folder / "second")
@@ -234,7 +234,7 @@ def emptied(path: Path) -> None:
         emptied,
     ],
 )
-def test_an_index_that_is_no_good_is_made_anew(folder: Path, harm: Any) -> None:
+def test_an_invalid_index_is_rebuilt(folder: Path, harm: Any) -> None:
     before = rows_as_text(folder)
     harm(folder / INDEX)
     found = runs_in(folder)
@@ -252,7 +252,7 @@ def test_a_stale_journal_is_not_played_into_the_new_index(folder: Path) -> None:
     assert rows_as_text(folder) == before
 
 
-def test_what_belongs_to_somebody_else_is_left_alone(folder: Path) -> None:
+def test_files_of_others_are_left_alone(folder: Path) -> None:
     before = rows_as_text(folder)
     (folder / INDEX).unlink()
     with closing(sqlite3.connect(folder / INDEX)) as other:

@@ -325,7 +325,7 @@ KEYS = (
     text=st.text(max_size=30),
     results=st.dictionaries(st.sampled_from(["step", "unit", "results", "samples"]), anything),
 )
-def test_whatever_stands_there_makes_a_page(
+def test_any_content_of_the_folder_makes_a_page(
     lines: list[dict[str, Any]], text: str, results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No line that is JSON, and no text, keeps a page from being made."""
@@ -341,7 +341,7 @@ def test_whatever_stands_there_makes_a_page(
     json.dumps(data(RunFolder.read(folder)), allow_nan=False)
 
 
-def test_a_run_that_fails_tells_where(tmp_path: Path) -> None:
+def test_a_failed_run_names_the_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Logs(), FailsAt(12))
     run = RunFolder.read(tmp_path / "sample")

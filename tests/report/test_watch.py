@@ -382,7 +382,7 @@ def test_connections_are_few_and_end_when_they_send_nothing(
 # --- what is served ---
 
 
-def test_every_answer_tells_the_browser_to_be_careful(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_every_answer_has_security_headers(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(ended))
     stranger = Client(visitor.server, enters=False)
     answers = [client.ask("GET", path) for client in (visitor, stranger) for path in (*PATHS, f"/?token={visitor.server.token}")]
@@ -540,7 +540,7 @@ def test_a_run_that_has_ended_is_asked_nothing(ended: Path, serve: Callable[[Pat
     assert not (ended / "trigger").exists()
 
 
-def test_what_came_too_late_is_taken_back(going: Path) -> None:
+def test_a_late_request_is_withdrawn(going: Path) -> None:
     """A run that is resumed must not find the stop that its predecessor did not live to see."""
     run = LiveRun(going)
     run.ask("stop")

@@ -111,11 +111,11 @@ def test_the_random_states_and_threads_of_the_test_are_left_alone(tmp_path: Path
     assert gc.get_freeze_count() == 0
 
 
-def test_what_is_no_callback_is_told(tmp_path: Path) -> None:
+def test_an_object_that_is_no_callback_is_reported(tmp_path: Path) -> None:
     assert "NotACallbackError" in finds("constructs", lambda: object(), tmp_path)  # type: ignore[arg-type,return-value]
 
 
-def test_a_factory_that_raises_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_factory_that_raises_is_reported_by_its_name(tmp_path: Path) -> None:
     def broken() -> Callback:
         raise RuntimeError("no")
 
@@ -208,7 +208,7 @@ class AloneAndSaysSo(Alone):
     tells = True
 
 
-def test_stands_side_by_side(tmp_path: Path) -> None:
+def test_two_work_in_one_run(tmp_path: Path) -> None:
     assert "there is one already" in finds("two_work_in_one_run", Alone, tmp_path)
     CHECKS["two_work_in_one_run"](AloneAndSaysSo, tmp_path)
 
@@ -302,7 +302,7 @@ class NotNow(Callback):
 @pytest.mark.parametrize(
     ("make", "found"), [(Obstinate, "training continues after a stop was requested"), (NotNow, "RuntimeError: not now")]
 )
-def test_makes_way(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
+def test_is_preemptive(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
     assert found in finds("is_preemptive", make, tmp_path)
 
 
@@ -408,7 +408,7 @@ def test_resumes(make: Callable[[], Callback], found: str, tmp_path: Path) -> No
     assert found in finds("resumes", make, tmp_path)
 
 
-def test_what_varies_by_itself_can_be_named(tmp_path: Path) -> None:
+def test_what_varies_on_its_own_can_be_named(tmp_path: Path) -> None:
     CHECKS["resumes"](Subject(Wandering, varies=("state/run_id",)), tmp_path)
 
 
@@ -462,7 +462,7 @@ def test_is_neutral(make: Callable[[], Callback], found: str, tmp_path: Path) ->
     assert found in finds("is_neutral", make, tmp_path)
 
 
-def test_who_acts_on_training_and_says_so_need_not_be_neutral(tmp_path: Path) -> None:
+def test_a_callback_that_declares_to_act_on_training_need_not_be_neutral(tmp_path: Path) -> None:
     CHECKS["is_neutral"](NudgesAndSaysSo, tmp_path)
 
 
@@ -636,7 +636,7 @@ def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.test_all
-def test_check_on_ranks_tells_of_all_that_do_not_pass(tmp_path: Path) -> None:
+def test_check_on_ranks_reports_all_that_do_not_pass(tmp_path: Path) -> None:
     with pytest.raises(
         ConformanceError, match=r"(?s)TellsItsRank, NudgesOnRanks does not pass runs_on_ranks: TellsItsRank.*NudgesOnRanks"
     ):

@@ -39,7 +39,7 @@ class Asks(Callback):
             getattr(ctx.control, self.what)("asked", replicated=True)
 
 
-def test_it_tells_every_event(tmp_path: Path) -> None:
+def test_it_fires_every_event(tmp_path: Path) -> None:
     recorder = Recorder()
     validation = {"one": [3.0], "other": [2.0]}
     loop = FakeLoop(recorder, [1.0] * 6, steps_per_epoch=3, validation=validation, test_loss=1.0, predictions=2, folder=tmp_path)
@@ -77,7 +77,7 @@ def test_the_grammar_holds_for_any_of_them(
     assert list(loop.saved) == ([at] if asked == "save" and at <= len(losses) else [])
 
 
-def test_it_tells_the_numbers_that_it_was_given(tmp_path: Path) -> None:
+def test_it_has_the_given_numbers(tmp_path: Path) -> None:
     history, losses = History(), [4.0, 3.0, 2.5, 2.0]
     FakeLoop(
         [history, OptimizerMonitor(batch_log_interval=1)],
@@ -112,7 +112,7 @@ def test_deciders_decide(tmp_path: Path) -> None:
         FakeLoop(NaNMonitor(), [1.0, float("nan"), 1.0, 1.0], folder=tmp_path).run()
 
 
-def test_a_resumed_loop_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_loop_continues(tmp_path: Path) -> None:
     losses = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
 
     def made(**options: Any) -> tuple[FakeLoop, History, EMA]:
@@ -131,7 +131,7 @@ def test_a_resumed_loop_goes_on(tmp_path: Path) -> None:
         assert torch.equal(tensor, other.state_dict()["average"][name])
 
 
-def test_a_failure_is_told_and_comes_out(tmp_path: Path) -> None:
+def test_a_failure_is_reported_and_raised(tmp_path: Path) -> None:
     recorder, error = Recorder(), RuntimeError("the model broke")
     loop = FakeLoop(recorder, [1.0, 1.0], raises={2: error}, folder=tmp_path)
     with pytest.raises(RuntimeError, match="the model broke"):

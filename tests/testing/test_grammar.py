@@ -189,7 +189,7 @@ def test_no_start_or_end_may_be_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary"])
-def test_no_start_or_end_may_be_told_twice(name: str) -> None:
+def test_no_start_or_end_may_be_fired_twice(name: str) -> None:
     events = ACCEPTED[name]
     for i, event in enumerate(events):
         if event not in POINTS:
@@ -283,7 +283,7 @@ def test_an_exception_without_the_run_s_end_is_unfinished() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_train_end", "on_epoch_end", "on_log", "on_preempt", "on_train_start"])
-def test_after_an_exception_only_the_run_s_end_is_told(event: str) -> None:
+def test_after_an_exception_only_the_run_s_end_is_fired(event: str) -> None:
     checker = GrammarChecker()
     for noted in [*trained()[:8], "on_exception"]:
         checker.check(noted)
@@ -324,7 +324,7 @@ def test_a_rejection_is_an_assertion_and_one_of_ours() -> None:
         "no start",
     ],
 )
-def test_nothing_is_told_outside_the_run(events: list[str]) -> None:
+def test_nothing_is_fired_outside_the_run(events: list[str]) -> None:
     """The run's end is the last of all, exactly once; on_run_start the first."""
     with pytest.raises(GrammarError, match="no run is open"):
         check_events(events)
@@ -453,13 +453,13 @@ def test_the_fields_of_an_evaluation_and_of_saving() -> None:
     assert seen["on_checkpoint_published"] == always | {"checkpoint"}
 
 
-def test_after_an_exception_it_and_its_span_are_told_and_then_nothing() -> None:
+def test_after_an_exception_it_and_its_span_are_available_and_then_nothing() -> None:
     seen = readable_along([*trained(*STEP)[:14], "on_exception", "on_run_end"])
     assert seen[-2][1] >= {"exception", "span"}
     assert seen[-1][1] == {"optimizer", "scheduler"}
 
 
-def test_the_always_told_fields_are_readable_at_every_event() -> None:
+def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
     checker = GrammarChecker()
     for event in trained(*STEP):
         checker.check(event)
@@ -481,7 +481,7 @@ class Dummy(Callback):
     def on_log(self, ctx: Context) -> None: ...
 
 
-def test_the_recorder_hears_every_event_in_order_with_what_can_be_read() -> None:
+def test_the_recorder_receives_every_event_in_order_with_the_readable_fields() -> None:
     recorder = Recorder(fields=("record", "step"))
     manager = CallbackManager([recorder, Dummy()])
     ctx = Context(RunInfo("test"))
@@ -498,7 +498,7 @@ def test_the_recorder_hears_every_event_in_order_with_what_can_be_read() -> None
     assert {noted.event: noted.fields for noted in recorder.recorded if noted.fields} == {"on_log": {"record"}}
 
 
-def test_the_recorder_hears_last_of_its_event_what_others_wrote() -> None:
+def test_the_recorder_is_called_last_and_sees_what_others_wrote() -> None:
     class Writes(Callback):
         def on_loss_end(self, ctx: Context) -> None:
             ctx.loss = 2.0

@@ -205,7 +205,7 @@ def wait_after_a_signal() -> tuple[float, str]:
 
 
 @pytest.mark.test_all
-def test_who_does_not_answer_for_a_third_of_the_grace_is_not_waited_for() -> None:
+def test_a_rank_that_does_not_answer_for_a_third_of_the_grace_is_not_waited_for() -> None:
     (seconds, error), _ = run_ranks(wait_after_a_signal, 2)
     assert 0.9 < seconds < 5
     assert "did not answer in time after a preemption signal" in error
@@ -263,7 +263,7 @@ def missing(how: str) -> set[str]:
         ("is dead", f"rank 1 on machine {HERE} did not answer at step 8: dead or stopped"),
     ],
 )
-def test_the_one_that_is_missing_is_named_by_all_and_nobody_else(how: str, expected: str) -> None:
+def test_only_the_missing_rank_is_named_by_all(how: str, expected: str) -> None:
     assert missing(how) == {expected}
 
 
@@ -339,7 +339,7 @@ def seen_at_epochs_ends(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_rank_logs_after_the_last_record_is_told(tmp_path: Path, ranks: int) -> None:
+def test_what_one_rank_logs_after_the_last_record_is_recorded(tmp_path: Path, ranks: int) -> None:
     assert run_ranks(seen_at_epochs_ends, ranks, tmp_path) == [[1.0, 2.0]] * ranks
 
 

@@ -160,7 +160,7 @@ def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here(
     assert isinstance(found.value, TypeError)  # as of any function
 
 
-def test_what_is_told_of_other_frameworks_arguments_is_no_argument_here() -> None:
+def test_hints_for_other_frameworks_arguments_are_not_arguments_here() -> None:
     takes = set(inspect.signature(Trainer).parameters)
     assert not takes & set(TRAINER_ARGUMENTS)
     for meant in TRAINER_ARGUMENTS.values():  # and what is named in their place is one
@@ -477,7 +477,7 @@ def test_every_rejection_is_one_of_ours(tmp_path: Path) -> None:
         trainer_of(tmp_path, microbatch_size=0)
 
 
-def test_intervals_longer_than_the_run_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_intervals_longer_than_the_run_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is lost: both come at the end."""
     recorder = Recorder()
     with (
@@ -516,7 +516,7 @@ def test_a_batch_that_is_none_is_rejected(place: int, tmp_path: Path) -> None:
         (7, "int"),
     ],
 )
-def test_a_batch_that_is_no_pair_is_explained_to_who_gave_a_loss_function(batch: Any, described: str, tmp_path: Path) -> None:
+def test_a_batch_that_is_no_pair_is_explained_with_a_loss_function(batch: Any, described: str, tmp_path: Path) -> None:
     message = (
         rf"the loss function mse_loss needs batches of \(inputs, targets\), but this batch is a {described}: .*ForwardStepTask"
     )

@@ -218,7 +218,7 @@ def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["split", "dealt", "dealt stateful"])
-def test_another_number_of_ranks_goes_on(kind: str) -> None:
+def test_another_number_of_ranks_resumes(kind: str) -> None:
     """From 4 ranks to 2 with batches of twice the size, and to a single process."""
     is_split = kind == "split"
     whole = together(run_ranks(until_place, 4, kind, 1, 0, None, None))
@@ -350,7 +350,7 @@ def test_augmentation_in_workers_is_exact_in_one_process(kind: str, caplog: pyte
 
 
 @pytest.mark.test_all
-def test_persistent_workers_of_another_interpreter_hear_of_the_epoch() -> None:
+def test_persistent_workers_of_another_interpreter_receive_the_epoch() -> None:
     """They are not forked from here: what they know was pickled before the first epoch."""
     there, here = SeededDataset(Numbers(), 4), SeededDataset(Numbers(), 4)
     loader = DataLoader(there, None, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")

@@ -52,7 +52,7 @@ def test_a_remote_run_is_kept_rotated_and_resumed(remote: str, tmp_path: Path) -
     assert [checkpoint.step for checkpoint in find_checkpoints(f"{remote}/small/checkpoints").checkpoints] == [12, 11]
 
 
-def test_a_remote_run_is_not_begun_anew(remote: str, tmp_path: Path) -> None:
+def test_a_remote_run_is_not_started_again(remote: str, tmp_path: Path) -> None:
     run_small(tmp_path, SavesAt("epoch"), checkpoints_folder=remote)
     with pytest.raises(
         ConfigError, match=r"memory://bucket/runs/small/checkpoints already holds a run; resume it with resume='auto'"
@@ -170,7 +170,7 @@ def test_no_save_allocates_or_checks_the_state_on_the_training_thread(tmp_path: 
     assert max(allocated.bytes) < 64 * 256 * 4  # a quarter of the larger weight; the random states are some kilobytes
 
 
-def test_no_buffers_are_made_where_nobody_asks_for_checkpoints(tmp_path: Path) -> None:
+def test_no_buffers_are_allocated_if_no_callback_saves(tmp_path: Path) -> None:
     class Last(Callback):
         def on_train_end(self, ctx: Context) -> None:
             ctx.control.save("by hand")

@@ -153,7 +153,7 @@ def test_reports_are_plain_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run(tmp_path, Sleeps(), Counts(), costs="sampled", eval_interval=None, max_duration="250ep")
     named = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
@@ -163,7 +163,7 @@ def test_who_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("share", [None, 1000.0])
-def test_nobody_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_callback_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run(tmp_path, Sleeps(), eval_interval=None, max_duration="100ep", warn_share=share)
     assert "of the step" not in caplog.text
@@ -196,7 +196,7 @@ def test_failures_are_in_the_report(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert failures.last.startswith("RuntimeError: out of order (at on_train_step_end, step 3")
 
 
-def test_who_hears_what_is_answered_the_same_in_a_window(tmp_path: Path) -> None:
+def test_has_listeners_is_the_same_in_a_window(tmp_path: Path) -> None:
     answers: set[tuple[Any, ...]] = set()
     manager = CallbackManager()
 
@@ -211,7 +211,7 @@ def test_who_hears_what_is_answered_the_same_in_a_window(tmp_path: Path) -> None
     assert sum(answers.pop()[1]) == 1
 
 
-def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None:
+def test_a_callback_added_in_a_window_is_called_and_timed(tmp_path: Path) -> None:
     late = Counts()
 
     class Adds(Callback):
@@ -227,7 +227,7 @@ def test_one_that_is_added_in_a_window_is_told_and_timed(tmp_path: Path) -> None
     assert ("Counts", "on_train_step_end") in {(cost.callback, cost.event) for cost in capture.reports[-1].costs}
 
 
-def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_published_at_growing_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CallbackManager()
     now = [0.0]
     monkeypatch.setattr("callsheet.core.costs.perf_counter", lambda: now[0])
@@ -243,7 +243,7 @@ def test_costs_are_told_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.Mon
     assert manager.costs.should_publish(is_last=True)
 
 
-def test_a_second_run_begins_anew(tmp_path: Path) -> None:
+def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
     capture = CapturingLogger()
     manager = CallbackManager([capture, Counts()])
     for name in ("first", "second"):
@@ -258,6 +258,6 @@ def test_bad_arguments(wrong: dict[str, Any]) -> None:
         CallbackManager(**wrong)
 
 
-def test_what_is_told_at_every_batch_is_known_from_the_lifecycle() -> None:
+def test_events_of_every_batch_are_known_from_the_lifecycle() -> None:
     assert {"on_fetch_start", "on_backward_end", "on_eval_forward_start", "on_predict_step_end"} <= PATH_EVENTS
     assert not PATH_EVENTS & {"on_epoch_end", "on_eval_all_start", "on_eval_end", *POINTS} - {"on_checkpoint_due"}

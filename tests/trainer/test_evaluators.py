@@ -107,7 +107,7 @@ def test_a_request_runs_all_of_them_and_counts_for_their_schedules() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 4, 5, 6, 7, 10])
-def test_each_goes_on_with_its_schedule_after_a_resume(step: int, tmp_path: Path) -> None:
+def test_each_continues_its_schedule_after_a_resume(step: int, tmp_path: Path) -> None:
     class SavesAndStops(Callback):
         def on_checkpoint_due(self, ctx: Context) -> None:
             if ctx.step == step:

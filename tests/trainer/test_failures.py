@@ -130,7 +130,7 @@ def bad_data() -> Any:
         ({"eval_dataloader": bad_data}, "data_init"),
     ],
 )
-def test_an_error_in_set_up_is_told_and_ends_the_run(changes: dict[str, Any], span: str) -> None:
+def test_an_error_in_set_up_is_reported_and_ends_the_run(changes: dict[str, Any], span: str) -> None:
     recorder = Recorder(fields=("exception", "span"))
     arguments: dict[str, Any] = {"train_dataloader": DATA, "optimizer": sgd, "callbacks": recorder} | changes
     with pytest.raises(LookupError) as raised:

@@ -43,7 +43,7 @@ def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Any:
     return trainer
 
 
-def test_a_lane_hears_what_the_others_hear_in_order_and_elsewhere(tmp_path: Path) -> None:
+def test_a_lane_receives_the_same_events_in_order_on_another_thread(tmp_path: Path) -> None:
     inline, behind = Ears(), Ears()
     fit(tmp_path, inline, Background(behind))
     assert behind.received == inline.received
@@ -159,7 +159,7 @@ def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
     assert len({tuple(map(tuple, seen[3])) for seen in expected}) == STEPS
 
 
-def test_what_it_does_not_hold_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_field_that_it_does_not_hold_is_named_with_a_hint(tmp_path: Path) -> None:
     messages: dict[str, str] = {}
 
     class Greedy(Callback):
@@ -215,7 +215,7 @@ def test_lanes_change_nothing(tmp_path: Path) -> None:
 # --- what it says ---
 
 
-def test_what_it_logs_stands_in_a_record_and_tables_reach_the_loggers(tmp_path: Path) -> None:
+def test_what_it_logs_is_in_a_record_and_tables_reach_the_loggers(tmp_path: Path) -> None:
     tables: list[Any] = []
 
     class Tables(Logger):
@@ -649,7 +649,7 @@ def test_a_callback_that_another_process_cannot_build_is_rejected() -> None:
         CallbackManager().register("on_log", lambda ctx: None, lane="process")
 
 
-def test_every_event_can_be_heard_in_a_lane(tmp_path: Path) -> None:
+def test_every_event_can_be_handled_in_a_lane(tmp_path: Path) -> None:
     ears = Ears()
     data = [(torch.zeros(2, 3), torch.zeros(2, 1))]
     with small_trainer(tmp_path, Background(ears)) as trainer:
@@ -670,7 +670,7 @@ def test_a_name_is_given_to_both() -> None:
     CallbackManager([lane, Background(Far())])  # two that keep state
 
 
-def test_what_is_logged_at_the_last_step_stands_in_the_last_record(tmp_path: Path) -> None:
+def test_what_is_logged_at_the_last_step_is_in_the_last_record(tmp_path: Path) -> None:
     class Says(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             ctx.log({"says/step": ctx.step}, across="same")

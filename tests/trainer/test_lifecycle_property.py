@@ -431,7 +431,7 @@ def plain(**changes: Any) -> Plan:
     return Plan(**(whole | changes))
 
 
-def test_the_plain_run_tells_every_event_but_those_of_accidents() -> None:
+def test_the_plain_run_fires_every_event_but_those_of_failures() -> None:
     assert set(EVENTS) - set(check(plain())) == {"on_preempt", "on_exception"}
 
 
@@ -444,7 +444,7 @@ def test_an_error_of_a_callback_at_any_event_ends_the_run_as_promised(event: str
     assert events[at:] == ([event] if event == "on_run_end" else [event, "on_exception", "on_run_end"])
 
 
-def test_an_error_at_the_telling_of_an_error_does_not_hide_it() -> None:
+def test_an_error_while_an_error_is_reported_does_not_hide_it() -> None:
     actions = (
         Action("raise", "on_backward_end", 2),
         Action("raise", "on_exception", 1),
@@ -505,7 +505,7 @@ def test_a_stop_asked_for_during_set_up_is_carried_out(event: str, tmp_path: Pat
     assert witness.seen[-1].step <= 1
 
 
-def test_an_evaluation_asked_for_inside_a_step_is_told_after_it(tmp_path: Path) -> None:
+def test_an_evaluation_requested_inside_a_step_is_fired_after_it(tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()
     plan = plain(eval_interval=None, calls=(("fit", 1),), actions=(Action("evaluate", "on_backward_start", 1),))
     run(plan, tmp_path, Acts(plan, raised), witness, raised)

@@ -402,7 +402,7 @@ def chosen() -> list[Any]:
     return found
 
 
-def test_auto_replicates_what_fits_and_one_rank_has_nobody_to_share_with() -> None:
+def test_auto_replicates_what_fits_and_one_rank_shares_nothing() -> None:
     assert run_ranks(chosen, 2) == [["Parameter", "Parameter", "DTensor"]] * 2
     for parallel in ("auto", "single", "ddp", "fsdp", Parallel("fsdp", shard_size=1)):
         with Trainer(perceptron(0), mse_loss, [(torch.ones(1, 3), torch.ones(1, 1))], parallel=parallel) as trainer:

@@ -182,7 +182,7 @@ def _scale_in(path: str) -> dict[str, float]:
     return {"scale": found["scale"], "growth": found["_growth_tracker"]}
 
 
-def test_a_run_may_go_on_in_another_precision(tmp_path: Path) -> None:
+def test_a_run_may_resume_in_another_precision(tmp_path: Path) -> None:
     for number, precision in enumerate(["fp16", "fp32", "bf16", "fp16"], start=1):
         with trainer_of(precision=precision, runs_folder=tmp_path, run_name="run", resume="auto") as trainer:
             trainer.fit(f"{number}ba")

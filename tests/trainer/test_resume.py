@@ -118,7 +118,7 @@ def test_a_checkpoint_of_a_round_s_end_that_a_resumed_run_came_to_first_is_good(
 
 @pytest.mark.parametrize("loader", ["dataloader", "stateful"])
 @pytest.mark.parametrize("step", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
-def test_a_checkpoint_saved_again_before_training_goes_on_is_as_good(
+def test_a_checkpoint_saved_again_before_training_continues_is_as_good(
     step: int, loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     with small_trainer(tmp_path, History(), loader=loader, max_duration=f"{step}ba") as first:
@@ -132,7 +132,7 @@ def test_a_checkpoint_saved_again_before_training_goes_on_is_as_good(
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("first", [2, STEPS_PER_EPOCH])
-def test_fit_called_again_goes_on_where_it_was(
+def test_fit_called_again_continues_where_it_was(
     first: int, loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     history = History()
@@ -249,7 +249,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_where_they_were(name: str, tmp_path: Path) -> None:
+def test_schedulers_continue_where_they_were(name: str, tmp_path: Path) -> None:
     """Records hold the learning rates."""
     changes: dict[str, Any] = {"scheduler": SCHEDULERS[name], "log_interval": "1ba", **NO_EVALUATION}
     straight = run_small(tmp_path / "straight", **changes)
@@ -260,7 +260,7 @@ def test_schedulers_go_on_where_they_were(name: str, tmp_path: Path) -> None:
     assert resumed["records"] == straight["records"]
 
 
-def test_a_record_at_the_last_round_s_end_tells_the_rate_of_the_last_step(tmp_path: Path) -> None:
+def test_a_record_at_the_last_round_s_end_has_the_rate_of_the_last_step(tmp_path: Path) -> None:
     """What was logged before the interruption is told after it, with the rate that was used then."""
     changes: dict[str, Any] = {"max_duration": "2iter", **NO_EVALUATION}
     straight = run_small(tmp_path, SavesAt("epoch"), **changes)
@@ -326,7 +326,7 @@ def test_user_state_that_is_no_plain_data_is_left_out_and_named_once(tmp_path: P
     assert found == plain
 
 
-def test_state_that_nobody_claims_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unclaimed_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_trainer(tmp_path, Meter(1.0)) as first:
         first.fit("1ba")
         path = first.save_checkpoint().path
@@ -347,7 +347,7 @@ def test_the_timestamp_and_intervals_come_back(tmp_path: Path) -> None:
     assert (info.step, info.epoch, info.kind) == (4, 1, "requested")
 
 
-def test_what_was_saved_is_told_alike_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_has_the_info_of_the_saved_one(tmp_path: Path) -> None:
     with small_trainer(tmp_path, History()) as first:
         first.fit("4ba")
         info = first.save_checkpoint()
@@ -356,7 +356,7 @@ def test_what_was_saved_is_told_alike_when_it_is_loaded(tmp_path: Path) -> None:
     assert recorder.values["checkpoint"] == [("on_checkpoint_load_end", info)]
 
 
-def test_loading_is_told_with_what_was_loaded_or_none(tmp_path: Path) -> None:
+def test_loading_is_fired_with_the_checkpoint_or_none(tmp_path: Path) -> None:
     first_told, second_told = Recorder(fields=("checkpoint",)), Recorder(fields=("checkpoint",))
     with small_trainer(tmp_path, first_told, resume="auto") as first:
         first.fit("2ba")
@@ -508,7 +508,7 @@ def test_auto_passes_by_what_is_not_finite(what: str, tmp_path: Path, caplog: py
     assert (tmp_path / "small" / "checkpoints" / "latest").read_text().strip() == "ep0-ba2"
 
 
-def test_auto_starts_anew_where_nothing_was_saved(tmp_path: Path) -> None:
+def test_auto_starts_from_scratch_if_nothing_was_saved(tmp_path: Path) -> None:
     with small_trainer(tmp_path, resume="auto") as trainer:
         assert trainer.state.timestamp.batch == 0
         trainer.fit("1ba")
@@ -551,7 +551,7 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_an_error(run_of_three: Pat
         other(tmp_path, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), resume=run_of_three / "ep0-ba3").fit()
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_anew(run_of_three: Path) -> None:
+def test_a_folder_that_holds_a_run_is_not_started_again(run_of_three: Path) -> None:
     before = sorted(run_of_three.rglob("*"))
     with pytest.raises(ConfigError, match=r"small already holds a run; resume it with resume='auto', .* another run_name"):
         small_trainer(run_of_three.parent.parent)
@@ -598,7 +598,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 @pytest.mark.test_all
-def test_killed_at_any_moment_the_curve_goes_on(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_killed_at_any_time_the_curve_continues(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     seen = 0
     for _ in range(2):
         process = start_script(tmp_path)
@@ -614,7 +614,7 @@ def test_killed_at_any_moment_the_curve_goes_on(undisturbed: dict[str, dict[str,
 
 
 @pytest.mark.test_all
-def test_sigterm_saves_and_makes_way(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_sigterm_saves_and_preempts_the_run(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     process = start_script(tmp_path, "--until-sigterm", "4")
     wait_for_step(process, tmp_path, 4)
     process.send_signal(signal.SIGTERM)
@@ -672,7 +672,7 @@ class Signals(Callback):
         ("on_checkpoint_due", 2, 2),
     ],
 )
-def test_a_preemption_at_any_event_saves_and_makes_way(
+def test_a_preemption_at_any_event_saves_and_ends_the_run(
     event: str, nth: int, step: int, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     recorder, history = Recorder(), History()
@@ -688,7 +688,7 @@ def test_a_preemption_at_any_event_saves_and_makes_way(
 
 
 @pytest.mark.parametrize("event", ["on_train_start", "on_round_start"])
-def test_a_preemption_before_the_first_step_is_told(event: str, tmp_path: Path) -> None:
+def test_a_preemption_before_the_first_step_is_reported(event: str, tmp_path: Path) -> None:
     recorder = Recorder()
     with small_trainer(tmp_path, Signals(event, 1), recorder) as trainer:
         trainer.fit()
@@ -758,7 +758,9 @@ def test_ctrl_c_is_left_alone_where_it_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_save_that_takes_longer_than_the_grace_is_told(behind: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_takes_longer_than_the_grace_is_reported(
+    behind: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run_small(
             tmp_path,
@@ -778,7 +780,7 @@ def test_a_save_that_takes_longer_than_the_grace_is_told(behind: bool, tmp_path:
 
 
 @pytest.mark.parametrize("hidden", [5, 7])
-def test_auto_rejects_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
+def test_auto_does_not_start_again_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
     before = {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()}
     model = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, 1))
     with pytest.raises(CheckpointError, match=r"none of the 3 sealed checkpoint.*could be resumed from.*model.*another run_name"):
@@ -786,7 +788,7 @@ def test_auto_rejects_to_start_anew_over_checkpoints_that_do_not_fit(hidden: int
     assert {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()} == before
 
 
-def test_auto_rejects_to_start_anew_where_all_are_damaged(run_of_three: Path) -> None:
+def test_auto_does_not_start_again_if_all_are_damaged(run_of_three: Path) -> None:
     for path in run_of_three.glob("*/shard-00000.safetensors"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1

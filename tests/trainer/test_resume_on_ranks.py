@@ -44,7 +44,7 @@ def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_killed_damaged_and_asked_to_make_way(tmp_path: Path) -> None:
+def test_killed_damaged_and_preempted(tmp_path: Path) -> None:
     random.seed(3)
     setting = SETTINGS["fsdp"]
     good = undisturbed(tmp_path / "undisturbed", setting)
@@ -55,7 +55,7 @@ def test_killed_damaged_and_asked_to_make_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
+def test_a_run_of_four_ranks_resumes_with_two(tmp_path: Path) -> None:
     """The same global batches, another order of adding up: to tolerance. Without dropout and augmentation, which ranks draw for themselves."""
     four, two = Setting("fsdp", 4, noise=0.0), Setting("fsdp", 2, noise=0.0)
     good = undisturbed(tmp_path / "undisturbed", four)

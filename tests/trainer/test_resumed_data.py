@@ -43,7 +43,7 @@ def test_a_sampler_that_changes_and_has_no_state_is_named(order: str) -> None:
         assert f"{name} changed while training" in result.message
 
 
-def test_an_order_that_depends_on_what_training_draws_is_told() -> None:
+def test_an_order_that_depends_on_what_training_draws_is_warned_about() -> None:
     result = result_of(Case(order="lazy, torch", place=4))
     assert result.outcome == "warned"
     assert "train_dataloader: LazyTorch did not repeat the batches" in result.message
@@ -58,13 +58,13 @@ def test_iterables_are_resumed_exactly(data: str) -> None:
         assert "exact" in result.outcome
 
 
-def test_an_iterable_whose_order_depends_on_what_training_draws_is_told() -> None:
+def test_an_iterable_whose_order_depends_on_what_training_draws_is_warned_about() -> None:
     result = result_of(Case("shuffle buffer", "", place=4))
     assert result.outcome == "warned"
     assert "DataLoader draws from torch's random state while it is iterated over, and so does training" in result.message
 
 
-def test_an_iterable_that_counts_in_persistent_workers_is_told_while_training() -> None:
+def test_an_iterable_that_counts_in_persistent_workers_is_warned_about_while_training() -> None:
     result = result_of(Case("counting stream", "", epoch=3, **PERSISTENT))
     assert result.outcome == "warned"
     assert "CountingStream has changed attributes of its own in persistent workers" in result.message

@@ -73,7 +73,7 @@ def test_every_sample_is_in_one_share(n: int, batch_size: int, world_size: int, 
 
 
 @given(n=st.integers(1, 60), batch_size=SMALL, world_size=SMALL, factor=SMALL, before=st.integers(0, 5))
-def test_another_world_goes_on_with_the_same_global_batches(
+def test_another_world_size_continues_with_the_same_global_batches(
     n: int, batch_size: int, world_size: int, factor: int, before: int
 ) -> None:
     """`world_size * factor` ranks with `batch_size` samples are as `world_size` ranks with `batch_size * factor`."""

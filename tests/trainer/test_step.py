@@ -219,7 +219,7 @@ def test_tokens_and_samples_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("clip", "change"), [(None, 0.1 * 4), (100.0, 0.1 * 4), (1.0, 0.1 * 1)])
-def test_clipping_bounds_the_step_and_tells_the_norm_before_it(clip: float | None, change: float) -> None:
+def test_clipping_bounds_the_step_and_reports_the_norm_before_it(clip: float | None, change: float) -> None:
     """By hand: the gradient of (w x - 0)^2 at w = 0.5, x = 2 is 4."""
     steps, logged = Steps(), Logged()
     with trainer_of(linear(), [(column(2), column(0))], steps, logged, clip_grad_norm=clip) as trainer:
@@ -287,7 +287,7 @@ def test_the_rate_is_the_one_that_the_step_used() -> None:
     assert [rate for when, rate in seen if when == "after the scheduler"] == pytest.approx([0.01, 0.001, 0.0001])
 
 
-def test_a_rate_that_is_a_tensor_is_told_as_a_tensor_of_its_own_as_the_step_used_it() -> None:
+def test_a_rate_that_is_a_tensor_is_copied_as_the_step_used_it() -> None:
     """The scheduler writes over the optimizer's where it stands; records hold floats."""
     steps, logged = Steps(), Logged()
     with trainer_of(
@@ -428,7 +428,7 @@ class WantsOutputs(Callback):
         self.outputs.append(ctx.outputs.detach())
 
 
-def test_outputs_are_kept_to_the_step_s_end_for_whoever_declares_it() -> None:
+def test_outputs_are_kept_to_the_step_s_end_if_declared() -> None:
     wants, recorder = WantsOutputs(), Recorder()
     with trainer_of(linear(), [(column(1, 2, 6), column(0, 0, 0))], wants, recorder, microbatch_size=2) as trainer:
         trainer.fit("2ba")
@@ -442,7 +442,7 @@ def test_outputs_are_kept_to_the_step_s_end_for_whoever_declares_it() -> None:
     )
 
 
-def test_outputs_are_let_go_before_backward_where_nobody_declares_it() -> None:
+def test_outputs_are_released_before_backward_if_not_declared() -> None:
     class Looks(Callback):
         def on_backward_start(self, ctx: Context) -> None:
             with pytest.raises(FieldNotAvailable, match=r"outputs.*on_backward_start.*on_forward_end to on_loss_end"):
@@ -507,7 +507,7 @@ def test_epochs_and_rounds_count_just_before_their_ends() -> None:
     assert seen[-1] == ("on_round_end", 2, 4, 0, 0)
 
 
-def test_an_epoch_that_is_stopped_in_its_midst_is_not_counted() -> None:
+def test_an_epoch_that_is_stopped_midway_is_not_counted() -> None:
     class Stops(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             ctx.control.stop("enough")
@@ -584,7 +584,7 @@ def test_a_record_comes_before_the_evaluation_of_its_boundary_and_the_evaluation
     assert logged.records[1].step == 2
 
 
-def test_stopped_by_its_evaluation_a_run_still_tells_its_last_record() -> None:
+def test_stopped_by_its_evaluation_a_run_still_fires_its_last_record() -> None:
     class Stops(Callback):
         def on_eval_all_end(self, ctx: Context) -> None:
             ctx.control.stop("good enough")
@@ -642,7 +642,7 @@ def test_predictions_and_test_losses() -> None:
 # --- the end of the life ---
 
 
-def test_close_tells_the_end_once() -> None:
+def test_close_fires_the_end_once() -> None:
     recorder = Recorder()
     trainer = trainer_of(linear(), [(column(1), column(0))], recorder)
     trainer.close()
@@ -654,7 +654,7 @@ def test_close_tells_the_end_once() -> None:
     assert recorder.events.count("on_exception") == 0
 
 
-def test_an_error_in_the_with_block_is_told_and_comes_out() -> None:
+def test_an_error_in_the_with_block_is_reported_and_raised() -> None:
     recorder = Recorder(fields=("exception", "span"))
     error = KeyError("the user's own")
     trainer = trainer_of(linear(), [(column(1), column(0))], recorder)
@@ -667,7 +667,7 @@ def test_an_error_in_the_with_block_is_told_and_comes_out() -> None:
     assert trainer.run.outcome is Outcome.FAILED
 
 
-def test_a_trainer_that_is_forgotten_tells_its_end() -> None:
+def test_a_trainer_that_is_garbage_collected_fires_its_end() -> None:
     recorder = Recorder()
     trainer = trainer_of(linear(), [(column(1), column(0))], recorder)
     trainer.fit("1ba")
@@ -678,7 +678,7 @@ def test_a_trainer_that_is_forgotten_tells_its_end() -> None:
 
 
 @pytest.mark.test_all
-def test_a_script_that_never_closes_tells_the_end_at_exit(tmp_path: Path) -> None:
+def test_a_script_that_never_closes_fires_the_end_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
@@ -698,7 +698,7 @@ def test_a_script_that_never_closes_tells_the_end_at_exit(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()  # nothing asked for a file
 
 
-def test_closing_in_the_midst_of_training_is_rejected_or_ends_it_in_order() -> None:
+def test_closing_during_training_is_rejected_or_ends_it_in_order() -> None:
     recorder = Recorder()
     held: list[Trainer] = []
 
@@ -747,7 +747,7 @@ def test_the_counts_settle_at_log_boundaries_whether_or_not_anybody_reads_the_re
 
 
 @pytest.mark.parametrize(("max_duration", "steps"), [("9sp", 6), ("5ba", 5), ("2ep", 14)])
-def test_training_ends_at_the_same_step_where_nobody_reads_records(max_duration: str, steps: int) -> None:
+def test_training_ends_at_the_same_step_without_listeners_to_records(max_duration: str, steps: int) -> None:
     data = [(column(1.0, 2.0), column(1.0, 2.0))] * 7
     with trainer_of(linear(), data, log_interval="3ba", max_duration=max_duration) as trainer:
         trainer.fit()

@@ -111,7 +111,7 @@ def test_its_metrics_need_judged() -> None:
 # --- what is given ---
 
 
-def test_metrics_stand_in_one_place() -> None:
+def test_metrics_are_given_in_one_place() -> None:
     with pytest.raises(ConfigError, match="set the metrics of a Task on the task"):
         Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
     with pytest.raises(ConfigError, match=r"metrics\['accuracy'\] is function, not a torchmetrics Metric"):
@@ -319,7 +319,7 @@ def test_other_models_metrics_compare_logits_and_labels(kind: str) -> None:
             assert trainer.evaluate([batch])["validation"]["accuracy"] == pytest.approx(expected)
 
 
-def test_a_model_that_gives_no_loss_is_told_what_the_batch_needs() -> None:
+def test_a_model_without_a_loss_raises_an_error_that_says_what_the_batch_needs() -> None:
     with Trainer(hugging_face("causal"), None, [{"input_ids": torch.ones(1, 3, dtype=torch.long)}], optimizer=sgd) as trainer:
         with pytest.raises(ConfigError, match=r"the batch needs `labels` \(it has input_ids\)"):
             trainer.fit()
