@@ -1,1 +1,1 @@
-"""The core: lifecycle, callbacks, context, control and manager. It needs the standard library alone."""
+"""The core: lifecycle, callbacks, context, control and manager. It imports only the standard library."""

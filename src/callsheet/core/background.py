@@ -11,15 +11,16 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import NotACallbackError
 
 END_SECONDS = 5.0
-"""How long a callback's process has to end before it is killed."""
+"""How many seconds a callback's process has to end before it is killed."""
 
 
 class Background(Callback):
     """Run a callback on its own thread. It receives all events in order, as snapshots, and training does not wait for it.
 
-    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods are awaited one after
-    the other. A snapshot holds the fields that need no copy, or those that `snapshot_fields` names, but never the model. `ctx.log` and
-    `ctx.control` work as usual. At the end of a run all events are delivered, within `deadline`.
+    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods are awaited
+    one after the other. A snapshot holds the fields that `snapshot_fields` names, or, if it names none, all fields that need no
+    copy; it never holds the model. `ctx.log` and `ctx.control` work as usual. At the end of a run all events are delivered,
+    within `deadline`.
 
     Args:
         callback: the callback.
@@ -59,12 +60,12 @@ class Background(Callback):
 
     @property
     def name(self) -> str:
-        """The callback's name. Setting it sets the callback's."""
+        """The callback's name. Setting it changes the name of the callback itself."""
         return label_of(self.callback)
 
     @name.setter
     def name(self, name: str) -> None:
-        """Set the callback's name."""
+        """Set the name of the callback itself."""
         self.callback.name = name
 
     def state_dict(self) -> Mapping[str, Any]:

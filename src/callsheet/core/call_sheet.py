@@ -43,7 +43,8 @@ class Registration:
     def is_silent_at(self, event: str) -> bool:
         """Return whether the event is muted or the callback is switched off.
 
-        `on_exception` and `on_run_end` are fired even for a callback that is switched off, since it may have something to close.
+        `on_exception` and `on_run_end` are fired even for a callback that is switched off, because it may have to close files or
+        connections.
         """
         return (self.is_off and event not in _ENDING_EVENTS) or event in self.muted
 
@@ -58,7 +59,7 @@ class Registration:
 class HandlerEntry:
     """One line of the call sheet: a handler of one event.
 
-    `previous` is how many whole intervals were complete when the event was last fired.
+    `previous` is the number of whole intervals that were complete when the event was last fired.
     """
 
     event: str
@@ -77,33 +78,41 @@ class HandlerEntry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key within an event: phase, then registration."""
+        """The sort key of a handler within its event: first the phase, then the order of registration."""
         return PHASES.index(self.phase), self.number
 
 
 class CompositeHandler(ABC):
-    """A handler made of parts. The call sheet asks for them when it is compiled, so that each part is called directly."""
+    """A handler made of parts.
+
+    When the call sheet is compiled, it replaces the handler by its parts, so that each part is called directly.
+    """
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call all parts, for a place where there are no other handlers, such as a lane."""
+        """Call all parts. Used where there are no other handlers, such as in a lane."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return the entries to call in place of `entry`, which holds this handler. `earlier` are the entries called before it."""
+        """Return the entries of the parts, which are called in place of `entry`.
+
+        `earlier` are the entries that are called before it.
+        """
 
 
 CompiledEvent = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
-"""One event, compiled: the first handler, the others in order, the event, and the entries that the handlers come from. None means no
-handler. It is a plain tuple, since every dispatch unpacks it. The first handler is separate, since calling one handler costs less than a
-loop over one (`benchmarks/dispatch.py`)."""
+"""A compiled event: the first handler, the other handlers in order, the event, and the entries of the handlers.
+
+None means no handler. It is a plain tuple because every dispatch unpacks it. The first handler is separate because calling it
+costs less than a loop over one element (`benchmarks/dispatch.py`).
+"""
 
 
 class Dispatcher(Protocol):
-    """Something that dispatches events and knows the one that it dispatches now.
+    """Something that dispatches events and knows which event it is dispatching now.
 
-    A dispatch restores the outer event from here, not from `ctx.event`: reading an attribute is slower in a class with a `__getattr__`, such
-    as `Context`.
+    After a nested event, a dispatch restores the outer event from here and not from `ctx.event`, because a class with a
+    `__getattr__`, such as `Context`, reads attributes more slowly.
     """
 
     current: Event | None
@@ -132,7 +141,10 @@ class CallSheet:
 
 
 def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
-    """Return an entry for a handler of ours. It has phase `report`, so that it is called even after a callback has failed."""
+    """Return an entry for one of callsheet's own handlers.
+
+    Its phase is `report`, so that it is called even after a callback has failed.
+    """
     return HandlerEntry(
         event=event,
         handler=handler,
@@ -189,13 +201,13 @@ def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
 
 
 def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
-    """Call the remaining handlers that must run although `failed` raised `error`, then raise the error.
+    """Call the handlers that must still run although `failed` raised `error`, then raise the error.
 
     These are the handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all handlers. What they raise is
     logged, so that it does not hide the first error.
 
-    In another framework's loop, a field that should be available at the event and is not is an error of the host, which misjudged the
-    loop, not of the callback. This handler is then skipped with a warning, and the others are called.
+    In another framework's loop, a missing field that should be available at the event is an error of the host, not of the
+    callback: the host misread the loop. The failed handler is then skipped with a warning, and all other handlers are called.
     """
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
@@ -231,7 +243,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the event with one more handler: the first of all, or the last of all at the end of a span."""
+    """Return the event with the handler of `mark` added: as the last at the end of a span, and as the first at any other event."""
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     if event.endswith("_end"):
         return compile_event((*handlers, mark.handler), event, (*entries, mark))

@@ -20,13 +20,18 @@ Lane = Literal["inline", "background", "process"]
 OnError = Literal["raise", "isolate"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""The order of handlers within one event. Within a phase, handlers are called in the order of registration."""
+"""The phases in the order in which the handlers of one event are called.
+
+Within a phase, handlers are called in the order of registration.
+"""
 LANES: tuple[Lane, ...] = get_args(Lane)
 ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 
 foreign_hints: list[Callable[[object], str]] = []
-"""Each returns what to do with an object that is not a callback, for the error message. `callsheet` adds one, since `core` knows no
-frameworks."""
+"""Functions that look at an object that is not a callback and return a hint for the error message.
+
+`callsheet` adds one, because `core` does not know other frameworks.
+"""
 
 
 class Callback(Hooks):
@@ -42,7 +47,7 @@ class Callback(Hooks):
     """
 
     name: str = ""
-    """The name for its state, in messages and in tables; if empty, the class's name."""
+    """The callback's name in messages and tables, and the key of its saved state; if empty, the name of its class."""
     phase: Phase = "measure"
     """The place of its handlers in an event's order: one of `PHASES`. `change` and `decide` are for callbacks that act on training."""
     ranks: RankGate = "all"
@@ -50,21 +55,28 @@ class Callback(Hooks):
     lane: Lane = "inline"
     """Where it runs: `inline` on the training thread, `background`, or `process`."""
     on_error: OnError | None = None
-    """`raise`: an error ends the run. `isolate`: an error is logged; three in a row switch the callback off. None: `raise` inline, else `isolate`."""
+    """What an error in a handler does. `raise`: it ends the run.
+
+    `isolate`: it is logged, and three in a row switch the callback off. None: `raise` for an inline callback, `isolate` for one
+    in a lane.
+    """
     collective: bool = False
-    """Whether it calls collectives, so that it must run inline on every rank."""
+    """Whether it calls collectives. Such a callback must run inline and on every rank."""
     draws_random: bool = False
     """Whether it draws random numbers. If so, the random states are restored after each handler, so that training is not affected."""
     keep_fields: tuple[str, ...] = ()
     """Fields whose window should be extended as far as the lifecycle allows, such as `outputs`."""
     snapshot_fields: tuple[str, ...] = ()
-    """Fields that the snapshots of its lane hold; if empty, all fields that need no copy."""
+    """The fields that its lane's snapshots hold; if empty, all fields that need no copy."""
     requests: tuple[str, ...] = ()
     """The requests that it may make, such as `stop`. A host that supports none of them rejects the callback when it is attached."""
     required_fields: tuple[str, ...] = ()
     """Fields without which it cannot work, such as `model`. A host that never provides one rejects the callback when it is attached."""
     writes_to_run_folder: bool = False
-    """Whether it writes files to `ctx.run.folder`. If so, a host locks the folder against a second process; a Trainer always does."""
+    """Whether it writes files to `ctx.run.folder`.
+
+    If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
+    """
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process makes for itself, and that may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
@@ -73,7 +85,7 @@ class Callback(Hooks):
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments, so that a `CallbackSpec` can say how this object was made."""
+        """Keep the constructor's arguments, from which a `CallbackSpec` can make this object again."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
@@ -84,10 +96,13 @@ class Callback(Hooks):
         """Handle every event; `ctx.event` says which."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with the callbacks that are on the call sheet already. Called when this callback is added, unless it has a lane."""
+        """Share state with callbacks that are already on the call sheet.
+
+        The manager calls this when it adds the callback, unless the callback has a lane.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what must survive a resume, as plain data and tensors. Called when a checkpoint is saved."""
+        """Return, as plain data and tensors, the state that must survive a resume. Called when a checkpoint is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +115,10 @@ def label_of(callback: Callback) -> str:
 
 
 class Marks(NamedTuple):
-    """The options that the decorators `every`, `at` and the rank gates set on a function; None: the callback's option applies."""
+    """The options that the decorators `every`, `at` and the rank gates set on a function.
+
+    None means that the callback's option applies.
+    """
 
     every: Interval | None = None
     phase: Phase | None = None
@@ -114,8 +132,8 @@ W = TypeVar("W", bound=str)
 def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
     """Call the method only every `interval`, such as `"100ba"`, `"1ep"` or `"10m"`; a whole number means batches.
 
-    At `on_train_step_end`, `"100ba"` means steps 100, 200, ... At other events the method is called if an interval was completed since the
-    event was last fired. With `at_end` it is also called when `max_duration` is reached.
+    At `on_train_step_end`, `"100ba"` means the steps 100, 200, and so on. At other events, the method is called if an interval
+    was completed since the event was last fired. With `at_end`, it is also called when training reaches `max_duration`.
 
     Raises:
         RegistrationError: the interval is invalid or not above zero; the message names the method and its line.
@@ -137,7 +155,7 @@ def at(phase: Phase) -> Callable[[F], F]:
 def rank_zero_only(function: F) -> F:
     """Run the function on global rank 0 only. On other ranks it returns None.
 
-    The rank is read when the call sheet is compiled, or when the function is called, never at import.
+    The rank is read when the call sheet is compiled or the function is called, never when the module is imported.
     """
     return _gated("zero", function)
 
@@ -154,7 +172,7 @@ def marks(function: Any) -> Marks:
 
 
 def one_of(what: str, word: str, words: tuple[W, ...]) -> W:
-    """Return `word` if it is one of `words`; else raise a `ConfigError` that names the nearest."""
+    """Return `word` if it is one of `words`; otherwise raise a `ConfigError` that suggests the most similar one."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
     return words[words.index(word)]

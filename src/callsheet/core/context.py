@@ -1,7 +1,7 @@
 """The context: the object that every handler receives.
 
-Each loop (training, evaluation, test, prediction) has one, which it reuses for every event. A field outside its window is an empty slot, and
-reading it raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than an attribute.
+Each loop (training, evaluation, test, prediction) has one, which it reuses for every event. Reading a field outside its window
+raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than reading any attribute.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 
 Over = Literal["last", "mean", "sum"]
-"""How several values up to the log boundary are combined."""
+"""How several values that are logged before one log boundary are combined."""
 Across = Literal["mean", "sum", "max", "same"]
 """How the values of the ranks are combined."""
 
 Loggable = Mapping[Any, Any]
-"""Numbers by name, or one-dimensional tensors by a tuple of names, one for each number. (No narrower type accepts a dict of either.)"""
+"""A mapping of names to numbers, or of tuples of names to one-dimensional tensors with a number for each name. (A narrower type
+would not accept both kinds of dict.)
+"""
 
 
 class Accumulator(Protocol):
@@ -38,7 +40,7 @@ class Accumulator(Protocol):
         """Add values; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last values; see `Context.logged`."""
+        """Return the last logged values; see `Context.logged`."""
 
 
 class LoggerLine(Protocol):
@@ -109,17 +111,23 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.excuse: Callable[[str], None] | None = None
-        """In another framework's loop: called to log that a handler was skipped because a field is missing. None: a missing field is an error."""
+        """In another framework's loop, the function that logs that a handler was skipped because a field is missing.
+
+        None: a missing field raises.
+        """
         self.kept: frozenset[str] = frozenset()
         self.loss_is_new = False
-        """Whether the loop makes a new tensor for each step's loss and never writes to it again, so that a snapshot need not copy it."""
+        """Whether the loop makes a new tensor for each step's loss and never writes to that tensor again.
+
+        A snapshot then need not copy the loss.
+        """
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
         """Called by `mute` and `unmute`; set by the manager."""
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
         """Return a context for another loop of the same run, such as an evaluation. It shares all fields that are always available.
 
-        Values that are logged on it go to `accumulator`, or to this context's if none is given.
+        The new context logs to `accumulator`, or to this context's accumulator if none is given.
         """
         other = Context(
             self.run,
@@ -137,14 +145,14 @@ class Context:
         return other
 
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Log numbers for the next record; tensors stay on their device until the boundary.
+        """Log numbers for the next metrics record. Tensors stay on their device until the log boundary.
 
-        At `on_log`, values with `across="same"` are added to the record that is being made, `ctx.record`: the handlers that are called
-        later read them, the loggers among them.
+        At `on_log`, values with `across="same"` are added to `ctx.record`, the record that is being made, so handlers that are
+        called later, such as the loggers, read them.
 
         Args:
-            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names takes a one-dimensional tensor with a
-                number for each name, which is much cheaper for many numbers.
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a one-dimensional
+                tensor with a number for each name; this is much cheaper for many numbers.
             over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
             across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal already.
             weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
@@ -152,7 +160,8 @@ class Context:
         A tensor is not copied: the record holds its value at the boundary.
 
         Raises:
-            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
+            ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, or a value is not a single
+                number for each name.
         """
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
@@ -185,13 +194,13 @@ class Context:
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
         """Stop calling the callback's handlers for these events, from the next event to the run's end; a muted handler costs nothing.
 
-        Use it for handlers that are needed only now and then: `ctx.mute(self, "on_forward_end")`.
+        Use it for handlers that are needed only at some steps: `ctx.mute(self, "on_forward_end")`.
 
         Args:
-            callback: whose handlers.
-            events: their names.
-            until: the step at whose beginning they are unmuted. The call has no effect if that is only a few steps away, or in a loop that
-                does not report the ends of its steps; so check `ctx.step` in the handler as well.
+            callback: the callback whose handlers are muted.
+            events: the names of the events.
+            until: the step at whose beginning they are unmuted. If that step is only a few steps away, or the loop does not report
+                the ends of its steps, the call has no effect; so check `ctx.step` in the handler as well.
 
         Raises:
             UnknownEventError: no such event.
@@ -219,7 +228,10 @@ class Context:
         return distributed.gather(value)
 
     def has(self, name: str) -> bool:
-        """Return whether the field `name` is available now. `hasattr` returns the same, but is slower, since it formats an error message."""
+        """Return whether the field `name` is available now.
+
+        `hasattr` returns the same, but is slower, because it formats an error message first.
+        """
         reads = _READS.get(name)
         if reads is None:
             return hasattr(self, name)
@@ -243,7 +255,9 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete the fields of all windows, for example after an exception; keep those whose window ends with the event `before`."""
+        """Delete all fields that have a window, for example after an exception; keep those whose window ends with the event
+        `before`.
+        """
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):
@@ -273,14 +287,17 @@ def _floats(values: Loggable) -> dict[str, float]:
 
 
 def _new_state() -> TrainState:
-    """Return the state of a run that begins. Its module is imported here, since its dataclasses would slow down `import callsheet`."""
+    """Return the state of a run that begins.
+
+    Its module is imported only here, because its dataclasses would slow down `import callsheet`.
+    """
     from callsheet.core.run_state import TrainState
 
     return TrainState()
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
-"""The getters of the slots, which bypass `Context.__getattr__` and its error message."""
+"""For each field, the getter of its slot. It bypasses `Context.__getattr__` and the error message that it formats."""
 
 
 def _not_available(name: str, event: str | None) -> str:
@@ -298,7 +315,7 @@ for _field in FIELDS.values():
 
 
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
-    """Compile a function that deletes these fields. It runs at every step, and a loop over the names takes twice as long."""
+    """Compile a function that deletes these fields. It runs at every step; a loop over the names would take twice as long."""
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
     scope: dict[str, Any] = {}
     exec(f"def delete(ctx):\n{lines}    return", scope)  # the names come from the lifecycle's table
@@ -307,4 +324,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
 
 
 _DELETERS: dict[str, Callable[[Context], None]] = {}
-"""By event, the function that deletes the fields whose window it ends; compiled at the event's first `close`, which takes about 0.1 ms."""
+"""For each event, the function that deletes the fields whose window ends there.
+
+It is compiled at the event's first `close`, which takes about 0.1 ms.
+"""

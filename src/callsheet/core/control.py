@@ -1,10 +1,10 @@
-"""The requests that callbacks make of the loop.
+"""The requests that callbacks make to the loop.
 
-A request stays until the loop has carried it out; no later callback can cancel it. The loop carries requests out at its boundaries, never
-in the middle of a step.
+A request stays until the loop has carried it out; a later callback cannot cancel it. The loop carries requests out at its
+boundaries, never in the middle of a step.
 
-On several ranks, a request with `replicated=True`, which every rank makes, acts at the next boundary. Any other request is local to its
-rank until the loop has shared it with all ranks, and acts after that.
+On several ranks, a request with `replicated=True` is one that every rank makes; it acts at the next boundary. Any other request
+is known only to its own rank until the loop has shared it with all ranks, and acts after that.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
 """The methods of `Control` that make requests."""
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
-"""Kinds of checkpoints. If several are requested at one boundary, one checkpoint is written, of the kind that comes last here."""
+"""The kinds of checkpoints.
+
+If several are requested at one boundary, one checkpoint is written, of the kind that is latest in this list.
+"""
 
 
 class Request(NamedTuple):
     """One request.
 
-    `by` is the name that the requester gave, or else the callback's `name` or class. For a function outside a callback it is the
-    function's qualified name. `resumable` says of a stop that the same command continues training afterwards.
+    `by` is the name that the requester gave, or otherwise the callback's `name` or class. For a function that belongs to no
+    callback, it is the function's qualified name. For a stop, `resumable` says whether the same command continues training
+    afterwards.
     """
 
     what: str
@@ -48,10 +52,10 @@ class Request(NamedTuple):
 class Control:
     """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
 
-    `able` names the requests that the loop supports now. Any other raises `RequestRejected` at once. In a loop of another framework, which
-    `host` then names, it is ignored instead, and an error is logged once for each callback, so that training continues. `hints` has what to
-    do about an unsupported request.
-    `is_shared` says that there are other ranks, so that the requests of one rank wait in `local_requests` until all have agreed on them.
+    `able` names the requests that the loop supports now. An unsupported request raises `RequestRejected` at once. If `host` names
+    another framework, whose loop this is, the request is ignored instead, and an error is logged once for each callback, so that
+    training continues. `hints` says what to do about an unsupported request. `is_shared` says that there are other ranks; the
+    requests of one rank then wait in `local_requests` until all ranks have agreed on them.
     """
 
     __slots__ = (
@@ -73,7 +77,7 @@ class Control:
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
-        """For the manager: callbacks that all ranks agree to switch off."""
+        """The callbacks that all ranks have agreed to switch off. For the manager."""
         self.is_boundary_requested = False  # a lane has made a request that the loop has not yet processed
         self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
@@ -81,9 +85,10 @@ class Control:
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Request that training ends at the next boundary, with outcome `stopped`.
 
-        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then complete, and
-        `resume="auto"` trains no further step. Pass `resumable=True` for a stop after which it should continue training.
-        `replicated=True` says that every rank makes the same request, based only on replicated or reduced fields.
+        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then
+        complete, and `resume="auto"` trains no further step. Pass `resumable=True` if a later start with `resume="auto"` should
+        continue training. `replicated=True` says that every rank makes the same request, based only on replicated or reduced
+        fields.
 
         Raises:
             RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop does not support the request.
@@ -93,8 +98,8 @@ class Control:
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
 
-        `by` is the requester's name, by which it finds the checkpoint in `ctx.checkpoint.requested_by`, also after a resume. `metric` is the
-        metric by which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
+        `by` is the requester's name. A requester finds its checkpoint by this name in `ctx.checkpoint.requested_by`, also after a
+        resume. `metric` names the metric for which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
         """
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
@@ -111,7 +116,10 @@ class Control:
             self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load this checkpoint instead of the one that was found. Call it at `on_checkpoint_load_start`. Raises as `stop` does."""
+        """Load this checkpoint instead of the one that the loop found. Call it at `on_checkpoint_load_start`.
+
+        Raises as `stop` does.
+        """
         if self.supports(Request("load", "", _asker())):
             self.load_path = os.fspath(path)
 
@@ -122,12 +130,12 @@ class Control:
 
     @property
     def save_requested(self) -> Request | None:
-        """The save request whose kind the next boundary's checkpoint will have."""
+        """The save request that decides the kind of the checkpoint at the next boundary."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property
     def save_requests(self) -> tuple[Request, ...]:
-        """All save requests that the next boundary's checkpoint will satisfy."""
+        """All save requests that the checkpoint at the next boundary will satisfy."""
         return tuple(self._saves)
 
     @property
@@ -136,10 +144,10 @@ class Control:
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. In another framework's loop, log an error if it does not.
+        """Return whether the loop supports the request. In another framework's loop, log an error if it is not supported.
 
         Raises:
-            RequestRejected: it does not, and the loop is not another framework's.
+            RequestRejected: it is not supported, and the loop is callsheet's own.
             ConfigError: the kind of checkpoint is unknown.
         """
         if request.what not in self.able:
@@ -152,14 +160,17 @@ class Control:
         return True
 
     def ask(self, request: Request) -> None:
-        """Add a request of this rank alone. It acts as soon as all ranks know of it."""
+        """Add a request of this rank alone. It takes effect as soon as all ranks know of it."""
         if self.is_shared:
             self.local_requests.append(request)
         else:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks switch off an isolated callback that failed too often here. For the manager; see `switched_off`."""
+        """Request that all ranks switch off an isolated callback that failed too often on this rank.
+
+        For the manager; see `switched_off`.
+        """
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
@@ -187,7 +198,7 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Make the next boundary act on a request that every rank knows. For the loop."""
+        """Let the next boundary carry out a request that every rank knows. For the loop."""
         if request.what == "stop":
             self._stop = self._stop or request  # the first request is kept
         elif request.what == "evaluate":
@@ -233,8 +244,9 @@ class Control:
 def _asker() -> str:
     """Return the name of the callback that made the request, or the qualified name of the function that did.
 
-    It is found in the frames of the call, since requests are rare and noting the callback at every event would cost more. The search ends
-    at the frame that dispatched the event: reading `f_locals` of a frame keeps its variables alive until it returns, a model for example.
+    The name is found in the frames of the call stack: requests are rare, and recording the callback at every event would cost
+    more. The search ends at the frame that dispatched the event. It reads no frame beyond, because reading `f_locals` of a frame
+    keeps that frame's variables, a model for example, alive until it returns.
     """
     asking = frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:

@@ -1,8 +1,9 @@
 """The time that callbacks take, and a timeline of a few steps.
 
-Events inside a step are fired many times a second, so they are timed only in *windows*: a few steps in a row, now and then. In a window the
-manager dispatches from a second table, in which each handler is timed and the start and end of every span is noted. Outside windows the
-handlers are called directly. All other events, such as records, evaluations and checkpoints, are rare, and timed every time.
+Events inside a step are fired many times a second, so they are timed only in *windows*: groups of a few consecutive steps, from
+time to time. In a window the manager dispatches from a second table, in which each handler is timed and the start and end of
+every span are recorded. Outside windows the handlers are called directly. All other events, such as records, evaluations and
+checkpoints, are rare, and every one of them is timed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger("callsheet")
 MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
-_FIRST_STEP = 2  # steps that are not timed at the beginning, since they allocate and compile
+_FIRST_STEP = 2  # the first steps are not timed, since they allocate and compile
 _STEPS_PER_TIMED_STEP = 16  # at most one step in this many is in a window
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # a pause between windows grows with the run's time by this share, up to the seconds
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (
@@ -59,7 +60,7 @@ PATH_EVENTS = _path_events()
 
 
 class Cost(NamedTuple):
-    """The time that one callback took at one event in this process, in seconds; if `is_sampled`, in the windows only."""
+    """The seconds that one callback took at one event in this process; if `is_sampled`, in the windows only."""
 
     callback: str
     event: str
@@ -72,8 +73,8 @@ class Cost(NamedTuple):
 class Failures(NamedTuple):
     """The failures of an isolated callback in this process.
 
-    `last` is the last error's message. `is_off` says whether the callback was switched off. `dropped` and `undelivered` count the events
-    that its lane dropped, and those that the lane had not delivered at the run's end.
+    `last` is the message of the last error. `is_off` says whether the callback was switched off. `dropped` counts the events that
+    its lane dropped, and `undelivered` those that the lane had not delivered at the run's end.
     """
 
     callback: str
@@ -87,7 +88,10 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures of these callbacks, and of removed ones whose lanes dropped events; only of those that have any."""
+    """Return the failures of these callbacks, and of removed callbacks whose lanes dropped events.
+
+    Callbacks without failures are left out.
+    """
     return tuple(
         Failures(each.label, each.failures, each.is_off, each.last_failure, dropped.get(each, 0), undelivered.get(each, 0))
         for each in dict.fromkeys([*registrations, *dropped])
@@ -98,8 +102,8 @@ def failures_of(
 class CostReport(NamedTuple):
     """The costs and failures of the callbacks in this process so far.
 
-    `seconds` is the time of `steps` steps, with evaluations and saves. `window_steps` of them were timed; these took `window_seconds`, from
-    the fetch of the batch to the step's end.
+    `seconds` is the time that `steps` steps took, including evaluations and saves. `window_steps` of them were timed; these took
+    `window_seconds`, measured from the fetch of the batch to the step's end.
     """
 
     mode: str
@@ -111,7 +115,9 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the fraction of the time that it takes: of a step if it is sampled, else of the whole run."""
+        """Return the fraction of time that the callback takes at this event: of a step if it is sampled, otherwise of the whole
+        run.
+        """
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 
@@ -122,7 +128,10 @@ class CostReport(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A span (`callback` is empty) or a callback at an event, in seconds from its window's start. Slices nest by their times."""
+    """A span (then `callback` is empty) or a callback at an event; times are in seconds from its window's start.
+
+    Slices nest by their times.
+    """
 
     name: str
     begin: float
@@ -132,7 +141,7 @@ class Slice(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A few timed steps in a row. `began` is in seconds since 1970. `is_whole` is False if slices were left out."""
+    """A few consecutive steps that were timed. `began` is in seconds since 1970. `is_whole` is False if slices were left out."""
 
     first_step: int
     last_step: int
@@ -142,7 +151,7 @@ class Window(NamedTuple):
     is_whole: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the window as plain data; a slice is the list of its fields."""
+        """Return the window as plain data. Each slice becomes the list of its fields."""
         return self._asdict() | {"slices": [list(each) for each in self.slices]}
 
 
@@ -155,11 +164,11 @@ class _Cell:
         self.callback, self.event = callback, event
         self.calls = 0
         self.seconds = self.worst = 0.0
-        self.window_seconds = 0.0  # the part of `seconds` while a window was open
+        self.window_seconds = 0.0  # the part of `seconds` that was measured in windows
 
 
 class _Open(NamedTuple):
-    """A window that is being recorded: marks are (time, event, step), slices (begin, seconds, event, step, callback)."""
+    """A window that is being recorded. A mark is (time, event, step); a slice is (begin, seconds, event, step, callback)."""
 
     first_step: int
     began: float
@@ -188,7 +197,7 @@ class Costs:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, for a run that begins."""
+        """Delete all measurements, because a new run begins."""
         self._cells: dict[tuple[int, str, str], _Cell] = {}
         self._named: set[str] = set()
         self._open = None
@@ -202,7 +211,7 @@ class Costs:
         """The step after which a window begins or ends."""
 
     def begin(self, step: int) -> None:
-        """Begin to count after `step`, from which this process trains on."""
+        """Begin to count after `step`, where this process starts training."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP
@@ -213,7 +222,7 @@ class Costs:
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed: in the timed table if `in_window`, else in the plain one."""
+        """Return whether handlers of `event` are timed: in the timed table if `in_window`, otherwise in the plain table."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
@@ -238,7 +247,7 @@ class Costs:
         return run
 
     def mark(self, ctx: Context) -> None:
-        """Note the time of a span's start or end while a window is open."""
+        """Record the time of a span's start or end while a window is open."""
         if self._open is not None:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
@@ -263,7 +272,10 @@ class Costs:
         self.next_step = step + max((_STEPS_PER_TIMED_STEP - 1) * WINDOW_STEPS, apart)
 
     def should_publish(self, *, is_last: bool) -> bool:
-        """Return whether the costs should be published now: always at the run's end, and before it less and less often."""
+        """Return whether the costs should be published now.
+
+        The answer is always yes at the run's end, and before that less and less often.
+        """
         now = perf_counter() - self._began
         if self.mode == "off" or (now < self._publish_at and not is_last):
             return False
@@ -271,7 +283,7 @@ class Costs:
         return True
 
     def take_window(self) -> Window | None:
-        """Return the window that ended last, once; None if there is no new one."""
+        """Return the window that ended last, or None if it was returned before."""
         latest, self._latest = self._latest, None
         return latest
 
@@ -316,7 +328,7 @@ class Costs:
 
 
 def _nested(opened: _Open) -> list[Slice]:
-    """Return the window's slices in the order of their starts, without spans that began before the window or have not ended."""
+    """Return the window's slices in the order of their starts. Spans that began before the window or have not ended are left out."""
     slices = [
         Slice(event, begin - opened.start, seconds, step, callback) for begin, seconds, event, step, callback in opened.slices
     ]

@@ -22,11 +22,11 @@ class Lanes(Protocol):
         """Return what the training thread calls in place of a handler that runs in a lane."""
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with a wait for the lanes before the loggers."""
+        """Return `on_run_end` with an additional handler that waits for the lanes before the loggers are called."""
 
 
 class DispatchTable:
-    """The entries of all events and their compiled form, on this rank and outside or inside a timing window.
+    """The entries of all events and their compiled form on this rank, both outside and inside a timing window.
 
     Args:
         costs: says which handlers are timed, and whether a timing window is open.
@@ -38,12 +38,14 @@ class DispatchTable:
         self.entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
         self.has_listeners = HasListeners()
         self.active: dict[str, CompiledEvent] = {}
-        """What a dispatch reads: a copy of the plain table, or of the timed one inside a timing window. Changed in place; empty until it is
-        compiled, so that a lookup that fails compiles it."""
+        """The table that a dispatch reads: a copy of the plain table, or of the timed one inside a timing window.
+
+        It is changed in place. Until an event is compiled its lookup fails, which compiles it.
+        """
         self.ranks: Ranks | None = None
         """The ranks of the run in progress."""
         self.lanes: Lanes | None = None
-        """Set when a handler has a lane."""
+        """The lanes; set as soon as a handler has one."""
         self._checking = checking
         self._plain: dict[str, CompiledEvent] = {}
         self._timed: dict[str, CompiledEvent] = {}
@@ -69,13 +71,13 @@ class DispatchTable:
         return spans
 
     def close(self) -> None:
-        """Forget the run's ranks and loops, and what was compiled for them."""
+        """Forget the run's ranks and loops and the events that were compiled for them."""
         self._spans = []
         self.ranks = None
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the compiled event, outside and inside a run."""
+        """Return the compiled event. It works both outside and inside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -101,7 +103,7 @@ class DispatchTable:
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Dispatch from the timed table inside a timing window, else from the plain one."""
+        """Dispatch these events from the timed table inside a timing window, otherwise from the plain one."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table({}, EVENTS, in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

@@ -9,7 +9,7 @@ from callsheet.errors import UnknownEventError, did_you_mean
 
 
 class Event(StrEnum):
-    """An event's name: `Event.TRAIN_STEP_END == "on_train_step_end"`."""
+    """The name of an event. Each member equals its string: `Event.TRAIN_STEP_END == "on_train_step_end"`."""
 
     # generated: events
     RUN_START = "on_run_start"

@@ -1,4 +1,4 @@
-"""Names from other frameworks, and what they are called in callsheet."""
+"""Names of other frameworks, and the names of the same things in callsheet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ FAMILIAR: Mapping[str, str] = {
     "WandbCallback": "WandBLogger",
     "WandbLogger": "WandBLogger",
 }
-"""Classes of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer, by their names there."""
+"""The callsheet names for classes of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer, by their names
+there.
+"""
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",

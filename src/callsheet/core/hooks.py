@@ -1,4 +1,4 @@
-"""One empty method for every event. `Callback` inherits them, and editors complete them.
+"""One empty method for every event. `Callback` inherits them, so that editors can complete their names.
 
 A handler returns None. An `async def` handler returns an awaitable, which its lane awaits.
 """

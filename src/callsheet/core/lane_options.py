@@ -1,4 +1,4 @@
-"""What a callback may say about its lane."""
+"""The options of a callback's lane."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 No other file lists event names or fields by hand. The `Callback` methods, `Event`, the spans, the docs' tables, the bridges' maps and the
 tests' oracles are generated from this table (`make generate`) or checked against it.
 
-A span is a named part of a run with two events, `on_<span>_start` and `on_<span>_end`. A point is a single event. A span's `order` says
-what may occur directly inside it, as a regular expression over the names of spans and points: `a b` is a then b, `a | b` either,
-`a?` at most one, `a*` any number, `a+` at least one. Points in `ANYWHERE` may occur in any span.
+A span is a named part of a run with two events, `on_<span>_start` and `on_<span>_end`. A point is a single event, without a start
+and an end. A span's `order` says what may occur directly inside it, as a regular expression over the names of spans and points:
+`a b` is a then b, `a | b` either, `a?` at most one, `a*` any number, `a+` at least one. Points in `ANYWHERE` may occur in any
+span.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-VERSION = "1.0"  # the major number changes when an event, a field or an order is removed or changes its meaning
+VERSION = "1.0"  # the major number changes if an event, field or order is removed or changes its meaning
 
 
 class Span(NamedTuple):
@@ -45,9 +46,10 @@ class Point(NamedTuple):
 class Field(NamedTuple):
     """A field of the context.
 
-    `windows` are pairs of events, both included, between which the field is available; none means always. `kind` says how the values of
-    the ranks relate: `replicated` (the same on all), `local`, `reduced` (computed over the ranks) or `agreed`. `writable` names the events
-    at which a callback may replace it. `kept_until` is the end of the window if a callback names the field in `keep_fields`.
+    `windows` are pairs of events, both included, between which the field is available; none means always. `kind` says how the
+    values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over the ranks) or
+    `agreed`. `writable` names the events at which a callback may replace it. `kept_until` is the end of the window if a callback
+    names the field in `keep_fields`.
     """
 
     name: str
@@ -61,10 +63,14 @@ class Field(NamedTuple):
 
 _SAVE = "(on_checkpoint_due checkpoint_save?)?"
 BOUNDARY = f"(on_log? (eval_all on_log?)? {_SAVE} | on_log? {_SAVE} eval_all on_log? {_SAVE})"
-"""What may occur after a step, an epoch or a round. The record comes first. A checkpoint is saved after the evaluation, so that "best" is
-up to date; a resume checkpoint may also be saved before it, so that it does not depend on the evaluation.
+"""What may occur after a step, an epoch or a round. The metrics record comes first.
 
-A boundary may also come first in a span: a resumed run finishes the boundary whose evaluation was still due in its checkpoint."""
+A checkpoint is saved after the evaluation, so that "best" includes its result. A checkpoint for resuming may also be saved before
+the evaluation, so that it exists even if the evaluation fails.
+
+A span may also begin with a boundary: a resumed run finishes the boundary at which its checkpoint was saved, if the evaluation
+was still due there.
+"""
 
 SPANS: dict[str, Span] = {
     span.name: span
@@ -337,7 +343,9 @@ def names_in(order: str) -> list[str]:
 
 
 def canonical_order() -> tuple[str, ...]:
-    """Return every event once, in the order of a run with one of everything; the points of `ANYWHERE` come just before `on_run_end`."""
+    """Return every event once, in the order in which they occur in a run that has everything; the points of `ANYWHERE` come just
+    before `on_run_end`.
+    """
     events: dict[str, None] = {}
 
     def walk(span: Span) -> None:
@@ -385,7 +393,7 @@ def description(event: str) -> str:
 def fields_available(event: str) -> tuple[str, ...]:
     """Return the fields that are available at `event` but not at every event, in the table's order.
 
-    At a point of `ANYWHERE`, the fields of the surrounding span are available as well; they are not in the result.
+    At a point of `ANYWHERE`, the fields of the surrounding span are also available; they are not in the result.
     """
     at = EVENTS.index(event)
     return tuple(
@@ -403,7 +411,10 @@ ALWAYS: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not f
 
 
 def tree() -> str:
-    """Return the lifecycle drawn as a tree, one span or point a line; what occurs at several boundaries is drawn once."""
+    """Return the lifecycle drawn as a tree, with one span or point a line.
+
+    What may occur at several boundaries is drawn only once.
+    """
     lines: list[str] = []
     drawn: set[str] = set()
 

@@ -46,10 +46,12 @@ Every = str | int | Time | Interval | None
 class CallbackManager:
     """Hold the callbacks and functions of a run, and call them in order when an event is fired.
 
-    Args: callbacks: added first; more can be added later. checking: raise if an observer draws random numbers without
-    `draws_random`. This compares all random states before and after every handler, so use it in tests only. costs: which calls
-    are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`. warn_share: warn once about each
-    callback that takes more than this fraction of a step. None: never warn.
+    Args:
+        callbacks: added first; more can be added later.
+        checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after
+            every handler, so use it in tests only.
+        costs: which calls are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`.
+        warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
 
     Raises:
         ConfigError: `costs` is unknown, or `warn_share` is not a positive fraction.
@@ -202,7 +204,8 @@ class CallbackManager:
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
         """Remove a callback, all callbacks of a class, or a function. Return how many were removed.
 
-        Raises: RegistrationError: nothing on the call sheet matches.
+        Raises:
+            RegistrationError: nothing on the call sheet matches.
         """
         gone = [
             registration
@@ -354,8 +357,9 @@ class CallbackManager:
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Pass the costs and the latest window to the loggers if they are due or `is_last` is set. The loop calls this after a
-        record.
+        """Pass the costs and the latest window to the loggers if they are due or `is_last` is set.
+
+        The loop calls this after a record.
         """
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
@@ -381,23 +385,26 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """Wait a moment for the lanes, so that the record includes what they are logging. The loop calls this before a record
-        that may be the last.
+        """Wait a moment for the lanes, so that the record includes what they are logging.
+
+        The loop calls this before a record that may be the last.
         """
         if self._lanes is not None:
             self._lanes.flush()
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`. The loop calls this when
-        it receives a signal.
+        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`.
+
+        The loop calls this when it receives a signal.
         """
         if self._lanes is not None:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until the lanes have delivered all events so far; each lane may use most of its deadline. Called before
-        `on_run_end` is fired.
+        """Wait until the lanes have delivered all events so far; each lane may use most of its deadline.
+
+        Called before `on_run_end` is fired.
         """
         if self._lanes is not None:
             self._lanes.drain()
@@ -442,8 +449,9 @@ class CallbackManager:
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the saved state of every callback. A callback without a saved state starts fresh. States that are missing and
-        states that belong to no callback are logged.
+        """Load the saved state of every callback. A callback without a saved state starts fresh.
+
+        States that are missing and states that belong to no callback are logged.
 
         If a callback in a lane or an isolated one raises, or does not load its state within the lane's deadline, the error is
         logged and the callback starts without the state.

@@ -1,4 +1,4 @@
-"""Muting: events that are not fired for a callback, for good or until a step."""
+"""Muting: a callback's handlers for an event are not called, for the rest of the run or until a step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Muting:
     def mute(
         self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
     ) -> None:
-        """Mute or unmute events of a callback; with `until`, unmute them before that step.
+        """Mute or unmute events of a callback. With `until`, mute them only until that step.
 
-        A mute that would end within a few steps does nothing, since muting costs more than the calls.
+        A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
         """
         if until is not None and ctx is not None:
             if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: nobody would unmute
@@ -56,11 +56,11 @@ class Muting:
             self._set(registration, registration.muted - events)
 
     def _waking(self, registration: Registration) -> frozenset[str]:
-        """Return the events that the callback has muted until some step."""
+        """Return the events of the callback that are muted only until some step."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Cancel the scheduled unmuting of these events, which a later `mute` or `unmute` replaces."""
+        """Cancel the scheduled unmuting of these events, because a new call of `mute` or `unmute` takes its place."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

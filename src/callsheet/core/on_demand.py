@@ -12,14 +12,14 @@ from callsheet.core.optional import needed_by
 from callsheet.errors import did_you_mean
 
 _HOMES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
-"""Packages that are searched for a name that was imported from the wrong package."""
+"""The packages in which a name is looked up if it was imported from the wrong package."""
 
 
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package, which imports an attribute from the module that `modules` names for it.
+    """Return the `__getattr__` of a package. It imports an attribute from the module that `modules` names for it.
 
-    If an optional package is missing, the error has the command that installs it. For an unknown attribute it raises AttributeError, or
-    ImportError in `from package import name`; the message says what the attribute is called here, or in which package it is.
+    If an optional package is missing, the error names the command that installs it. An unknown attribute raises AttributeError,
+    or ImportError in `from package import name`; the message says which name callsheet uses instead, or which package has it.
     """
 
     def get(name: str) -> Any:
@@ -30,7 +30,7 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
             return found
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
-            # For this statement, Python replaces the message of an AttributeError.
+            # In a `from package import name` statement, Python would replace the message of an AttributeError by its own.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}")
 

@@ -35,7 +35,10 @@ _EXTRAS = {
     "report": ("plotly",),
     "opentelemetry": ("opentelemetry",),
 }
-"""Which extra installs which modules. A module that only one class needs is named where that class loads it."""
+"""For each extra of this package, the modules that it installs.
+
+A module that only one class needs is named where that class loads it.
+"""
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
     "accelerate": "accelerate",  # the rest are the frameworks that have a bridge
@@ -72,7 +75,7 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
 
 
 def need(*modules: str, extra: str, wanted_by: str) -> None:
-    """Raise MissingPackage if one of these modules is not installed, without importing them."""
+    """Raise MissingPackage if one of these modules is not installed. The modules are not imported."""
     import importlib.util
 
     for module in modules:
@@ -84,7 +87,8 @@ def need(*modules: str, extra: str, wanted_by: str) -> None:
 def needed_by(name: str) -> Iterator[None]:
     """Turn an import error of an optional package inside the block into MissingPackage, which says what to install for `name`.
 
-    In nested blocks the outermost `name` is used. The import error of a module that callsheet does not use itself is raised unchanged.
+    In nested blocks the outermost `name` is used. An import error of a module that callsheet does not use itself is raised
+    unchanged.
     """
     name = _asked_for.get() or name
     before = _asked_for.set(name)
@@ -104,5 +108,7 @@ def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
 
 
 def _is_a_mere_folder(package: ModuleType) -> bool:
-    """Return whether the package is only a folder of that name in the working directory, such as one that a tracker writes to."""
+    """Return whether the package is only a folder of the same name in the working directory, such as one in which a tracker
+    stores its files.
+    """
     return [Path(path).parent for path in package.__path__] == [Path.cwd()]

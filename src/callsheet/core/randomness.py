@@ -10,7 +10,7 @@ from typing import Any
 def random_state() -> dict[str, Any]:
     """Return every random state of this process, as plain data, arrays and tensors.
 
-    CUDA's states are read only if CUDA is initialised; reading them waits for the device.
+    CUDA's states are read only if CUDA is initialised. Reading them waits until the device has finished its work.
     """
     state: dict[str, Any] = {"python": random.getstate()}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned; states of libraries that this process has not imported are ignored."""
+    """Restore what `random_state` returned. States of libraries that this process has not imported are ignored."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     random.setstate(state["python"])
     if numpy is not None and "numpy" in state:
@@ -46,7 +46,7 @@ def seed_all(seed: int) -> None:
 
 
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two results of `random_state` are equal in the states that both hold."""
+    """Return whether two results of `random_state` are equal, comparing only the states that both contain."""
 
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, (tuple, list)):

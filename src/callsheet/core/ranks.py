@@ -1,4 +1,4 @@
-"""The ranks of this process, and rank gates. Only `gather` communicates."""
+"""The ranks of this process, and rank gates. Only `gather` communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
 def read_ranks() -> Ranks:
     """Return the ranks of torch.distributed if it is initialized, else those of torchrun's environment variables.
 
-    They are read when a run starts, never at import, since a process group may be made in between.
+    Ranks are read when a run starts and not when a module is imported, because the process group may be made in between.
 
     Raises:
         ConfigError: an environment variable does not hold a whole number.
@@ -57,7 +57,7 @@ def read_ranks() -> Ranks:
 
 
 def initialised_distributed() -> Any | None:
-    """Return the module torch.distributed if the program has imported it and made a process group, else None."""
+    """Return the module torch.distributed if the program has imported it and has made a process group, otherwise None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed

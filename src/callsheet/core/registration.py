@@ -1,4 +1,4 @@
-"""The checks on a callback when it is added, so that a mistake fails at once and not a thousand steps later."""
+"""The checks on a callback when it is added. They make a mistake fail at once and not a thousand steps later."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class HandlerOptions(NamedTuple):
 
 
 def check_callback(callback: object) -> Callback:
-    """Return `callback` if it is an instance of `Callback` without mistakes.
+    """Return `callback` if it is a valid instance of `Callback`.
 
     Raises:
         NotACallbackError: it is a class, or not a callback at all.
-        UnknownEventError: a method is named like an event that does not exist.
+        UnknownEventError: a method's name begins with `on_`, but there is no such event.
         RegistrationError: an option or a method is invalid.
     """
     if isinstance(callback, Background):
@@ -109,7 +109,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of a checked callback by event: of all events if it overrides `on_event`."""
+    """Return the handlers of a checked callback by event. If it overrides `on_event`, that is its handler for all events."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
@@ -138,7 +138,7 @@ def is_inherited(handler: object, name: str) -> bool:
 
 
 def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
-    """Return the options of `handler`: those given at registration, else its decorators', else its callback's.
+    """Return the options of `handler`. The options given at registration come first, then its decorators', then its callback's.
 
     Raises:
         RegistrationError: an option is unknown, or two options exclude each other; the message names the callback and its line.
@@ -169,7 +169,7 @@ def entry_of(
 
 
 def check_unique(callback: Callback, registrations: Iterable[Registration]) -> None:
-    """Raise RegistrationError if the callback is there already, or if another one would keep its state under the same name."""
+    """Raise RegistrationError if the callback was added before, or if another callback would keep its state under the same name."""
     for registration in registrations:
         other = registration.thing
         if other is callback:
@@ -253,7 +253,10 @@ def _check_signature(handler: Callable[..., Any], label: str) -> None:
 
 
 def _public_names(callback: Callback) -> Iterator[str]:
-    """Yield the names of the callback's own functions and values, without properties, since reading one would run its code."""
+    """Yield the names of the callback's own functions and values.
+
+    Properties are left out, because reading one would run its code.
+    """
     base = set(dir(Callback)) - _EVENTS
     for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
         if not name.startswith("_") and name not in base:

@@ -30,11 +30,11 @@ class Outcome(StrEnum):
 class RunInfo:
     """The run: its name, folder, configuration, and this process's ranks and device.
 
-    `checkpoints` is where its checkpoints are, a folder or a URL; by default the folder `checkpoints` in `folder`.
-    `outcome` and `outcome_reason` are set at the run's end; the reason is one line, such as
-    "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or "ValueError: ...".
-    `failures`, at the run's end, are the callbacks of this process that failed or whose lanes lost events.
-    `has_lost_folder` says that another process has taken over the folder, so that nothing may be written there any more.
+    `checkpoints` is the folder or URL of its checkpoints, by default the folder `checkpoints` in `folder`. `outcome` and
+    `outcome_reason` are set at the run's end; the reason is one line, such as "stopped by EarlyStopper: ...", "reached
+    max_duration, 2ep", "signal SIGTERM" or "ValueError: ...". `failures` is set at the run's end too: the callbacks of this
+    process that failed or whose lanes lost events. `has_lost_folder` says that another process has taken over the folder, so that
+    nothing may be written there any more.
     """
 
     name: str
@@ -65,12 +65,12 @@ class RunInfo:
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine among all, from 0."""
+        """The number of this machine among all machines, from 0."""
         return self.ranks.node_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return self.ranks.world_size
 
     @property
@@ -85,7 +85,10 @@ class RunInfo:
 
 
 class RunConstants(NamedTuple):
-    """The attributes of a `TrainState` that no step changes. It is replaced, never changed in place, so that a snapshot needs no copy."""
+    """The attributes of a `TrainState` that do not change from step to step.
+
+    The object is replaced and never changed in place, so a snapshot need not copy it.
+    """
 
     max_duration: Time | None = None
     baseline: Timestamp = Timestamp()
@@ -104,9 +107,10 @@ def _of_course(name: str) -> Any:
 class TrainState:
     """The progress of training.
 
-    `timestamp` counts what is completed and changes just before each end event; `previous_timestamp` is the one before the last step.
-    Samples, tokens and seconds in them are those of the last log boundary. `baseline` is the timestamp at which this process began.
-    `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
+    `timestamp` counts what is complete and changes just before each end event; `previous_timestamp` is its value before the last
+    step. Their samples, tokens and seconds are those at the last log boundary. `baseline` is the timestamp at which this process
+    began. `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the
+    evaluated datasets.
     """
 
     timestamp: Timestamp
@@ -156,7 +160,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """What was logged since the last log boundary, as floats. The speeds leave out the time of evaluation and saving.
+    """What was logged since the last log boundary, as floats. The speeds do not include the time of evaluation and saving.
 
     To add values to it at `on_log`, call `ctx.log(values, across="same")`.
     """
@@ -173,8 +177,8 @@ class MetricsRecord:
 class CheckpointInfo:
     """One checkpoint. `kind` is periodic, best, final, preempt or requested.
 
-    `size_bytes`, and `is_finite` (whether weights and loss are), are known once it is written. `requested_by` holds the name of each
-    requester (`Control.save`) once; it is empty if no request was made.
+    `size_bytes` and `is_finite` (whether all weights and the loss are finite) are set once the checkpoint is written.
+    `requested_by` holds the name of each requester (`Control.save`) once; it is empty if nobody requested the checkpoint.
     """
 
     path: str

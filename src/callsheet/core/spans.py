@@ -1,10 +1,12 @@
-"""Spans: context managers that fire a span's start and end, so that the loop reads like the lifecycle.
+"""Spans: context managers that fire the start and end event of a span.
+
+They let the code of a loop show the order of the lifecycle.
 
     with spans.train_step:
         ...
 
-A span whose events have no handlers only notes its name when an exception passes. Handlers are looked up when an event is fired, so a
-callback that is added inside a span is called at its end.
+A span whose events have no handlers does nothing, except that it notes its name on an exception that leaves it. Handlers are
+looked up when an event is fired, so a callback that is added inside a span is called at the span's end.
 """
 
 from __future__ import annotations
@@ -18,21 +20,22 @@ from callsheet.core.lifecycle import EVENTS, SPANS
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
-    """Note on `error` that it left `span`. Only the first call, for the innermost span, has an effect."""
+    """Note on `error` which span it left. Only the first call, for the innermost span, has an effect."""
     error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr, which a frozen exception rejects
 
 
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
-    """Return the innermost span that `error` left, and the context of its loop, and remove the note.
+    """Return the innermost span that `error` left and the context of its loop. Remove the note from the error.
 
-    Without the note, the error does not keep the model alive, can be pickled, and can be noted by a run around this one.
+    Removing the note has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
+    own span.
     """
     noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
     return noted
 
 
 class Span:
-    """One span of one context: a context manager that fires its start and its end."""
+    """A span of one context, as a context manager that fires the start and the end."""
 
     __slots__ = ("_ctx", "_dispatcher", "ends", "name", "starts")
 
@@ -73,14 +76,14 @@ class Span:
 
 
 _EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
-"""For every start or end event, its span and the slot of `Span` that holds it."""
+"""For every start or end event, the name of its span, and the slot of `Span` that holds the compiled event."""
 for _span in SPANS.values():
     for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
         _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
 
 
 class Spans:
-    """The spans of one context, as attributes of their names."""
+    """The spans of one context. Each is an attribute of the same name."""
 
     __slots__ = ("ctx", "links", *SPANS)
 
@@ -118,12 +121,12 @@ class Spans:
     def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self.ctx = ctx
         self.links = 0
-        """How often `link` was called."""
+        """How many times `link` was called."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Set the compiled form of these events in their spans, after the dispatch table has changed."""
+        """After a change of the dispatch table, set the compiled form of these events in their spans."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -132,7 +135,9 @@ class Spans:
 
 
 class HasListeners:
-    """Whether an event has a handler, as an attribute of the event's name: `if has_listeners.on_log:` costs no more than a flag."""
+    """Whether each event has a handler, as an attribute named after the event: `if has_listeners.on_log:` costs no more than
+    reading a flag.
+    """
 
     __slots__ = EVENTS
 

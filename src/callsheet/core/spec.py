@@ -1,4 +1,4 @@
-"""A callback as plain data, and the objects at dotted import paths."""
+"""Callbacks as plain data, and the import of objects by their dotted paths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class CallbackSpec:
-    """A callback as plain data, as in the YAML, the run's folder, the report and the transport.
+    """A callback as plain data. The YAML, the run's folder, the report and the transport use this form.
 
-    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's, if it was set; `state` is
-    its `state_dict`.
+    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's name if one was
+    set; `state` is what its `state_dict` returned.
     """
 
     class_path: str
@@ -56,7 +56,7 @@ class CallbackSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the spec of which `to_dict` returned `data`. Raises `ConfigError` on unknown keys."""
+        """Return the spec for the `data` that `to_dict` returned. Raises `ConfigError` on unknown keys."""
         for key in data:
             one_of("key of a callback spec", key, cls._KEYS)
         if not isinstance(data.get("class_path"), str):
@@ -78,7 +78,7 @@ class CallbackSpec:
     def build(self) -> Callback:
         """Construct the callback, with its name and state.
 
-        This imports the class, which runs its module: build only specs whose origin you trust.
+        Building imports the class and so runs its module; build only specs whose origin you trust.
 
         Raises:
             ConfigError: the class cannot be found, or does not take these arguments.
@@ -103,7 +103,10 @@ class CallbackSpec:
 
 
 def import_path(path: str) -> Any:
-    """Return the object at `package.module.Name`, nested names included. Raises a `ConfigError` that names a missing part."""
+    """Return the object at `package.module.Name`; `Name` may be nested.
+
+    Raises a `ConfigError` that names the part that is missing.
+    """
     parts = path.split(".")
     if not all(parts):
         raise ConfigError(f"{path!r} is not an import path; write one like 'package.module.Name'")

@@ -112,8 +112,9 @@ def results_of(
 ) -> dict[Registration, T]:
     """Return what the calls return. Calls that failed are left out.
 
-    Args: calls: the function to call for each callback; for one in a lane, a function that waits for its result. failed: called
-    with the error of a callback that is isolated or has a lane.
+    Args:
+        calls: the function to call for each callback; for one in a lane, a function that waits for its result.
+        failed: called with the error of a callback that is isolated or has a lane.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.

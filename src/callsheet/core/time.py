@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class TimeUnit(StrEnum):
-    """What a time counts. Its value is the suffix in a string: `"10ba"` is ten batches.
+    """The unit of a time. Its value is the suffix in a string: `"10ba"` is ten batches.
 
-    Rounds, epochs, batches, samples and tokens are whole; `dur` (a fraction of `max_duration`) and `sec` are floats.
-    The units and their suffixes are Composer's.
+    Rounds, epochs, batches, samples and tokens are whole numbers; `dur` (a fraction of `max_duration`) and `sec` are floats. The
+    units and their suffixes are Composer's.
     """
 
     ROUND = "iter"
@@ -79,13 +79,13 @@ def _read(text: str) -> tuple[float, TimeUnit]:
 class Time:
     """A number of one unit: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
-    A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or hours,
-    minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). `value` is an int, or a float for `dur` and `sec`. It
-    may be negative, as the result of a subtraction.
+    A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
+    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). `value` is an int, or a float for
+    `dur` and `sec`. `value` may be negative, because a subtraction may give such a time.
 
-    Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They can be
-    multiplied and divided by a number; whole units are rounded down. `==` is False for different units. A string equals a time if it is
-    exactly `str(time)`, so that equal values have the same hash.
+    Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They
+    can be multiplied and divided by a number; whole units are rounded down. Times of different units are never equal. A time
+    equals a string only if the string is exactly `str(time)`; this way equal values have the same hash.
 
     Raises ConfigError, with a hint, for an invalid time; MixedUnitsError if two units are combined with anything but `==`.
 
@@ -117,7 +117,9 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Return a Time from what a user may write. A whole number without a unit, also as text, has the `default` unit.
+        """Return a Time from a value that a user wrote.
+
+        A whole number without a unit gets the `default` unit, also if it is text.
 
         Raises ConfigError for a bool, and for a number without a unit if there is no default.
         """
@@ -128,7 +130,7 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how` of the two values, which must have one unit; NotImplemented if `other` is not a time."""
+        """Return `how(a, b)` for the two values, which must have the same unit; NotImplemented if `other` is not a time."""
         if isinstance(other, str):
             other = Time(other)
         if not isinstance(other, Time):
@@ -194,7 +196,7 @@ class Time:
         return f'Time("{self}")'
 
 
-# The place of each unit in a timestamp: its first six fields, in the order of the units.
+# The position of each unit in a timestamp. A timestamp's first six fields are in the order of the units.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
@@ -202,11 +204,11 @@ _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 class Timestamp(NamedTuple):
     """The progress of a run: completed rounds, epochs, batches, samples and tokens (over all ranks), and seconds of training.
 
-    It is immutable. It can be compared with a Time or a string, by the counter of that unit: `timestamp >= "10ba"`. Two timestamps can be
-    equal, but ordering them raises TypeError, since their counters may disagree on the order.
+    It is immutable. Comparing it with a Time or a string compares the counter of that unit: `timestamp >= "10ba"`. Two timestamps
+    can be equal, but ordering them raises TypeError, because their counters may disagree on the order.
     """
 
-    # A named tuple, since one is made at every step and a frozen dataclass takes three times as long to make.
+    # This is a named tuple because one is made at every step; a frozen dataclass takes three times as long to make.
     round: int = 0
     epoch: int = 0
     batch: int = 0
@@ -236,21 +238,21 @@ class Timestamp(NamedTuple):
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """Return the timestamp with the sums over the ranks added, in total and within the epoch."""
+        """Return the timestamp with these sums over the ranks added, both to the totals and to the counters within the epoch."""
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds
         more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # overrides tuple.count, which has no use here
-        """Return the completed number of `unit`. Raises ConfigError for `dur`, which also depends on `max_duration`."""
+        """Return how many of `unit` are complete. Raises ConfigError for `dur`, which depends on `max_duration` too."""
         try:
             return self[_SLOT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return the completed number of `unit` as a Time. Raises ConfigError for `dur`."""
+        """Return how many of `unit` are complete, as a Time. Raises ConfigError for `dur`."""
         return Time(self.count(unit), unit)
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
@@ -272,11 +274,11 @@ class Timestamp(NamedTuple):
         return self._against(other, lambda a, b: a >= b)
 
     def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # overrides the concatenation of tuples
-        """Return the time, in the other's unit, that is later by `other`: `timestamp + "100ba"`."""
+        """Return, in the unit of `other`, the time that is `other` after this timestamp: `timestamp + "100ba"`."""
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """Return the time, in the other's unit, that is earlier by `other`."""
+        """Return, in the unit of `other`, the time that is `other` before this timestamp."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:
@@ -297,7 +299,7 @@ class Timestamp(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
-        """Return the timestamp of which `to_dict` returned `data`. Raises ConfigError for an invalid key or value."""
+        """Return the timestamp for the `data` that `to_dict` returned. Raises ConfigError for an invalid key or value."""
         odd = set(cls._fields).symmetric_difference(data if isinstance(data, Mapping) else ())
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
@@ -312,8 +314,8 @@ class Timestamp(NamedTuple):
 class Interval:
     """Every N of a unit: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    A whole number without a unit has the `default` unit, batches. With `at_end` it is also due when training reaches `max_duration`.
-    Raises ConfigError for an invalid time, or one that is not above 0.
+    A whole number without a unit has the `default` unit, batches. With `at_end` the interval is also due when training reaches
+    `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
     """
 
     every: Time
@@ -328,17 +330,19 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval that was given for an argument, which the message of a ConfigError names."""
+        """Return the interval that was given for `argument`. The message of a ConfigError names the argument."""
         try:
             return cls(given)
         except ConfigError as error:
             raise ConfigError(f"{argument}={given!r}: {error}") from None
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
-        """Return how many whole intervals are complete. `elapsed` is the `elapsed_fraction`, which only `dur` needs.
+        """Return how many whole intervals are complete.
 
-        A `dur` interval that ends at this timestamp counts. Each of elapsed, interval and quotient has a relative rounding error of at most
-        2**-53, so the quotient is increased by a relative 2**-50 before it is rounded down.
+        `elapsed` is the fraction of training that is done; only intervals in the unit `dur` need it.
+
+        A `dur` interval that ends exactly at this timestamp counts as complete. Elapsed fraction, interval and quotient each have
+        a relative rounding error of at most 2**-53, so the quotient is increased by a relative 2**-50 before it is rounded down.
         Raises ConfigError for `dur` without `elapsed`.
         """
         slot = _SLOT.get(self.every.unit)
@@ -351,7 +355,7 @@ class Interval:
     def is_due(
         self, previous: Timestamp, now: Timestamp, previous_elapsed: float | None = None, elapsed: float | None = None
     ) -> bool:
-        """Return whether an interval was completed since `previous` or, with `at_end`, the end was reached."""
+        """Return whether an interval was completed since `previous`, or, with `at_end`, whether training has reached its end."""
         if self.index(now, elapsed) != self.index(previous, previous_elapsed):
             return True
         ended = elapsed is not None and elapsed >= 1.0
@@ -362,7 +366,9 @@ class Interval:
 
 
 def elapsed_fraction(timestamp: Timestamp, max_duration: Time | None) -> float | None:
-    """Return the completed fraction of `max_duration`: 1.0 at its end, and more after it. None if there is no `max_duration`.
+    """Return the completed fraction of `max_duration`. It is 1.0 when `max_duration` is reached, and more after it.
+
+    None if there is no `max_duration`.
 
     Raises ConfigError for a `max_duration` that is in `dur`, which would be a fraction of itself, or not above 0.
     """

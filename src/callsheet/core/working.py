@@ -1,4 +1,4 @@
-"""A status line for work that shows no other progress."""
+"""A status line for work that has no progress bar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # where a log is written
 
 @contextmanager
 def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
-    """Show on standard error that `what` is being done while the block runs.
+    """Show on standard error that `what` is in progress while the block runs.
 
-    On a terminal one line counts the seconds and is erased at the end. Elsewhere a line is written after five seconds and then every
-    thirty. Short work shows nothing.
+    On a terminal, one line counts the seconds and is erased at the end. Elsewhere, a line is written after five seconds and then
+    every thirty seconds. Work that takes less time shows nothing.
     """
     if not is_shown:
         yield

@@ -1,4 +1,4 @@
-"""What the call sheet puts around a handler: its interval, its rank gate, isolated errors and checks of the random state."""
+"""The wrappers of a handler: its interval, its rank gate, the isolation of its errors, and checks of the random state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ Timed = Callable[[Handler, "HandlerEntry"], Handler]
 """Wraps a handler in one that measures its time."""
 
 FAILURES_ALLOWED = 3
-"""How many failures in a row switch an isolated callback off."""
+"""How many failures in a row switch off an isolated callback."""
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
-    """Return the entry's handler, wrapped for the options that it has; a plain handler is not wrapped and costs nothing more."""
+    """Return the entry's handler with the wrappers that its options need.
+
+    A handler without such options is returned unchanged, so it costs nothing more.
+    """
     handler = _inline(entry, checking) if entry.lane == "inline" else in_lane(entry)
     if timed is not None:
         handler = timed(handler, entry)
@@ -70,7 +73,7 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
 
 
 def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs on some ranks only; inside it, requests and collectives that need all ranks are rejected."""
+    """Call a handler that runs only on some ranks. Inside it, requests and collectives that need all ranks are rejected."""
     outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)
@@ -98,7 +101,7 @@ def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) ->
 
 
 def isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
-    """Call a handler and log its errors instead of raising them; switch it off after too many failures in a row."""
+    """Call a handler and log its errors instead of raising them. Switch the callback off after too many failures in a row."""
     if (registration.is_off or registration.muted) and registration.is_silent_at(event):
         return
     try:
@@ -110,7 +113,7 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
 
 
 def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
-    """Log the error that an isolated callback raised, and switch it off after too many failures in a row."""
+    """Log the error that an isolated callback raised. Switch the callback off after too many failures in a row."""
     registration.failures += 1
     registration.failures_in_a_row += 1
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
