@@ -142,8 +142,9 @@ class HostedRun(Run):
                 "on_train_start": self._continue_training,
                 "on_round_start": self._continue_training,
                 "on_epoch_start": self._prepare_epoch,
-                "on_epoch_end": lambda: self._order.reach(),
-                "on_round_end": lambda: self._order.reach(),
+                "on_epoch_end": self._reach_boundary,
+                "on_round_end": self._reach_boundary,
+                "on_train_end": self._leave_evaluation,
                 "on_fetch_start": self._continue_training,
                 "on_train_step_start": self._prepare_step,
                 "on_forward_backward_end": self._set_loss,
@@ -223,10 +224,12 @@ class HostedRun(Run):
     def finish(self) -> None:
         """Fire the end of training, carry out the last requests, and end the run."""
         self.finish_training()
+        self._leave_evaluation()
         self.lifetime.end()
 
     def finish_training(self) -> None:
         """Do the same without ending the run, for a host that may still evaluate or test. Make a last metrics record."""
+        self._leave_evaluation()
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
         self.driver.end("train")
@@ -349,9 +352,17 @@ class HostedRun(Run):
             self.eval.fire(results, standalone=not self.driver.is_open("train"))
         self.records.fire_log(self.ctx)
 
-    def _continue_training(self) -> None:
+    def _leave_evaluation(self) -> None:
+        """End an evaluation whose end the framework has not reported: training continues, or ends."""
         if len(self._open_eval_spans) > 1:
             self.eval.leave()
+
+    def _reach_boundary(self) -> None:
+        self._leave_evaluation()
+        self._order.reach()
+
+    def _continue_training(self) -> None:
+        self._leave_evaluation()
         self._order.leave()
 
     # --- what is done just before an event is fired ---
