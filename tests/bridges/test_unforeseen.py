@@ -10,9 +10,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from accelerate import Accelerator
+from hypothesis import strategies as st
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.metrics import Loss
 from torch import Tensor, nn
@@ -69,7 +71,7 @@ WORDS = (
     *((word, name) for word in ("judge", "judged") for name in JUDGED),
     *(
         ("host", what)
-        for what in ("step", "step", "epoch", "evaluate", "dataset", "evaluated", "told evaluation", "train", "train")
+        for what in ("step", "step", "epoch", "evaluate", "dataset", "evaluated", "reported evaluation", "train", "train")
     ),
 )
 
@@ -122,16 +124,21 @@ class Loop:
                 "evaluate": lambda: run.eval.begin("validation"),
                 "dataset": lambda: run.eval.end_dataset("validation", {"loss": 1.0}),
                 "evaluated": run.eval.end,
-                "told evaluation": lambda: run.eval.fire({"validation": {"loss": 2.0}}),
+                "reported evaluation": lambda: run.eval.fire({"validation": {"loss": 2.0}}),
                 "train": self.train,
             }
             acts[name]()
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_events_that_a_framework_adds_leaves_out_and_reorders(seed: int, tmp_path: Path) -> None:
-    drawn = random.Random(seed)
-    words = drawn.choices(WORDS, k=60)
+@hypothesis.settings(max_examples=80, deadline=None)
+@hypothesis.given(words=st.lists(st.sampled_from(WORDS), max_size=60))
+@hypothesis.example(words=[("host", each) for each in ("train", "step", "train", "step", "evaluate")])
+@hypothesis.example(words=[("host", each) for each in ("train", "step", "evaluate", "epoch", "train", "step")])
+@hypothesis.example(words=[("host", "train"), ("host", "step"), ("judge", "test"), ("end", "train"), ("judge", "predict_step")])
+def test_events_that_a_framework_adds_leaves_out_and_reorders(
+    words: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("run")
     recorder, reads = Recorder(), ReadsAll()
     loop = Loop(tmp_path, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder, reads])
     run = loop.run
@@ -407,10 +414,10 @@ class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' t
     callbacks: list[Any]
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        everybody = self.callbacks
-        self.callbacks = [each for each in everybody if not isinstance(each, HuggingFaceHost)]
+        all_callbacks = self.callbacks
+        self.callbacks = [each for each in all_callbacks if not isinstance(each, HuggingFaceHost)]
         super().call_event(event, args, state, control, **kwargs)
-        self.callbacks = [each for each in everybody if isinstance(each, HuggingFaceHost)]
+        self.callbacks = [each for each in all_callbacks if isinstance(each, HuggingFaceHost)]
         made = self.__dict__.setdefault("made", [])
         calls: list[tuple[str, dict[str, Any]]] = [(event, kwargs)]
         if event not in ("on_init_end", "on_train_begin", "on_train_end"):
@@ -419,7 +426,7 @@ class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' t
                 calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(made), *calls]])
         for name, given in calls:
             super().call_event(name, args, state, control, **given)
-        self.callbacks = everybody
+        self.callbacks = all_callbacks
         return control
 
 
