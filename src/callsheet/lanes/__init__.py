@@ -1,1 +1,1 @@
-"""Lanes: threads and processes that call slow callbacks beside training."""
+"""Lanes: threads and processes that call slow callbacks while training continues."""

@@ -23,20 +23,29 @@ if TYPE_CHECKING:
 
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NOT_IN_LANES, *ON_REQUEST))
 _OF_STATE = ("timestamp", "previous_timestamp", "course")
-"""Attributes of `TrainState` that every snapshot holds. They are replaced, never changed in place, so they need no copy."""
+"""Attributes of `TrainState` that every snapshot holds.
+
+They need no copy, because they are replaced and never changed in place.
+"""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
 _UNAVAILABLE = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was captured: the function that delivers it, the snapshot class, and the fields. A list if it holds copies, else a tuple."""
+"""What was captured: the function that delivers it, the snapshot class, and the fields.
+
+It is a list if it holds copies, otherwise a tuple.
+"""
 
 Deliver = Callable[[Values], None]
 
 
 class DeviceNumbers:
-    """Copies the scalar tensors of one event to the host, once for all lanes that handle it, without waiting for the device."""
+    """Copies the scalar tensors of one event to the host.
+
+    It copies once for all lanes that handle the event, and does not wait for the device.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -45,7 +54,10 @@ class DeviceNumbers:
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return copies of the scalars that are available now, by the `id` of their tensors; a `Pending` for one on an accelerator."""
+        """Return copies of the scalars that are available now, by the `id` of their tensors.
+
+        For a scalar on an accelerator, the copy is a `Pending`.
+        """
         tensors: list[Any] = []
         for name in sorted(self.names):
             if ctx.has(name):
@@ -102,7 +114,7 @@ class SnapshotCapture:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # when the run has its outcome
+        self._is_last = self._event is Event.RUN_END  # the event at which the run's outcome is known
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -120,7 +132,7 @@ class SnapshotCapture:
     def enqueuer(
         self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
-        """Return the function that puts the event into the queue, on the training thread.
+        """Return the function that puts the event into the queue. The training thread calls it.
 
         Args:
             deliver: the first item of what is put; the lane calls it with the whole.
@@ -141,7 +153,9 @@ class SnapshotCapture:
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
     ) -> Deliver:
-        """Return the function that builds a snapshot of what was captured and calls the handler with it, on the lane's thread.
+        """Return the function that builds a snapshot from what was captured and calls the handler with it.
+
+        The lane's thread calls it.
 
         Args:
             event: the event or logger method; nothing is delivered if the callback is silent at it.
@@ -154,7 +168,7 @@ class SnapshotCapture:
         return deliver
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
-        """Capture the fields, on the training thread, with copies of what may change."""
+        """Capture the fields, and copy those that may change. The training thread calls this."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
@@ -164,7 +178,7 @@ class SnapshotCapture:
         return values
 
     def arrived(self, values: Values) -> Values:
-        """Return the values with every `Pending` scalar replaced by its tensor; waits for the copies."""
+        """Return the values with every `Pending` scalar replaced by its tensor. This waits for the copies."""
         return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
@@ -174,9 +188,12 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the run's state: the class is valid as long as the state is the same object."""
+        """Return the snapshot class for this run, and the run's state.
+
+        The class is valid as long as the run's state is the same object.
+        """
         if self._state is None or self._state is not ctx.state:
-            control = LaneControl(ctx.control, self._inbox, self._by)  # the part of the control that a lane may use
+            control = LaneControl(ctx.control, self._inbox, self._by)  # only the part of the control that a lane may use
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
         return self._kind, self._state
@@ -184,15 +201,15 @@ class SnapshotCapture:
 
 @functools.cache
 def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
-    """Compile `enqueuer` and `deliverer` for these fields.
+    """Compile the functions that `enqueuer` and `deliverer` return, for these fields.
 
     Args:
         names: the fields to capture.
         changing: the indices at which a value may change later, and must be copied unless it is a plain one.
         new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
 
-    The functions are generated because every event in a lane goes through both, and loops over the names take three times as long. The
-    source contains nothing but names from the lifecycle's table.
+    The functions are generated because both run for every event in a lane, and loops over the names take three times as long. The
+    source contains only names from the lifecycle's table.
     """
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
@@ -251,7 +268,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether the tensor lies on the CPU and holds no graph."""
+    """Return whether the tensor is on the CPU and has no autograd graph."""
     return value.is_cpu and not value.requires_grad
 
 
@@ -274,7 +291,7 @@ def _collect(value: Any, scalars: list[Any]) -> None:
 
 
 def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
-    """Return `value` with its containers and tensors copied; other objects go through `copy.deepcopy`."""
+    """Return `value` with its containers and tensors copied. Other objects are copied with `copy.deepcopy`."""
     if type(value) in _PLAIN or value is _UNAVAILABLE:
         return value
     if _is_tensor(value):

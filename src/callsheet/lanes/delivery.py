@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """A callback in a lane raised SystemExit or another error that would have ended a program."""
+    """Raised when a callback in a lane raised SystemExit or another error that would have ended a program."""
 
 
 class CallbackLane:
@@ -43,7 +43,7 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """Close the lane, and end its process: politely, or with a kill if it is still busy. `join` waits for it."""
+        """Close the lane and end its process. If the process is still busy, it is killed. `join` waits for it."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
@@ -55,13 +55,13 @@ class CallbackLane:
             self._process.join(seconds)
 
     def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
-        """Return what calls a method with a snapshot and the payload, on the lane's thread or in its process."""
+        """Return a function that calls `method` with a snapshot and the payload, on the lane's thread or in its process."""
         if (process := self._process) is not None:
             return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method
 
     def answered(self, answer: Any) -> None:
-        """Await what a handler has returned, if it is awaitable."""
+        """If a handler has returned an awaitable, await it."""
         if inspect.isawaitable(answer):
             self._await(answer)
 
@@ -69,7 +69,7 @@ class CallbackLane:
         import asyncio
 
         if self._runner is None:
-            self._runner = asyncio.Runner()  # one loop for all of a callback's events, so that its clients can live on it
+            self._runner = asyncio.Runner()  # one event loop for all events of a callback, so that it can keep its clients
 
         async def awaited() -> None:
             await result
@@ -82,7 +82,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait for the processes of ended lanes, which end at the same time."""
+    """Wait for the processes of ended lanes. They end at the same time."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
@@ -115,7 +115,7 @@ class LaneDelivery:
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """Return what the training thread calls in place of a handler that runs in a lane."""
+        """Return the function that the training thread calls in place of a handler that runs in a lane."""
         capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
         made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
         return capture.enqueuer(made._deliver, entry.registration, lane.lane, made.put)
@@ -134,18 +134,21 @@ class LaneDelivery:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
-        """Enqueue the event, on the training thread, if a value must be copied or the callback may be silent."""
+        """Enqueue the event if a value must be copied or the callback may be silent. The training thread calls this."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
             values = self._capture.take(self._deliver, ctx)
-        except Exception as error:  # a value that cannot be copied is a failure of the callback, not of the run
+        except Exception as error:  # a value that cannot be copied counts as a failure of the callback
             failed(self._member, self._event, ctx, error)
         else:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """Count and log a failure, on the lane's thread, as `isolated` does inline; also one that would end a program."""
+        """Count and log a failure, as `isolated` does for inline callbacks.
+
+        This runs on the lane's thread, and also handles errors that would end a program.
+        """
         failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 
 

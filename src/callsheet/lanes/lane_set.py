@@ -30,12 +30,12 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # share of a lane's deadline for the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # share of it that may have passed when the loggers handle `on_run_end`
-_SETTLE_SECONDS = 0.2  # how long the last record waits for what lanes log
+_BEFORE_THE_END = 0.8  # fraction of a lane's deadline for the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # fraction of it that may have passed when the loggers handle `on_run_end`
+_SETTLE_SECONDS = 0.2  # how long the last record waits for values that lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
-_GRACE_SHARE = 1 / 3  # share of the time left after a signal that callbacks in lanes may delay a checkpoint
+_GRACE_SHARE = 1 / 3  # after a signal, lanes may delay a checkpoint for this fraction of the time left
 _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 
 
@@ -54,7 +54,7 @@ class LaneSet:
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
         self.undelivered: dict[Registration, int] = {}
-        """The events that the lanes had not delivered when the run ended; kept until another run begins."""
+        """The events that the lanes had not delivered when the run ended. They are kept until another run begins."""
         self._behind: dict[
             Registration, int
         ] = {}  # lanes that hung when their state was read, with their `done` count at that time
@@ -70,21 +70,24 @@ class LaneSet:
 
     @property
     def dropped(self) -> dict[Registration, int]:
-        """How many events each lane has dropped in this run, those of ended lanes included."""
+        """How many events each lane has dropped in this run, including lanes that have ended."""
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
-        """Forget what an earlier run left undelivered, for a run that begins."""
+        """When a run begins, forget what an earlier run left undelivered."""
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their lanes deliver what is queued."""
+        """Forget the handlers of callbacks that were removed. Their lanes still deliver the events in their queues."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
 
     def in_process(self, callback: Callback) -> Callback:
-        """Return a callback whose lane is `process` inside a `Process`: the earlier one if the callback was added before."""
+        """Return the callback inside a `Process` if its lane is `process`.
+
+        If the callback was added before, return the same `Process` as then.
+        """
         for registration in self._lanes:
             if isinstance(registration.thing, Background) and registration.thing.callback is callback:
                 return registration.thing
@@ -94,7 +97,7 @@ class LaneSet:
     # --- events ---
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return what the training thread calls in place of a handler that runs in a lane."""
+        """Return the function that the training thread calls in place of a handler that runs in a lane."""
         if entry not in self._enqueuers:
             self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.registration), self._numbers_of[entry.event])
         return self._enqueuers[entry]
@@ -109,7 +112,10 @@ class LaneSet:
         return self._lanes[registration]
 
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
-        """Return the lane of a callback that was removed and is added again, so that its queued events are delivered before new ones."""
+        """Return the lane of a callback that was removed and is added again.
+
+        Its queued events are then delivered before new ones.
+        """
         for old, lane in self._lanes.items():
             if not self._is_registered(old) and _is_same(old.thing, registration.thing):
                 del self._lanes[old]
@@ -122,7 +128,7 @@ class LaneSet:
                     and isinstance(registration.thing, Callback)
                     and keeps_state(registration.thing)
                 ):
-                    self._move_state(old, old.thing, registration, registration.thing)  # the state may be in another process
+                    self._move_state(old, old.thing, registration, registration.thing)  # the process of a lane may hold the state
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
                 join([lane])
@@ -132,7 +138,7 @@ class LaneSet:
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
         """Return `on_run_end` with one more handler, which waits for the lanes before the loggers are called.
 
-        The loggers close their files at `on_run_end`; what the lanes log must arrive before.
+        The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
         handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
         both = list(zip(handlers, entries, strict=True))
@@ -157,11 +163,11 @@ class LaneSet:
     # --- waiting ---
 
     def process_messages(self, ctx: Context) -> None:
-        """Process what the lanes have logged and requested."""
+        """Process the values that the lanes have logged, and their requests."""
         self._inbox.empty(ctx)
 
     def flush(self) -> None:
-        """Wait a moment for the lanes, so that the next record holds what they log now."""
+        """Wait a moment for the lanes, so that the next record includes what they are logging."""
         moving = {
             registration: each.lane
             for registration, each in self._lanes.items()
@@ -171,18 +177,24 @@ class LaneSet:
         self._slow |= {registration: lane.done for registration, lane in moving.items() if not lane.is_idle}
 
     def limit_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for lanes, since the process will be killed in `seconds`."""
+        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`."""
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until the lanes have delivered all events so far, for this share of each lane's deadline. Return what is undelivered."""
+        """Wait until the lanes have delivered all events so far, for this fraction of each lane's deadline.
+
+        Return what is undelivered.
+        """
         left = drain([each.lane for each in self._lanes.values()], share=share)
         if self._lanes:
             self.undelivered = {registration: each.lane.left for registration, each in self._lanes.items() if each.lane.left}
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End all lanes, which are waited for together, each until its deadline. Log what was not delivered by then."""
+        """End all lanes, and wait for all of them at the same time, each until its deadline.
+
+        Log what is not delivered by then.
+        """
         lanes = list(self._lanes.values())
         try:
             for undelivered in self.drain(share=1.0):
@@ -199,7 +211,10 @@ class LaneSet:
     # --- states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start the calls of callbacks in lanes on threads of their own. Return all calls, these as functions that wait for the results."""
+        """Start the calls of callbacks in lanes, each on its own thread.
+
+        Return all calls; those of callbacks in lanes are replaced by functions that wait for the results.
+        """
         in_lanes = {registration: call for registration, call in calls.items() if not is_inline(registration)}
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
 
@@ -229,7 +244,9 @@ class LaneSet:
         values = {each: getattr_static(callback, "state_is_ready", False) for each, callback in callbacks.items()}
         ready = {each for each, value in values.items() if value is True}
         reads = {
-            each: partial(getattr, callbacks[each], "state_is_ready") for each, value in values.items() if not isinstance(value, bool)
+            each: partial(getattr, callbacks[each], "state_is_ready")
+            for each, value in values.items()
+            if not isinstance(value, bool)
         }
         answers = results_of(self._ready_calls.start(reads, self._state_deadline), _log_not_ready)
         return ready | {each for each, answer in answers.items() if answer}

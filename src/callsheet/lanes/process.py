@@ -27,11 +27,11 @@ logger = logging.getLogger("callsheet")
 _START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
 _ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # in this process
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the lanes with a process that this process started
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process of a callback died. It is started again for the next event, with the last state that it returned."""
+    """The process of a callback died. It is started again for the next event, with the last state that is known."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
@@ -41,9 +41,9 @@ class RemoteError(CallsheetError, RuntimeError):
 class Process(Background):
     """Run a callback in its own process, so that it can neither slow down nor crash training.
 
-    It works like `Background`; the lane's thread sends the snapshots to the process. The callback is built again in the process, from the
-    constructor's arguments and the state; other attributes are not shared. The process starts at the first event, ends with this process,
-    and ignores Ctrl-C.
+    It works like `Background`; the lane's thread sends the snapshots to the process. The process builds the callback again from
+    the constructor's arguments and the state; other attributes are not shared. The process starts at the first event, ends with
+    this process, and ignores Ctrl-C.
 
     Args:
         callback: the callback; its class must be importable by its name.
@@ -80,15 +80,18 @@ class Process(Background):
         self._ending: subprocess.Popen[bytes] | None = None  # the child that was asked to end
         self._connection: Connection | None = None
         self._theirs: socket.socket | None = None  # the child's end of the connection, until the child has it
-        self._state: Mapping[str, Any] | None = None  # the last one that is known
+        self._state: Mapping[str, Any] | None = None  # the last known state
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(ctx, **payload)` in the process and wait for it, on the lane's thread."""
+        """Call `method(ctx, **payload)` in the process and wait until it returns. The lane's thread calls this."""
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the callback in the process, or the last known one if it does not answer within its deadline."""
+        """Return the state of the callback in the process.
+
+        If the process does not answer within its deadline, return the last known state.
+        """
         if self._child is not None and type(self.callback).state_dict is not Callback.state_dict:
             try:
                 self._state = self._ask(("state_dict",), seconds=self.lane_options.deadline)
@@ -104,12 +107,12 @@ class Process(Background):
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """Allow the process to be started, for a run that begins."""
+        """Allow the process to start, because a run begins."""
         self._is_over = False
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while there is no process."""
+        """The process id; None if there is no process."""
         child = self._child
         return child.pid if child is not None else None
 
@@ -120,10 +123,10 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # the lane still reads from the connection, and sees its end
+            self._ending.kill()  # the lane still reads from the connection, so it sees that it ends
 
     def join(self, seconds: float) -> None:
-        """Wait for the process after `end`, and kill it after `seconds`."""
+        """After `end`, wait for the process, and kill it after `seconds`."""
         child, self._ending = self._ending, None
         _wait(child, seconds)
 
@@ -142,7 +145,7 @@ class Process(Background):
             connection.close()
 
     def _disown(self) -> None:
-        """Forget the process and the connection in a forked child: they belong to the parent."""
+        """In a forked child, forget the process and the connection, because they belong to the parent."""
         if self._child is not None:
             self._child.returncode = 0  # only the parent waits for it
         for end in (self._connection, self._theirs):
@@ -152,8 +155,11 @@ class Process(Background):
         self._is_over = True
 
     def _ask(self, message: tuple[Any, ...], snapshot: Snapshot | None = None, *, seconds: float | None = None) -> Any:
-        """Send a message to the process and return its answer. With `seconds`, wait at most so long, also for a call of the lane to end."""
-        packed = pickle.dumps(message)  # before the `try`: a message that cannot be pickled must not end the process
+        """Send a message to the process and return its answer.
+
+        With `seconds`, wait at most that long, including the time until another call of the lane has ended.
+        """
+        packed = pickle.dumps(message)  # outside the `try`, since a message that cannot be pickled must not end the process
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")
         if seconds is not None:
@@ -170,7 +176,7 @@ class Process(Background):
             self._hang_up()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # an answer may still arrive, which would be taken for that of the next message
+        except BaseException:  # an answer that arrives later would be taken for that of the next message
             self._hang_up(at_once=True)
             raise
         finally:
@@ -239,12 +245,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def _sendable(value: Any) -> Any:
-    """Return `value` in a form that can be pickled. An exception that cannot be rebuilt in the process arrives as a RuntimeError."""
+    """Return `value` in a form that can be pickled.
+
+    An exception that cannot be rebuilt in the other process arrives as a RuntimeError.
+    """
     return _Packed(value) if isinstance(value, BaseException) else value
 
 
 class _Packed:
-    """An exception that is unpickled as itself, or else as a RuntimeError under the same name, with its text and its notes."""
+    """An exception in a form that can be pickled.
+
+    It is unpickled as itself if possible. Otherwise it becomes a RuntimeError that has its class's name, its text and its notes.
+    """
 
     def __init__(self, error: BaseException) -> None:
         try:
@@ -264,7 +276,7 @@ def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> B
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):
             return made
-    except Exception:  # its class may raise anything here; the RuntimeError below replaces it
+    except Exception:  # the class may raise anything here; the RuntimeError below replaces the exception
         pass
     error: RuntimeError = type(name, (RuntimeError,), {})(text)
     for note in notes:

@@ -1,6 +1,6 @@
-"""The program that a `Process` lane starts: `python -m callsheet.lanes.process_worker FD`.
+"""The program of a `Process` lane: `python -m callsheet.lanes.process_worker FD`.
 
-It unpickles what it receives. That is safe, since only the two processes hold the pair of sockets.
+It unpickles what it receives. That is safe, because only the run's process and this one can use the pair of sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RemoteInbox(Inbox):
-    """Sends messages to the run's process."""
+    """An inbox that sends messages to the run's process."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def serve(connection: Connection) -> None:
                     runner = runner or asyncio.Runner()
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
-        except BaseException:  # SystemExit too: a callback must not end this process
+        except BaseException:  # including SystemExit, because a callback must not end this process
             reply = pickle.dumps(("failed", traceback.format_exc()))
         connection.send_bytes(reply)
 
@@ -73,5 +73,5 @@ async def _awaited(result: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles it, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles Ctrl-C and ends this process
     serve(Connection(int(sys.argv[1])))

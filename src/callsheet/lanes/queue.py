@@ -1,9 +1,9 @@
-"""Lanes: queues with a thread each, for work that should not run on the training thread.
+"""Lanes: queues with one thread each, for work that should not run on the training thread.
 
-The training thread only appends to a bounded deque, since waking a sleeping thread would cost a step tens of microseconds. A lane's thread
-checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all queues and wakes the lanes
-that have items; it checks less often while all are idle or check themselves. This module does not depend on callbacks: an item is anything
-that the lane's function takes.
+The training thread only appends to a bounded deque, because waking a sleeping thread would cost a step tens of microseconds. A
+lane's thread checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all
+queues and wakes the lanes that have items. It checks less often while all lanes are idle or check their queues themselves. This
+module does not depend on callbacks: an item is anything that the lane's function accepts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from callsheet.errors import text_of
 logger = logging.getLogger("callsheet")
 
 _starting = threading.RLock()  # held while a lane's thread is started
-_LOOK_SECONDS = 0.1  # between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
+_LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
-_WAIT_SECONDS = 0.002  # between checks while the training thread waits
-_BUSY_SHARE = 0.02  # share of the wall clock that a lane may compute without a warning
-_BUSY_AFTER_SECONDS = 5.0  # no warning before this
+_WAIT_SECONDS = 0.002  # time between checks while the training thread waits
+_BUSY_SHARE = 0.02  # fraction of the time for which a lane may compute without a warning
+_BUSY_AFTER_SECONDS = 5.0  # no warning in the first seconds
 _BUSY_SECONDS = 0.5  # processor time after which the warning does not wait for `_BUSY_AFTER_SECONDS`
 _BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
 _LOOK_EVERY = 64  # items between checks for that warning, in a lane that is never empty
 
 
 class Undelivered(NamedTuple):
-    """The items that a lane had not delivered at its deadline; `in_hand` says whether it was still working on one, or stuck."""
+    """The items that a lane had not delivered at its deadline.
+
+    `in_hand` says whether it was still working on an item, or stuck.
+    """
 
     lane: str
     waiting: int
@@ -78,17 +81,18 @@ class Lane:
         self.done = 0
         """How many items were processed."""
         self.is_inert = False
-        """Whether the lane takes no more items: it was closed, or belongs to the process that this one was forked from."""
+        """Whether the lane accepts no more items, because it was closed or belongs to the process from which this one was forked.
+        """
         self.waited = 0.0
-        """Seconds that the run's end has waited for the lane."""
+        """The seconds for which the run's end has waited for the lane."""
         self.looks_itself = False
-        """Whether the lane's thread checks the queue itself, as it does while it finds items, so that the dispatcher need not."""
+        """Whether the lane's thread checks the queue itself, so that the dispatcher need not. It does so while it finds items."""
         self._limit = self.options.queue
-        self._looked_from = 0  # length of the queue from which on `put` calls `look`; half of the limit once the thread runs
+        self._looked_from = 0  # queue length at which `put` begins to call `look`; half of the limit once the thread runs
         self.items: deque[Any] = deque()
         """The waiting items; with `overflow="latest"` each is a `_Waiting`."""
         self.room = 0
-        """While the queue is shorter than this, `items.append` may be called instead of `put`."""
+        """`items.append` may be called instead of `put` as long as the queue is shorter than this."""
         self._forgets_kinds = self.options.overflow == "latest"
         self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
@@ -100,17 +104,20 @@ class Lane:
         self._blocked = 0.0  # seconds that training has waited for room in the queue
         self._blocked_since = inf  # when it first waited
         self._has_warned_blocked = False
-        self._looked_at = time.monotonic(), 0.0  # wall clock and processor time of the thread at the last check
+        self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # held by the caller that processes the items if there is no thread
+        self._helping = threading.Lock()  # held by a caller that processes the items because there is no thread
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
-        """Enqueue `item`. This costs no more than an append, unless it is the first item or the queue is more than half full."""
+        """Enqueue `item`.
+
+        This costs no more than an append, unless the item is the first one or the queue is more than half full.
+        """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start it with the first item, since none can be started when the interpreter shuts down
+            if self._thread is None:  # started with the first item, since no thread can start while the interpreter shuts down
                 self._begin()
             self.look()  # the dispatcher's next check would be too late
             if waiting >= self._limit and not self._make_room(item):
@@ -122,12 +129,12 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many items wait, without the one being processed."""
+        """How many items wait. The item that is being processed is not counted."""
         return len(self.items)
 
     @property
     def left(self) -> int:
-        """How many items are not processed, with the one being processed."""
+        """How many items are not processed yet, including the one that is being processed."""
         return len(self.items) + self._in_hand
 
     @property
@@ -141,14 +148,14 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Take no more items; the thread ends after the current one. Waiting items are discarded, so drain first."""
+        """Accept no more items, and end the thread after the current one. Waiting items are discarded, so call `drain` first."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the thread if it sleeps and there are items. Called by the dispatcher and by callers that wait."""
+        """Wake the thread if it sleeps and there are items. The dispatcher and callers that wait call this."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -179,14 +186,14 @@ class Lane:
                 self._helping.release()
 
     def _make_room(self, item: Any) -> bool:
-        """Make room for `item` in a full queue. Return whether it may be put."""
+        """Make room for `item` in a full queue. Return whether the item may be put."""
         if self._forgets_kinds:
             newer = {self._kind(item)}
             for waiting in reversed(list(self.items)):
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may be as long as there are kinds
+            return True  # the queue may hold one item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True
@@ -222,7 +229,7 @@ class Lane:
         return True
 
     def _warn_if_blocked(self, now: float) -> None:
-        """Warn once that a slow lane throttles training."""
+        """Warn once that a slow lane makes training wait."""
         if self._has_warned_blocked or self._blocked < _BLOCKED_SECONDS:
             return
         self._has_warned_blocked = True
@@ -238,7 +245,7 @@ class Lane:
     def _forget(self, waiting: _Waiting) -> None:
         try:
             self.items.remove(waiting)
-        except (ValueError, IndexError):  # the lane's thread has taken it, or another item, since
+        except (ValueError, IndexError):  # the lane's thread has meanwhile taken this item or another one
             return
         self.dropped += 1
 
@@ -273,7 +280,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane computes so much that its callback takes the interpreter lock from the training thread."""
+        """Warn once if the lane computes so much that training has to wait for the interpreter lock."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -295,7 +302,7 @@ class Lane:
 
 
 class _Waiting:
-    """One item of a queue, which is equal only to itself, whatever it holds."""
+    """One item of a queue. It is equal only to itself, whatever value it holds."""
 
     __slots__ = ("item",)
 
@@ -330,12 +337,12 @@ class _Dispatcher:
             return list(self._lanes)
 
     def leave(self, lane: Lane) -> None:
-        """Stop checking the lane."""
+        """Stop checking this lane."""
         with self._lock:
             self._lanes.discard(lane)
 
     def forget_all(self) -> None:
-        """Forget all lanes in a forked child: lanes, threads and locks belong to the parent."""
+        """In a forked child, forget all lanes, because lanes, threads and locks belong to the parent."""
         global _starting
         _starting = threading.RLock()
         lanes = list(self._lanes)
@@ -370,7 +377,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes have processed all items. Return what is left in the lanes whose time ran out.
+    """Wait until the lanes have processed all items. Return what is left in the lanes that ran out of time.
 
     Args:
         lanes: all are waited for at the same time.
@@ -403,7 +410,7 @@ def drain(
 
 
 def _flush() -> None:
-    """Drain all lanes at the interpreter's end, also those that were not closed."""
+    """At the interpreter's end, drain all lanes, including those that were not closed."""
     for undelivered in drain(_dispatcher.lanes):
         logger.error("The program ends, and a lane has not delivered all events: %s", undelivered)
 

@@ -1,4 +1,4 @@
-"""Snapshots: what a callback in a lane reads instead of the context.
+"""Snapshots: the objects that a callback in a lane reads instead of the context.
 
 A snapshot is a context in which only a few fields are available, captured when the event was fired. Values that training may change are
 copied. Scalars on a device are copied without waiting, and the lane waits for the copy when it reads them. The model, the optimizer and
@@ -24,7 +24,7 @@ from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, t
 logger = logging.getLogger("callsheet")
 
 ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
-"""Fields that a snapshot holds only if the callback names them in `snapshot_fields`, since they must be copied."""
+"""Fields that a snapshot holds only if the callback names them in `snapshot_fields`, because they must be copied."""
 
 
 class LaneMessage(NamedTuple):
@@ -35,7 +35,7 @@ class LaneMessage(NamedTuple):
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """Carry it out, on the training thread."""
+        """Carry out the message on the training thread."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -54,7 +54,7 @@ class Inbox:
         self._messages: deque[LaneMessage] = deque()
 
     def put(self, message: LaneMessage) -> None:
-        """Add a message, from any thread."""
+        """Add a message. Any thread may call this."""
         self._messages.append(message)
 
     def empty(self, ctx: Context) -> None:
@@ -63,11 +63,14 @@ class Inbox:
             message = self._messages.popleft()
             try:
                 message.do(ctx)
-            except Exception as error:  # a lane's errors are isolated, those of its messages too
+            except Exception as error:  # a lane's errors are isolated, and so are those of its messages
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log how many messages of each callback came too late, after the run's end. Requests do not count: there is nothing to stop."""
+        """Log how many messages of each callback came too late, after the run's end.
+
+        Requests are not counted, because there is nothing left to stop.
+        """
         lost = Counter((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
         for (by, what), times in lost.items():
             logger.error(
@@ -76,9 +79,11 @@ class Inbox:
 
 
 class LaneControl:
-    """The control of a callback in a lane. Its requests are of this rank alone, and act after the training thread has read them.
+    """The control that a callback in a lane uses.
 
-    The properties show the requests of this moment; in a process, those of the time when the event was sent.
+    Its requests are of this rank alone, and act after the training thread has read them.
+
+    The properties show the requests at this moment. In a process lane, they show those at the time when the event was sent.
     """
 
     def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
@@ -125,7 +130,7 @@ class LaneControl:
         return self._control.load_path
 
     def values(self) -> dict[str, Any]:
-        """Return everything that can be read here as plain data, for `control_of`."""
+        """Return, as plain data for `control_of`, everything that can be read here."""
         requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
         return {
             "able": self.able,
@@ -158,14 +163,14 @@ class LaneControl:
         self._ask(Request("evaluate", why, self.by), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> NoReturn:
-        """Raise `RequestRejected`: every rank would have to request it before the same step."""
+        """Raise `RequestRejected`, because every rank would have to make this request before the same step."""
         raise RequestRejected(
             f"control.set_gradient_accumulation({batches}) does not work in a lane, where ranks are at different steps; call it inline, on "
             "every rank"
         )
 
     def load(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Raise `RequestRejected`: the checkpoint is loaded before a lane handles `on_checkpoint_load_start`."""
+        """Raise `RequestRejected`, because the checkpoint is loaded before a lane handles `on_checkpoint_load_start`."""
         raise RequestRejected(
             f"control.load({os.fspath(path)!r}) does not work in a lane, which handles on_checkpoint_load_start too late; call it inline"
         )
@@ -200,7 +205,7 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. What is logged on it is in the next record, and its requests act at a boundary.
+    """A context that does not change. Values that are logged on it appear in the next record, and its requests act at a boundary.
 
     Raises:
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
@@ -209,7 +214,7 @@ class Snapshot(Context):
     __slots__ = ("_lane",)
 
     _lane: LaneControl
-    """The same object as `control`, with its own type: messages to the run go through it."""
+    """The same object as `control`, but with its own type. Messages to the run go through it."""
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
@@ -218,7 +223,7 @@ class Snapshot(Context):
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
-        """Raise `RequestRejected`: only the training thread may change the call sheet."""
+        """Raise `RequestRejected`, because only the training thread may change the call sheet."""
         raise RequestRejected("a callback in a lane cannot mute or unmute an event; run the callback inline")
 
     unmute = mute
@@ -229,7 +234,7 @@ class Snapshot(Context):
         )
 
     def gather(self, value: Any) -> NoReturn:
-        """Raise `RequestRejected`: a collective in a lane would mix with those of training."""
+        """Raise `RequestRejected`, because a collective in a lane would mix with the collectives of training."""
         raise RequestRejected(
             "ctx.gather() in a lane would mix with the collectives of training; gather inline, and write in a lane"
         )
@@ -270,7 +275,7 @@ _SAME = frozenset({"control", "event", "run"})
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
     """Return a snapshot that holds these fields."""
     made = Snapshot.__new__(Snapshot)
-    made.control = control  # type: ignore[assignment]  # the part of the control that a lane may use
+    made.control = control  # type: ignore[assignment]  # only the part of the control that a lane may use
     made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)

@@ -1,4 +1,7 @@
-"""Calls of `state_dict` and `load_state_dict` of callbacks in lanes: on their own threads, with a deadline, so that none can hang a run."""
+"""Calls of `state_dict` and `load_state_dict` of callbacks in lanes.
+
+They run on their own threads and have a deadline, so that none can hang a run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class StateCalls:
     ) -> dict[Registration, Callable[[], T]]:
         """Start the calls. Return for each callback a function that waits for its result, or raises what the call raised.
 
-        The function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call has still not returned.
+        That function raises TimeoutError `deadline` seconds after the start. It raises it at once if an earlier call has still
+        not returned.
         """
         waits: dict[Registration, Callable[[], T]] = {}
         began = time.monotonic()
@@ -63,7 +67,7 @@ class _Attempt(threading.Thread):
             self._result = self._call()
         except Exception as error:
             self._error = error
-        except BaseException as error:  # SystemExit too, which must not end the thread without a result
+        except BaseException as error:  # including SystemExit, which must not end the thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
     def result(self, seconds: float, *, since: float) -> Any:

@@ -1,1 +1,3 @@
-"""What every run needs, whichever loop drives it: lifetime, records, agreement between ranks, boundaries, checkpoints, the lock of its folder."""
+"""The parts that every run needs, whichever loop it uses: lifetime, records, agreement between ranks, boundaries, checkpoints,
+the folder's lock.
+"""

@@ -1,4 +1,4 @@
-"""Agreement: a request of one rank becomes known to all ranks at the same step, without waiting."""
+"""Agreement: all ranks learn of one rank's request and act on it at the same step, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from callsheet.run.process_groups import Pending, ProcessGroups
 from callsheet.run.signals import SignalWatch
 
 PERIOD_SECONDS = 0.1
-"""The approximate time between two messages, converted to steps. A longer time delays requests; a shorter one slows the steps."""
+"""The approximate number of seconds between two messages, which is converted to steps.
+
+A longer time delays requests; a shorter one slows the steps.
+"""
 LONGEST_PERIOD = 1000  # the largest number of steps between two messages
 
 
 class Agreement:
     """Exchanges a message between the ranks every few steps, and applies requests on all ranks at the same boundary.
 
-    The message is five integers, reduced with MAX on its own process group: begun at one step, and read at a fixed later one. If
-    it says that a rank has a request, all ranks exchange their requests. Every step of training and evaluation counts. Ranks with
-    different counts raise an error, since they would wait for each other in different places. With one rank nothing is exchanged.
+    The message is five integers, reduced with MAX on a process group of its own. The reduction begins at one step, and its result
+    is read at a fixed later step. If the result says that a rank has a request, all ranks exchange their requests. Steps of
+    training and of evaluation all count. Ranks whose counts differ raise an error, because they would wait for each other in
+    different places. With one rank nothing is exchanged.
 
-    `signal` is the signal that all ranks know of. `published` is how many background checkpoints are durable on all ranks.
+    `signal` is the signal that all ranks know of. `published` is the number of background checkpoints that are durable on all
+    ranks.
 
-    Raises, wherever it waits:
-        DistributedError: a rank does not answer, or is at another step.
+    Raises, in every method that waits: DistributedError: a rank does not answer, or is at another step.
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
@@ -36,7 +40,7 @@ class Agreement:
         self._evaluated = 0  # the count of evaluation steps
         self.published = 0
         self.durable: Callable[[], int] = lambda: 0
-        """Returns how many background checkpoints this rank has finished."""
+        """Returns the number of background checkpoints that this rank has finished."""
         self._signal: signal.Signals | None = None
         self._world = world
         self._control = control
@@ -52,7 +56,7 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """The rest of the grace period, once a signal has come to any rank. The launcher kills ranks without a signal too."""
+        """The rest of the grace period after any rank received a signal. The launcher also kills ranks that received none."""
         return min(self._signals.seconds_left, self._signals.grace)
 
     @property
@@ -69,7 +73,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # a step is longer than the period: waiting costs less than acting a step late
+            if not self._period:  # a step is longer than the period, so waiting costs less than acting a step late
                 self._read()
 
     def evaluated_step(self, step: int) -> None:
@@ -78,7 +82,10 @@ class Agreement:
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """At a point that all ranks reach: wait for the pending message and for one more, so that all requests are known."""
+        """Wait for the pending message and for one more, so that all requests are known.
+
+        All ranks must call this at the same point.
+        """
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -88,7 +95,11 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """At a point that all ranks reach: exchange a message at every step again, since the next steps may be much slower."""
+        """Exchange a message at every step again, because the next steps may be much slower than those from which the interval
+        was chosen.
+
+        All ranks must call this at the same point.
+        """
         self._read()
         self._period, self._next, self._sent = 1, self._steps + 1, (0, 0.0)
 
@@ -99,8 +110,10 @@ class Agreement:
         self._next = self._steps + max(1, self._period)
 
     def _measured_period(self) -> int:
-        """Return how many steps last `PERIOD_SECONDS`, measured since the last message; 0 if a step is longer. All ranks use rank
-        0's."""
+        """Return how many steps take `PERIOD_SECONDS`, measured since the last message; 0 if a single step takes longer.
+
+        All ranks use the result of rank 0.
+        """
         (step, moment), self._sent = self._sent, (self._steps, time.monotonic())
         steps, seconds = self._steps - step, self._sent[1] - moment
         if not moment or not steps:
@@ -125,7 +138,7 @@ class Agreement:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange the requests and signals of all ranks, and apply them in the order of ranks. This is rare."""
+        """Exchange the requests and signals of all ranks, and apply them in the order of ranks. This happens rarely."""
         received = self._signals.received
         of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
         for requests, number in of_ranks:
@@ -135,11 +148,12 @@ class Agreement:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """Return when to stop waiting. A launcher signals all ranks, also after one has died, so a rank that is late then will
-        not answer.
+        """Return the time at which to stop waiting.
 
-        The time counts from the signal or from the start of the waiting, whichever is later: a checkpoint in between takes time
-        too.
+        A launcher signals all ranks, even after one has died; a rank that has not answered by this time will not answer at all.
+
+        The time counts from the signal or from the start of the waiting, whichever is later, because a checkpoint that is written
+        in between takes time too.
         """
         arrived, grace = self._signals.arrived_at, self._signals.grace
         return max(arrived, began) + grace / 3 if arrived is not None else float("inf")

@@ -30,8 +30,8 @@ _SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # thes
 class Boundaries:
     """The boundaries of a run: after a step, an epoch, a round.
 
-    Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary without a
-    reason; it then finds nothing to do.
+    Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary at which
+    nothing is due; it then does nothing.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
-        self._next_due = 0  # before this step nothing but a log boundary can be due
+        self._next_due = 0  # before this step, only a log boundary can be due
         self.is_preempted = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 
@@ -64,14 +64,16 @@ class Boundaries:
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
 
     def next_step(self) -> int:
-        """Return the next step after which something can be due. Units other than batches advance only at log boundaries and ends
-        of epochs."""
+        """Return the next step after which something can be due.
+
+        Units other than batches advance only at log boundaries and ends of epochs.
+        """
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # a crash prevented it, so the first step is a boundary
+        if self._evaluation.due(ctx, is_over=False):  # a crash prevented this evaluation, so the first step is a boundary
             return step + 1
-        if self._checkpoints.is_writing and self._is_alone:  # with several ranks the agreement reports when it is durable
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, the agreement reports when the save is durable
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
@@ -88,14 +90,17 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which the interval can be due; for a unit that advances at log boundaries, `sys.maxsize`."""
+        """Return the next step at which the interval can be due.
+
+        For a unit that advances only at log boundaries, return `sys.maxsize`.
+        """
         unit, now = every.every.unit, self._ctx.state.timestamp
         if unit is TimeUnit.BATCH:
             return int((every.index(now) + 1) * every.every.value)
         return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
 
     def reach(self, boundary: str) -> bool:
-        """Carry out a boundary: log, evaluate and save what is due. Return whether training is over."""
+        """Carry out a boundary: log, evaluate and save whatever is due. Return whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
         if boundary == "step" and ctx.step < self._next_due and self._is_unread:
@@ -117,19 +122,21 @@ class Boundaries:
             records.tally.update_timestamp(ctx.state)
         if self.is_over:  # this may be the last record
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # updating the counts may have reached the duration
+        if logs or self.is_over or self._due():  # the updated counts may have reached the duration
             records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)
 
     def finish_undone(self, boundary: str) -> bool:
-        """After a resume: finish a boundary of this kind, if its evaluation was still due when the checkpoint was saved. Return
-        whether training is over then."""
+        """After a resume, finish a boundary of this kind if its evaluation was still due when the checkpoint was saved.
+
+        Return whether training is over then.
+        """
         undone = self._evaluation.undone
         return undone is not None and undone.boundary == boundary and self._end(boundary)
 
     def _end(self, boundary: str) -> bool:
-        """Evaluate and save what is due."""
+        """Evaluate and save whatever is due."""
         ctx = self._ctx
         if self._plan(boundary):
             self._fire_before_evaluation()
@@ -154,8 +161,11 @@ class Boundaries:
                 self._save_requested()
 
     def finish(self) -> None:
-        """After training: save what was requested after the last boundary, such as at `on_train_end`; run the evaluation that a
-        signal prevented, if it is still due; and wait for background saves."""
+        """Finish what is left after training.
+
+        Save what was requested after the last boundary, such as at `on_train_end`. Run the evaluation that a signal prevented, if
+        it is still due. Wait for background saves.
+        """
         self._manager.process_lane_messages(self._ctx)
         self._agreement.agree(self._ctx.step)
         self._preempt()
@@ -168,7 +178,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Before training: repeat the stop request that completed the run before it was resumed, if there was one."""
+        """Before training, repeat the stop request with which the run was complete before it was resumed, if there was one."""
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:
@@ -188,7 +198,7 @@ class Boundaries:
             )
 
     def conclude(self) -> None:
-        """After training: set the run's outcome, unless a signal has set it."""
+        """After training, set the run's outcome, unless a signal has already set it."""
         if self.is_preempted:
             return
         stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
@@ -203,18 +213,25 @@ class Boundaries:
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save for these requests, or for a call by hand if there are none. Return None if a host saves later."""
+        """Save a checkpoint for these requests; if there are none, the checkpoint was requested by a call of `save`.
+
+        Return None if a host saves later.
+        """
         val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
 
     @property
     def _is_unread(self) -> bool:
-        """Whether no callback reads the record at this log boundary, and nothing has been requested since it was scheduled."""
+        """Whether no callback reads the record at this log boundary, and nothing has been requested since the boundary was
+        scheduled.
+        """
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
-        """Return the evaluations that are due, including those that a signal prevents. A signal does not make an evaluation
-        due."""
+        """Return the evaluations that are due, including those that cannot run because of a signal.
+
+        A signal alone does not make an evaluation due.
+        """
         if self.is_preempted and not self._evaluation.is_resumed:
             return []
         ctx = self._ctx
@@ -222,7 +239,10 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Note which evaluations are due, so that checkpoints hold them until they are done. Return whether to run them now."""
+        """Record which evaluations are due, so that checkpoints store them until they are done.
+
+        Return whether to run them now.
+        """
         due = self._due()
         undone = self._evaluation.undone
         if due and (undone is None or undone.boundary != boundary or undone.step != self._ctx.step):
@@ -230,8 +250,10 @@ class Boundaries:
         return bool(due) and self._agreement.signal is None
 
     def _fire_before_evaluation(self) -> None:
-        """Fire `on_checkpoint_due` before an evaluation, once, even if the run is resumed from the checkpoint that was then
-        saved."""
+        """Fire `on_checkpoint_due` once before an evaluation.
+
+        It is not fired again if the run is resumed from the checkpoint that is saved there.
+        """
         undone = self._evaluation.undone
         if undone is not None and not undone.is_checkpoint_due_fired:
             undone.is_checkpoint_due_fired = True
@@ -241,7 +263,7 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        if self._agreement.signal is None:  # otherwise it was cut short, and runs again after a resume
+        if self._agreement.signal is None:  # after a signal, the evaluation was cut short and runs again after a resume
             self._evaluation.done(self._ctx, undone.names)
 
     def _save_requested(self) -> None:
@@ -250,7 +272,7 @@ class Boundaries:
         self.save(requests, waits=self.is_preempted)
 
     def _preempt(self) -> None:
-        """If a signal came: fire `on_preempt`, once, and request a checkpoint."""
+        """If a signal came, fire `on_preempt` once and request a checkpoint."""
         received = self._agreement.signal
         if received is None or self.is_preempted:
             return
@@ -266,7 +288,7 @@ class Boundaries:
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
-        """Stop the clock of training for the duration of the block."""
+        """Stop the clock that measures training time while the block runs."""
         self._records.tally.stop()
         yield
         self._records.tally.start()

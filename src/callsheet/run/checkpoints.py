@@ -1,4 +1,4 @@
-"""Saves and loads the run's checkpoints, fires their events, and chooses the one to resume from."""
+"""Save and load the run's checkpoints, fire their events, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -56,24 +56,27 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """An optimizer or scheduler as a part. Its class is saved with it: another class's state would load, and fail later."""
+    """An optimizer or scheduler whose class is saved with its state.
+
+    Without the class, the state of another class would be loaded, and the error would come later.
+    """
 
     def __init__(self, part: Any) -> None:
         self.part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part's state and its class's name."""
+        """Return the state of the optimizer or scheduler, and the name of its class."""
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. Raise ValueError if it is another class's."""
+        """Load the state. Raise ValueError if it was saved by another class."""
         if state["class"] != type(self.part).__name__:
             raise ValueError(f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}")
         self.part.load_state_dict(state["state"])
 
 
 class Checkpoints:
-    """Reads and writes `<run folder>/checkpoints`. Every method but `durable` is a collective.
+    """Reads and writes `<run folder>/checkpoints`. Every method except `durable` is a collective.
 
     Args:
         in_background: whether to save a copy of the state while training continues.
@@ -92,13 +95,13 @@ class Checkpoints:
         grace: float,
     ) -> None:
         self.shared: dict[str, Stateful] = {}
-        """The parts that are the same on all ranks, or sharded over them; loaded in this order."""
+        """The parts that are the same on all ranks, or are sharded over the ranks. They are loaded in this order."""
         self.local: dict[str, Stateful] = {}
-        """This rank's own parts, loaded after the shared ones."""
+        """The parts that each rank has for itself. They are loaded after the shared ones."""
         self.begun = 0
-        """How many background saves have begun."""
+        """The number of background saves that have begun."""
         self.stopped_by: Request | None = None
-        """The request that ended training, for a checkpoint that is saved afterwards."""
+        """The request that ended training. A checkpoint that is saved afterwards contains it."""
         self._manager = manager
         self._ctx = ctx
         self._spans = spans
@@ -112,8 +115,8 @@ class Checkpoints:
         self._written: set[str] = set()
         self._named: set[str] = set()
         self._is_auto = False
-        self._stop: Mapping[str, Any] | None = None  # the stop request that the checkpoint of an automatic resume holds
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, until this run has written one itself
+        self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate buffers
         self._prepare_again = 1  # the number of steps until the next attempt
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
@@ -129,7 +132,7 @@ class Checkpoints:
         return self._pending is not None
 
     def durable(self) -> int:
-        """Return how many background saves this rank has finished. Never waits."""
+        """Return how many background saves this rank has finished. This never waits."""
         return self.begun - (self._writer is not None and not self._writer.is_done)
 
     def save(
@@ -141,9 +144,9 @@ class Checkpoints:
         val_losses: Mapping[str, float],
         waits: bool = False,
     ) -> CheckpointInfo:
-        """Write one checkpoint for all requests, or for a call by hand if there are none, and fire its events.
+        """Write one checkpoint for all `requests`, and fire its events. If there are none, it was requested by a call of `save`.
 
-        A checkpoint whose weights or loss are not finite is marked so in its manifest, and automatic resume ignores it.
+        A checkpoint with weights or a loss that are not finite is marked in its manifest, and automatic resume ignores it.
 
         Args:
             waits: write it now, even if saves run in the background.
@@ -179,7 +182,8 @@ class Checkpoints:
                 record["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._stop_conditions(stop.by)}
             self._written.add(info.path)
             check_owner = partial(self._guard.check, acquires=path is None)
-            # A checkpoint at this path dates from before a resume and is obsolete; it is removed once the new one is committed.
+            # If a checkpoint exists at this path, it was written before a resume and is obsolete. It is removed once the new one
+            # is committed.
             is_good = partial(
                 _is_good, frozenset(f"model.{name}" for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             )
@@ -214,11 +218,12 @@ class Checkpoints:
         return self._prepare_at
 
     def prepare(self, step: int) -> None:
-        """After training step `step`: begin to allocate buffers for the first background save, so that it does not wait for them.
+        """After training step `step`, begin to allocate buffers for the first background save, so that the save need not wait for
+        them.
 
-        The first attempt is after the first step, when the optimizer has created its state. Later attempts become ever rarer:
-        more state may appear, or a callback that asks for checkpoints. Nothing is allocated while no callback listens to
-        `on_checkpoint_due`.
+        The first attempt is after the first step, when the optimizer has created its state. Further attempts follow at longer and
+        longer distances, because more state may appear, or a callback that requests checkpoints may be added. Nothing is
+        allocated while no callback listens to `on_checkpoint_due`.
         """
         if self._writer is None or step < self._prepare_at:
             return
@@ -246,13 +251,13 @@ class Checkpoints:
             self._fire_published(_sealed(info, seal))
 
     def close(self) -> None:
-        """Let the background save finish, if it can. The run is over, so no event is fired."""
+        """Let the background save finish, if it can. No event is fired, because the run is over."""
         finish_deletions()
         if self._writer is not None:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # the listeners may delete older checkpoints
+        self._guard.check()  # the handlers may delete older checkpoints
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -260,9 +265,9 @@ class Checkpoints:
         elif is_in_folder and self._world.rank == 0:
             try:
                 point_latest(info.path)
-            except CheckpointError as error:  # no code depends on this file, so a failure must not end the run
+            except CheckpointError as error:  # no code needs this file, so a failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
-        if is_in_folder:  # so this run holds the lock, and no other process writes these
+        if is_in_folder:  # then this run holds the lock, so no other process writes to them
             abandoned, self._abandoned = self._abandoned, []
             for path in abandoned:
                 if path != info.path:
@@ -283,7 +288,7 @@ class Checkpoints:
             )
 
     def load(self, resume: str | os.PathLike[str] | None) -> None:
-        """Restore the checkpoint that a callback requests or, if none does, that `resume` names.
+        """Restore the checkpoint that a callback requests, or otherwise the one that `resume` names.
 
         Raises:
             ConfigError: `resume` is None, and another run has written to the folder.
@@ -297,8 +302,10 @@ class Checkpoints:
         ctx.close("on_checkpoint_load_end")
 
     def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
-        """Restore the first candidate that is valid on all ranks, and log why others are not. Raise CheckpointError if none is
-        valid."""
+        """Restore the first candidate that is valid on all ranks, and log why the candidates before it are not.
+
+        Raise CheckpointError if none is valid.
+        """
         rejected: list[str] = []
         for path in candidates:
             try:
@@ -324,9 +331,11 @@ class Checkpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return the request that stopped the run before it was resumed with `"auto"`, or None if the run may continue training.
+        """Return the request that stopped the run before it was resumed with `"auto"`.
 
-        It may continue if the duration, or the settings of the callback that made the request, have changed.
+        Return None if the run may continue training.
+
+        The run may continue if its duration has changed, or the settings of the callback that made the request.
         """
         stop = self._stop
         if stop is None:
@@ -337,11 +346,14 @@ class Checkpoints:
         return Request("stop", str(stop.get("why")), by)
 
     def _stop_conditions(self, by: str) -> dict[str, str]:
-        """Return the settings of which one must change for training to continue after the callback `by` has stopped the run."""
+        """Return the settings that decide whether training continues after the callback `by` has stopped the run: at least one of
+        them must have changed.
+        """
         made = [(type(each).__qualname__, each._arguments) for each in self._manager.callbacks if label_of(each) == by]
         return {
             "max_duration": str(self._ctx.state.max_duration),
-            # A digest, since settings may hold secrets. The addresses of objects differ between processes, so they are left out.
+            # This is a digest because settings may hold secrets. The addresses of objects are removed first, because they differ
+            # between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
 
@@ -360,8 +372,10 @@ class Checkpoints:
         return found
 
     def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the one named path; or, for `"auto"`, the valid checkpoints, the newest first, and log why others are not
-        used."""
+        """Return the path that `resume` names.
+
+        For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
+        """
         folder = self._ctx.run.folder
         if resume is None:
             is_begun = folder is not None and is_marked(folder)
@@ -379,7 +393,7 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         for path, reason in found.skipped:
             logger.warning("not resuming from %s: %s", path, reason)
-        if folder is not None and Path(self.folder).parent == folder:  # the run's lock protects no other folder
+        if folder is not None and Path(self.folder).parent == folder:  # the run's lock protects only this folder
             self._abandoned = found.abandoned
         good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
         for checkpoint in found.checkpoints:
@@ -388,8 +402,10 @@ class Checkpoints:
         return [os.fspath(checkpoint.path) for checkpoint in good]
 
     def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor to read into: the model's own, or for the optimizer's state an empty one, sharded like its
-        parameter."""
+        """Return the tensor to read into.
+
+        This is the model's own tensor or, for the optimizer's state, an empty tensor that is sharded like its parameter.
+        """
         part, _, rest = name.partition(".")
         if part == "model":
             if self._tensors is None:
@@ -409,7 +425,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """The optimizer's parameters, in the order in which its state numbers them."""
+        """The optimizer's parameters, in the order of their numbers in its state."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -441,7 +457,7 @@ class Checkpoints:
         return plain
 
     def _free_path(self, name: str, kind: str) -> str:
-        """Return a folder that this process has not written to yet."""
+        """Return a path of a folder that this process has not written to yet."""
         path, number = f"{self.folder}/{name}", 1
         while path in self._written:
             path, number = f"{self.folder}/" + (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
@@ -449,7 +465,9 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
-    """Return whether a piece of a tensor is good: no NaN or infinity in a weight, no NaN in a buffer (masks hold infinities)."""
+    """Return whether a piece of a tensor has valid values: no NaN or infinity in a weight, no NaN in a buffer (masks contain
+    infinities).
+    """
     if not name.startswith("model.") or all_finite([piece]):
         return True
     return name not in parameters and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
@@ -472,7 +490,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return what the manifest of a Trainer's checkpoint says."""
+    """Return the `CheckpointInfo` that the manifest of a Trainer's checkpoint describes."""
     record = found.info
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
     if any(name not in record for name in names):

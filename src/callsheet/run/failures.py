@@ -1,4 +1,4 @@
-"""Notes for errors that leave the trainer: how much memory was in use, and what to try."""
+"""Notes for errors that leave the trainer. They say how much memory was in use and what to try."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _OF_A_COLLECTIVE = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host ran out of memory."""
+    """Return whether the error says that a device or the host ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in text_of(error).lower() for sign in _OUT_OF_MEMORY)
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective failed: one of ours, or one of torch's, whose backends have no exception class of their own.
+    """Return whether a collective failed: one of callsheet's, or one of torch's, whose backends have no exception class of their
+    own.
 
-    Return False for a `DistributedError`, which already names the rank at fault.
+    Return False for a `DistributedError`, because it already names the rank at fault.
     """
     if isinstance(error, (LateAfterSignal, RankLost)):
         return True
@@ -43,7 +44,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:
-    """Return a text with the memory in use, and with what this run has not tried yet."""
+    """Return a text that gives the memory in use, and the hints that this run has not tried yet."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held = (

@@ -1,4 +1,4 @@
-"""The lifetime of a run: fire its start once, an exception at most once, and its end exactly once, however it ends."""
+"""The lifetime of a run: its start is fired once, an exception at most once, and its end exactly once, however the run ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger("callsheet")
 class Lifetime:
     """Fires `on_run_start`, `on_exception` and `on_run_end`.
 
-    A loop runs everything in `with lifetime:`, which may be nested. An exception that leaves the outermost block fires `on_exception`, ends
-    the run, and is raised unchanged.
+    A loop runs everything inside `with lifetime:` blocks, which may be nested. An exception that leaves the outermost block fires
+    `on_exception`, ends the run, and is raised unchanged.
 
     Raises:
         RunEndedError: on entering it after the run has ended.
@@ -33,9 +33,9 @@ class Lifetime:
 
     def __init__(self, manager: CallbackManager, ctx: Context) -> None:
         self.outcome: Outcome = Outcome.FINISHED
-        """The outcome if no exception is raised; a loop sets it when it is stopped or preempted."""
+        """The outcome if no exception is raised. A loop changes it when it is stopped or preempted."""
         self.reasons: dict[Outcome, str] = {}
-        """The reason for an outcome, for those whose reason the loop knows."""
+        """The reasons for outcomes, for those outcomes whose reason the loop knows."""
         self._manager = manager
         self._ctx = ctx
         self._depth = 0
@@ -60,7 +60,10 @@ class Lifetime:
         return self._depth > 0
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Call `close` after `on_run_end`, the last one given first. Each is called even if another raises."""
+        """Call `close` after `on_run_end`.
+
+        Several such functions are called in reverse order, each even if another one raises.
+        """
         self._closers.append(close)
 
     def start(self) -> None:
@@ -70,9 +73,11 @@ class Lifetime:
         self._manager.fire(Event.RUN_START, self._ctx)
 
     def end(self, outcome: Outcome | None = None) -> None:
-        """Fire `on_run_end` if it was not fired before. All its handlers are called, and the first of their errors is raised.
+        """Fire `on_run_end` if it was not fired before.
 
-        In a process that was forked from the run's process it does nothing, since the run continues there.
+        All its handlers are called, and then the first of their errors is raised.
+
+        In a process that was forked from the run's process this does nothing, because the run continues in the parent.
         """
         if self._ended or os.getpid() != self._pid:
             return
@@ -105,7 +110,10 @@ class Lifetime:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fire `on_exception` and `on_run_end` for an error that leaves the trainer. Errors that are raised by these are noted on it."""
+        """Fire `on_exception` and `on_run_end` for an error that leaves the trainer.
+
+        Errors in their handlers are added to it as notes.
+        """
         if self._ended:
             return
         if not self._started:
@@ -126,7 +134,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return the reason for an outcome that the loop gave no reason for."""
+        """Return the reason for an outcome for which the loop gave none."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:

@@ -1,4 +1,4 @@
-"""Filtering of log messages on ranks above 0, so that a message does not appear once for every rank."""
+"""A filter for log messages on ranks above 0, so that a message does not appear once for every rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CHOICES = ("zero", "all")
 
 
 class LogRanks:
-    """Keeps log records below ERROR off the handlers of ranks above 0, from `start` to `end`.
+    """Hides log records below ERROR on ranks above 0, from `start` to `end`.
 
-    The filter is on the handlers, since a filter on a logger does not apply to the records of its children. Handlers that are added after
-    `start` are not filtered.
+    The filter is added to the handlers of the root logger, because a filter on a logger does not apply to the records of its
+    children. Handlers that are added after `start` are not filtered.
 
     Args:
         choice: `"zero"`, or `"all"` to log on every rank.
@@ -31,7 +31,7 @@ class LogRanks:
         self._handlers: list[logging.Handler] = []
 
     def start(self) -> None:
-        """Add the filter; does nothing on rank 0."""
+        """Add the filter. On rank 0 this does nothing."""
         if self._filters and not self._handlers:
             named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
             loggers = [logging.getLogger(), *named]
@@ -42,7 +42,7 @@ class LogRanks:
                 handler.addFilter(self._is_error)
 
     def end(self) -> None:
-        """Remove the filter; may be called twice."""
+        """Remove the filter. This may be called twice."""
         for handler in self._handlers:
             handler.removeFilter(self._is_error)
         self._handlers = []

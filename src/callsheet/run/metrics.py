@@ -1,8 +1,8 @@
-"""Collect logged values, and reduce them at a log boundary to one record of floats that is the same on all ranks.
+"""Collects logged values. At a log boundary they are reduced to one record of floats that is the same on all ranks.
 
-Tensors stay on their device until the boundary. There each device's tensors are copied to the host at once, and the values of all ranks are
-reduced with one sum and one maximum. The layout of both is a schema that all ranks share. The ranks compare digests of their schemas, and
-extend the shared schema if a rank logged new names.
+Tensors stay on their device until the boundary. There, each device's tensors are copied to the host in one copy, and the values
+of all ranks are reduced with one sum and one maximum. All ranks share a schema, which fixes the place of each value in them. The
+ranks compare digests of their schemas, and extend the shared schema if a rank logged new names.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from callsheet.errors import ConfigError
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # values are summed after this many, so that memory does not grow in a loop that never makes a record
+_FOLD = 256  # this many values are summed at a time, so that a loop that never makes a record does not fill the memory
 
 
 Schema = dict[str, tuple[Over, Across]]
-"""Names, with their `over` and `across`."""
+"""Maps each name to its `over` and `across`."""
 
 Names = str | tuple[str, ...]
 """One name, or the names of the numbers in a one-dimensional tensor."""
@@ -45,7 +45,7 @@ class Reducer(Protocol):
 
 
 class Series:
-    """The values of one name since the last log boundary, or of several names that are logged in one tensor."""
+    """The values of one name since the last log boundary; or of several names whose values are logged in one tensor."""
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
 
@@ -58,7 +58,7 @@ class Series:
         """Remove all values."""
         self.values: list[Any] = []
         self.weights: list[Any] = []
-        self.unweighted = 0  # number of values without a weight, each of which has weight 1
+        self.unweighted = 0  # number of values that were logged without a weight; each has weight 1
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a value."""
@@ -77,7 +77,7 @@ class Series:
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
-        """Return a series for each name, with its part of the values."""
+        """Return a series for each name, which contains only the values of that name."""
         apart: dict[str, Series] = {}
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
@@ -86,14 +86,14 @@ class Series:
         return apart
 
     def result(self) -> tuple[Any, Any]:
-        """Return the total and the weight to divide it by: numbers or scalar tensors."""
+        """Return the total and the weight to divide it by, as numbers or scalar tensors."""
         if self.over != "mean":
             return _total(self.values), 1
         return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
 
 
 class MetricLog:
-    """Collects logged values, and returns them reduced at a log boundary.
+    """Collects logged values and, at a log boundary, returns them reduced over the ranks.
 
     Args:
         reducer: reduces over the ranks; None for a single rank.
@@ -109,7 +109,7 @@ class MetricLog:
         return any(series.values for series in self._series.values())
 
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Add values by name, or by several names; see `Context.log`.
+        """Add values, each under a name, or a tensor under several names; see `Context.log`.
 
         Raises:
             ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
@@ -126,12 +126,12 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of one name, for a loop that adds to it at every step. Raises as `log` does."""
+        """Return the series of one name, so that a loop can add to it at every step. Raises as `log` does."""
         series = self._series.get(names)
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # so far it was logged in one tensor with others
+            if names in self._how:  # until now this name was logged in one tensor with others
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -152,7 +152,7 @@ class MetricLog:
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """Replace the series of several names by one for each name."""
+        """Replace the series that several names share by one series for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
@@ -164,9 +164,12 @@ class MetricLog:
         return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
 
     def take(self) -> dict[str, float]:
-        """Return everything since the last call as floats, in the order in which names were first logged. Waits for devices that hold tensors.
+        """Return everything that was logged since the last call, as floats, in the order in which the names were first logged.
 
-        A mean whose weights are all zero is left out. With a reducer this is a collective, and the result holds the names of all ranks.
+        This waits for devices that hold tensors.
+
+        A mean whose weights are all zero is left out. With a reducer, this is a collective, and the result includes the names of
+        all ranks.
 
         Raises:
             ConfigError: ranks logged one name in different ways.
@@ -203,13 +206,16 @@ class MetricLog:
         return {name: found[name] for name in self._schema}
 
     def clear(self) -> None:
-        """Forget everything since the last `take`, without waiting for anything."""
+        """Remove everything that was logged since the last `take`, without waiting for a device."""
         for series in self._series.values():
             if series.values:
                 series.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged since the last boundary, as plain data and tensors: a resumed run's next record is that of an unbroken one."""
+        """What was logged since the last boundary, as plain data and tensors.
+
+        With it, the next record of a resumed run equals that of a run without interruption.
+        """
         return {
             key if isinstance(key, str) else key[0]: {
                 "over": series.over,
@@ -230,18 +236,23 @@ class MetricLog:
 
 
 _BY_MAX = ("max", "same")
-"""`same` values are reduced by their maximum too, since a sum over three ranks divided by three may be a different number."""
+"""Reductions that use a maximum.
+
+`same` values do too, because a sum over three ranks divided by three may differ from the value.
+"""
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
-    """Return a rank's summand and weight; with `across="sum"` the summand is the rank's own mean."""
+    """Return a rank's contribution to the sum, and its weight. With `across="sum"` the contribution is the rank's own mean."""
     if total is None or not total[1]:
         return 0.0, 0.0
     return (total[0] / total[1], 1.0) if across == "sum" else total
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return a rank's value for a maximum and a mark: 0 for no value, 1 for a number, 2 for NaN, which a maximum would lose."""
+    """Return a rank's contribution to the maximum, and a mark: 0 for no value, 1 for a number, 2 for NaN, because a maximum would
+    lose a NaN.
+    """
     if total is None or not total[1]:
         return -math.inf, 0.0
     value = total[0] / total[1]
@@ -253,12 +264,12 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return the digest of a schema, order included, as a whole number that a float holds exactly."""
+    """Return a digest of the schema, including its order. It is a whole number that a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """Return all names: the known ones, then the new ones in the order of ranks."""
+    """Return all names: first the known ones, then the new ones in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():
@@ -281,7 +292,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()  # even without a gradient, since it may get one before the boundary
+        return value.detach()  # also if it needs no gradient yet, since it may need one before the boundary
     try:
         if isinstance(value, str):
             raise TypeError
@@ -291,7 +302,7 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def _vector(names: tuple[str, ...], value: Any) -> Any:
-    """Return `value` as a detached tensor of one number for each name."""
+    """Return `value` as a detached tensor that holds one number for each name."""
     if not hasattr(value, "detach") or not names or tuple(value.shape) != (len(names),):
         what = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "detach") else repr(value)
         raise ConfigError(
@@ -308,7 +319,7 @@ def _fetch(numbers: list[Any]) -> None:
             by_device.setdefault(number.device, []).append(place)
     for device, places in by_device.items():
         torch, wide = sys.modules["torch"], _wide(device)
-        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their places in `numbers`
+        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their indices in `numbers`
         scalars: dict[Any, list[int]] = {}  # by dtype, since tensors of one dtype can be stacked
         for place in places:
             if numbers[place].dim():

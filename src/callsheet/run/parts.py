@@ -1,4 +1,7 @@
-"""What the boundaries need of an evaluation and of checkpoints: the Trainer's own, or a host's, which passes requests on to its framework."""
+"""Protocols for the evaluation and the checkpoints that boundaries use.
+
+They are implemented by the Trainer, and by hosts, which pass requests on to their framework.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from callsheet.core.time import Interval
 
 @dataclass
 class DueEvaluation:
-    """An evaluation that is due and not done yet: after `step`, at the boundary of a `"step"`, an `"epoch"` or a `"round"`.
+    """An evaluation that is due and not done yet, at the boundary after `step`.
 
-    `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before it. Checkpoints hold these fields by their names.
+    The boundary is that of a `"step"`, an `"epoch"` or a `"round"`.
+
+    `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before this evaluation. Checkpoints store these
+    fields under their names.
     """
 
     step: int
@@ -26,25 +32,28 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the evaluation of a checkpoint, in which earlier versions named the last field `is_told`."""
+        """Return the evaluation that a checkpoint stores. Earlier versions named the last field `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
 class EvaluationSchedule(Protocol):
-    """When the evaluation of one dataset is due; `every` is None for one that is made on request only."""
+    """Says when the evaluation of one dataset is due. `every` is None if the dataset is evaluated only on request."""
 
     every: Interval | None
 
 
 class EvaluationPart(Protocol):
-    """Evaluates datasets. `results` holds the latest results by dataset name, `undone` an evaluation that is due at this boundary."""
+    """Evaluates datasets.
+
+    `results` holds the latest results by dataset name; `undone` is an evaluation that is due at this boundary.
+    """
 
     undone: DueEvaluation | None
     results: dict[str, dict[str, float]]
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints hold the evaluation that is due, so that a resumed run makes it."""
+        """Whether checkpoints store the evaluation that is due, so that a resumed run carries it out."""
 
     @property
     def loaders(self) -> Mapping[str, Any]:
@@ -64,21 +73,21 @@ class EvaluationPart(Protocol):
         """Return what was logged during the evaluation."""
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """Note that these datasets have been evaluated."""
+        """Record that these datasets have been evaluated."""
 
 
 class Stateful(Protocol):
-    """A part of a run whose state a checkpoint holds."""
+    """A part of a run. Checkpoints store its state."""
 
     def state_dict(self) -> Any:
-        """Return its state, as plain data and tensors."""
+        """Return the state, as plain data and tensors."""
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Load what `state_dict` returned."""
 
 
 class CheckpointsPart(Protocol):
-    """Saves and loads checkpoints, which hold the states of `shared` (the same on all ranks) and `local` (each rank's own)."""
+    """Saves and loads checkpoints. They store the states of `shared` (the same on all ranks) and of `local` (each rank's own)."""
 
     shared: dict[str, Stateful]
     local: dict[str, Stateful]
@@ -102,19 +111,22 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save for these requests, or for a call by hand if there are none. None: a host saves later."""
+        """Save a checkpoint for these requests; if there are none, it was requested by a call of `save`.
+
+        Return None if a host saves later.
+        """
 
     def load(self, resume: Any) -> None:
         """Load the checkpoint that `resume` names, or that a callback requests."""
 
     def durable(self) -> int:
-        """Return how many background saves this rank has finished."""
+        """Return the number of background saves that this rank has finished."""
 
     def close(self) -> None:
-        """Let a background save finish: the run is over."""
+        """Let a background save finish, because the run is over."""
 
     def prepare(self, step: int) -> None:
-        """Allocate after `step` what the first save needs."""
+        """After `step`, allocate what the first save needs."""
 
     def publish(self, durable: int) -> None:
         """Publish the background save, if all ranks have written it."""

@@ -1,4 +1,4 @@
-"""The run's process groups, and the small collectives with which the ranks agree."""
+"""The run's process groups, and the small collectives through which the ranks agree."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from callsheet.errors import DistributedError, text_of
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
-"""The longest time that a rank, after a failed collective, searches for the rank at fault; at most a quarter of the timeout."""
+"""The longest time for which a rank searches for the rank at fault after a failed collective.
+
+It is at most a quarter of the timeout.
+"""
 LOOK_SECONDS = 0.5
-"""The longest time between two looks at the store for a question whether the ranks are present."""
+"""The longest time between two checks of the store for a question from another rank."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
 
 
 class LateAfterSignal(DistributedError):
-    """Some rank did not answer in time after a preemption signal."""
+    """A rank did not answer in time after a preemption signal."""
 
 
 class Pending:
-    """A pending reduction."""
+    """A reduction that has begun and may not be complete."""
 
     def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
         self._payload = payload
@@ -44,11 +47,13 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
-        # FakeWork never reports that it is completed.
+        # torch's FakeWork never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
-        """Wait for the result and return it. `deadline()` is a time of `time.monotonic()`, and may become earlier while waiting.
+        """Wait for the result and return it.
+
+        `deadline()` returns a time of `time.monotonic()`; it may become earlier while this waits.
 
         Raises:
             LateAfterSignal: the deadline has passed.
@@ -58,7 +63,7 @@ class Pending:
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
                 raise LateAfterSignal("some rank did not answer in time after a preemption signal")
-            time.sleep(pause)  # waiting in the collective would delay signal handlers
+            time.sleep(pause)  # polling, because waiting in the collective would delay signal handlers
             pause = min(2 * pause, 0.005)
         if self._work is not None:
             with self._collective("reduction"):
@@ -68,12 +73,12 @@ class Pending:
 
 
 class ProcessGroups:
-    """This rank's connection to the others. With one rank every call returns at once, without torch.distributed.
+    """This rank's connection to the other ranks. With one rank, every call returns at once and does not use torch.distributed.
 
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
-    for a gradient or for each other. All methods but `rank`, `size`, `say`, `lost` and `close` are collectives: every rank must
-    call them, in the same order.
+    for a reduction of gradients or for each other. All methods except `rank`, `size`, `say`, `lost` and `close` are collectives:
+    every rank must call them, in the same order.
 
     Args:
         ranks: this process's rank and the world size, from the launcher.
@@ -91,11 +96,11 @@ class ProcessGroups:
         self.size = ranks.world_size
         self.timeout = timeout
         self.words: Any = None
-        """The gloo group of the agreement; None with one rank."""
+        """The gloo group of the agreement; None if there is one rank."""
         self.saving: Any = None
-        """The gloo group of checkpoints; None with one rank."""
+        """The gloo group of checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
-        """Returns the current step, for messages; set by the Trainer or a host."""
+        """Returns the current step for error messages. The Trainer or a host sets it."""
         self._is_ours = False
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -126,7 +131,7 @@ class ProcessGroups:
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks, bitwise the same on all ranks."""
+        """Return the sums over the ranks. They are the same on all ranks, bit by bit."""
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
@@ -134,11 +139,11 @@ class ProcessGroups:
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Begin `max` without waiting."""
+        """Begin `max`, and return without waiting for the result."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in the order of ranks. Values are pickled."""
+        """Return the `value` of every rank, in the order of ranks. The values are sent as pickles."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -147,7 +152,7 @@ class ProcessGroups:
         return values
 
     def of_rank_zero(self, value: Any) -> Any:
-        """Return rank 0's `value` on all ranks. It is pickled."""
+        """Return rank 0's `value` on all ranks. It is sent as a pickle."""
         if self.size == 1:
             return value
         values = [value]
@@ -162,16 +167,16 @@ class ProcessGroups:
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error that names the ranks at fault, after a collective failed with `error`."""
+        """Return the error that names the ranks at fault after a collective has failed with `error`."""
         first = (str(error).splitlines() or [""])[0]
         return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
-        """Return which ranks are at fault, if that can be found out.
+        """Return which ranks are at fault, if this rank can find out.
 
-        If several ranks wait in a ring, a rank's death fails only its neighbours' collectives. So this rank asks the others
-        through the store whether they are present; they answer while they wait. A rank that answers is at fault only if no other
-        rank can be.
+        If several ranks wait in a ring, the death of a rank fails only its neighbours' collectives. So this rank asks the others
+        through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
+        fault only if no other rank can be.
         """
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
@@ -205,7 +210,7 @@ class ProcessGroups:
                 break
             time.sleep(0.05)
         if silent:
-            # A broken connection fails at once, without a timeout.
+            # Give the waiting time only if a rank timed out; a broken connection fails at once.
             is_timeout = any(word and word[0] == _TIMED_OUT for word in words.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
@@ -231,7 +236,7 @@ class ProcessGroups:
         return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
-        """Destroy the groups that were made here. Can be called twice. Not a collective."""
+        """Destroy the groups that this object made. This may be called twice, and is not a collective."""
         if self._presence is not None:
             self._presence.end()
             self._presence = None
@@ -264,7 +269,9 @@ class ProcessGroups:
 
 
 class _Notes:
-    """The messages that the ranks of one run leave for each other in the store: why each has ended, and which are present.
+    """The messages that the ranks of one run leave for each other in the store.
+
+    They say why a rank has ended, and which ranks are present.
 
     Args:
         prefix: of this run's keys; shared by its ranks, and unique to the run and attempt.
@@ -273,11 +280,11 @@ class _Notes:
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
         self._prefix, self._rank, self._seconds = prefix, rank, seconds
         self.is_silent = not prefix
-        """True once the store has failed to answer."""
+        """Whether the store has failed to answer before."""
         self._has_left = False
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Return `act()`, which uses the store.
+        """Return `act()`, a call that uses the store.
 
         Raises:
             TimeoutError: the store does not answer, or did not answer earlier.
@@ -292,14 +299,17 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Say why this rank ends. Only the first call counts: it is nearest to the cause. Errors of the store are ignored."""
+        """Write why this rank ends. Only the first call has an effect, because it is closest to the cause.
+
+        Errors of the store are ignored.
+        """
         if not self._has_left:
             self._has_left = True
             with contextlib.suppress(RuntimeError, ValueError, TimeoutError):
                 self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
 
     def read(self, rank: int) -> tuple[str, str] | None:
-        """Return what that rank left with `leave`, or None."""
+        """Return what that rank wrote with `leave`, or None."""
         word = self._get(f"gone/{rank}")
         if word is None:
             return None
@@ -311,7 +321,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank asks."""
+        """Return whether some rank has asked."""
         return self._get("who") is not None
 
     def answer(self) -> None:
@@ -332,8 +342,10 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers for this rank when another one asks after a failed collective. The main thread may be blocked
-    then."""
+    """A thread that answers for this rank when another rank asks after a failed collective.
+
+    A thread is needed because the main thread may be blocked then.
+    """
 
     def __init__(self, notes: _Notes, pause: float) -> None:
         self._is_over = threading.Event()
@@ -350,13 +362,16 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # otherwise it waits for the store: do not join it
+        if not self._notes.is_silent:  # a thread that waits for a silent store must not be joined
             self._thread.join(LOOK_SECONDS)
 
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """Convert torch's error to `DistributedError`. Until there is a group, the other ranks cannot be asked."""
+    """Convert torch's error to `DistributedError`.
+
+    The message names no rank, because the other ranks cannot be asked before there is a group.
+    """
     try:
         yield
     except DistributedError:

@@ -19,7 +19,8 @@ _TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]
 def one_line(text: str, *, at_most: int = _LONGEST) -> str:
     """Return `text` as one printable line, cut after `at_most` characters.
 
-    Text that looks like a credential is removed: of a URL only the host is kept, and the value after a name such as `token=` is replaced.
+    Text that looks like a credential is removed. Of a URL only the host is kept, and the value after a name such as `token=` is
+    replaced.
     """
     plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
     plain = without_credentials(_URL.sub(r"\1\2/...", plain))
@@ -29,12 +30,13 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
 def without_credentials(text: str) -> str:
     """Return `text` with `...` in place of what looks like a credential.
 
-    That is the login in a URL, the value after a name such as `token=`, and a word with the prefix of a well-known kind of token.
+    The removed text is the login in a URL, the value after a name such as `token=`, and any word with the prefix of a well-known
+    kind of token.
     """
     return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", text)))
 
 
 def error_line(error: BaseException) -> str:
-    """Return the type and the text of `error` as `one_line` gives it."""
+    """Return the type and the text of `error` in one line, shortened and cleaned as in `one_line`."""
     text = text_of(error)
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

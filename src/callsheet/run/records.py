@@ -1,4 +1,4 @@
-"""Metrics records: what was logged between two log boundaries, passed to `on_log`."""
+"""Metrics records: `on_log` receives what was logged between two log boundaries."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from callsheet.run.tally import Tally
 
 
 class Records:
-    """Collects the run's metrics and counts, and makes a record of them at each log boundary, the same on all ranks."""
+    """Collects the run's metrics and counts. At each log boundary it makes a record of them that is the same on all ranks."""
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self._train_loss = self.metrics.series("train/loss", "mean", "mean")
-        self._others: dict[str, Series] = {}  # the other losses, by name
+        self._others: dict[str, Series] = {}  # the series of the other losses, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
-        """The last step's; None if it has not been set since the last record was discarded."""
+        """The learning rate of the last step. None if it has not been set since the last record was discarded."""
         self.last_loss: Tensor | None = None
-        """This rank's mean loss of the last step. The mean over the ranks is the step's loss."""
+        """The mean loss of the last step on this rank. The step's loss is the mean of this over the ranks."""
         self.every = every
         self._manager = manager
         self._has_listeners = manager.has_listeners
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # created here: after a fork, an older one would describe the parent process
+        if device.type != "cuda":  # made here, because after a fork an older one would describe the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
-        self._passed = 0  # how many intervals have a record
+        self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
 
     @property
     def are_read(self) -> bool:
-        """Whether any callback listens to `on_log`. With several ranks it may be a callback of another rank."""
+        """Whether any callback listens to `on_log`. With several ranks, the callback may be on another rank."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
-        """Add one step's mean losses by name. If no callback reads records, keep only the last loss, for checkpoints.
+        """Add the mean losses of one step by name. If no callback reads records, keep only the last loss, for checkpoints.
 
-        `scale` is the weight of this rank's mean relative to the other ranks'; `moved` is False for a skipped step.
+        `scale` is the weight of this rank's mean relative to those of the other ranks. `moved` is False for a skipped step.
         """
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
@@ -72,15 +72,17 @@ class Records:
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def fire_log(self, ctx: Context) -> None:
-        """Fire `on_log` with what was logged since the last record, if anything was. `tally.update_timestamp` must have run. A
-        collective."""
+        """Fire `on_log` with what was logged since the last record, if anything was logged.
+
+        `tally.update_timestamp` must have been called before. This is a collective.
+        """
         self._passed = self.every.index(ctx.state.timestamp)
         if not self.are_read:
             self._recorded_step, self.learning_rate = ctx.step, None
             self.tally.since_record()
-            self.metrics.clear()  # discard it without waiting for the device
+            self.metrics.clear()  # discard the values without waiting for the device
             return
-        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # no rank has logged more
+        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # no rank has logged anything since
             return
         self._recorded_step = ctx.step
         samples, tokens, seconds = self.tally.since_record()
@@ -93,13 +95,15 @@ class Records:
         self._fire(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
 
     def fire_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
-        """Fire `on_log` with what was logged in an evaluation, if anything was."""
+        """Fire `on_log` with what was logged during an evaluation, if anything was logged."""
         if values:
             self._fire(ctx, values, 0.0, 0.0)
 
     def mean_loss(self) -> float | None:
-        """Return the last step's mean loss over all ranks, or None before the first step. A collective that waits for the
-        device."""
+        """Return the mean loss of the last step over all ranks, or None before the first step.
+
+        This is a collective that waits for the device.
+        """
         if self.last_loss is None:
             return None
         here = self.last_loss.item()
@@ -121,13 +125,13 @@ class Records:
         self._manager.publish_costs(ctx)
 
     def _memory_bytes(self) -> int:
-        """Return the peak of allocated device memory since the process began, or on the CPU the current resident memory."""
+        """Return the peak of allocated device memory since the process began. On the CPU, return the current resident memory."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been logged and is not in a record yet."""
+        """Return what was logged and is not in a record yet."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,

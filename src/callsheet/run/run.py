@@ -1,4 +1,4 @@
-"""A run, assembled in one place for the Trainer and for the hosts of other frameworks' loops."""
+"""A run: the one place that assembles its parts, both for the Trainer and for the hosts of other frameworks' loops."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from callsheet.run.signals import SignalWatch
 
 
 class CallbackStates:
-    """The callbacks' states as a part of a checkpoint.
+    """The states of all callbacks, as one part of a checkpoint.
 
-    The state of a callback in a lane, or of an isolated one, is copied and checked when it is read: if a checkpoint cannot hold it, it is
-    missing from the checkpoint and the run continues.
+    The state of a callback that is isolated or has a lane is copied and checked when it is read. If a checkpoint cannot hold such
+    a state, the checkpoint is written without it, and the run continues.
     """
 
     def __init__(self, manager: CallbackManager) -> None:
         self._manager = manager
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states."""
+        """Return the states of the callbacks."""
         return self._manager.state_dict(copied=plain_copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the callbacks their states."""
+        """Load the states into the callbacks."""
         self._manager.load_state_dict(state)
 
 
 class Run:
     """The parts that every run has: context, records, agreement between ranks, lifetime, and the lock of the run's folder.
 
-    `connect` adds the boundaries, once there are an evaluation and checkpoints; `load` then resumes.
+    `connect` adds the boundaries, once evaluation and checkpoints exist. After that, `load` resumes the run.
 
     Args:
         manager: the callbacks.
@@ -70,7 +70,7 @@ class Run:
     boundaries: Boundaries
     checkpoints: CheckpointsPart
     CONTEXT: ClassVar[type[Context]] = Context
-    """The class of its context."""
+    """The class of the run's context."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class Run:
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         world.at_step = lambda: ctx.step
-        for close in (self.guard.end, world.close, log_ranks.end):  # called in the opposite order
+        for close in (self.guard.end, world.close, log_ranks.end):  # these are called in reverse order
             lifetime.at_end(close)
 
     @cached_property
     def spans(self) -> Spans:
-        """The spans with which the loop fires its events."""
+        """The spans that the loop uses to fire its events."""
         return self.manager.spans(self.ctx)
 
     def connect(
@@ -129,7 +129,9 @@ class Run:
         )
 
     def load(self, shared: Mapping[str, Stateful], local: Mapping[str, Stateful], resume: Any) -> None:
-        """Load what `resume` names into these parts: those that all ranks share, and those that each rank has for itself."""
+        """Load the checkpoint that `resume` names into these parts: `shared` are the same on all ranks, `local` are each rank's
+        own.
+        """
         self.checkpoints.shared, self.checkpoints.local = dict(shared), dict(local)
         self.checkpoints.load(resume)
         self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))

@@ -1,4 +1,4 @@
-"""Allows one writer in the folder of a run: rank 0 holds the lock, and all ranks learn whether it was acquired."""
+"""Allows only one writer in the folder of a run: rank 0 holds the lock, and all ranks learn whether it was acquired."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SLICE_SECONDS = 1.0
 
 
 class RunGuard:
-    """The lock of a run, and the marker that makes its folder a run's.
+    """The lock of a run, and the marker that makes a folder the folder of a run.
 
-    A run with a name of its own acquires the lock before it does anything else. A run whose name was made from the time, and one
-    that only evaluates, acquire it when they write to their folder.
+    A run with a name that the user chose acquires the lock before it does anything else. A run whose name was made from the time,
+    or that only evaluates, acquires it when it first writes to its folder.
 
     Args:
         timeout: how long to wait for the lock.
@@ -38,7 +38,7 @@ class RunGuard:
         self._has_begun = False
         self._is_unguarded = False
 
-        def request_boundary() -> None:  # on the lock's thread; the loop reacts after its next step
+        def request_boundary() -> None:  # called on the lock's thread; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # on rank 0
@@ -46,7 +46,7 @@ class RunGuard:
             self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=request_boundary)
 
     def acquire(self) -> None:
-        """Acquire the lock, before anything is written. A collective.
+        """Acquire the lock before anything is written. This is a collective.
 
         Raises:
             RunInUseError: on all ranks: another process trains in the run's folder, and has not ended in time.
@@ -58,8 +58,10 @@ class RunGuard:
             raise RunInUseError(rejection)
 
     def _attempt(self, deadline: float) -> str | None:
-        """Wait briefly for the lock. Return the empty string if it is held, the reason if it cannot be had, or None to keep
-        waiting."""
+        """Wait briefly for the lock.
+
+        Return the empty string if it is held, the reason if the run cannot get it, or None to keep waiting.
+        """
         if self._lock is None:
             return ""
         until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._world.timeout / 4))
@@ -77,7 +79,9 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, before it writes: raise if the lock is lost. With `acquires`, first acquire it if this run has not.
+        """On rank 0, raise an error if the lock is lost; call this before writing.
+
+        With `acquires`, first acquire the lock if this run has not.
 
         Raises:
             RunLockLostError: another process has taken over the folder.
@@ -94,17 +98,20 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0: raise as `check` does if the heartbeat has found the lock lost. Does not access the disk otherwise."""
+        """On rank 0, raise as `check` does if the heartbeat has found that the lock is lost.
+
+        This does not read the disk.
+        """
         if self._lock is not None and self._lock.is_lost:
             self._lock.check()
 
     def begin(self) -> None:
-        """Note that training begins: from now on the folder is a run's. On rank 0."""
+        """On rank 0, record that training begins. From now on the folder counts as that of a run."""
         self._has_begun = True
         self.mark()
 
     def mark(self) -> None:
-        """Once training has begun: if the folder exists, mark it as a run's, and hold its lock."""
+        """Once training has begun and the folder exists, mark it as the folder of a run and hold its lock."""
         folder = self._run.folder
         if self._lock is None or folder is None or not self._has_begun or not folder.is_dir():
             return

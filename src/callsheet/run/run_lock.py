@@ -1,31 +1,33 @@
-"""One writer per run folder: the lock that rank 0 of a run holds from its start to its end.
+"""One writer per run folder: the lock that rank 0 of a run holds from the run's start to its end.
 
-The lock of the run in `runs/x` is the folder `runs/.x.lock`, beside the run's folder. It exists before the run has written anything, and
-it stays in place when an earlier run in `runs/x` is renamed. It holds one small file per claim, named by a number. The claim with the
-highest number owns the run. Its content names the machine, the process with its start time, and the last heartbeat.
+The lock of the run in `runs/x` is the folder `runs/.x.lock`, next to the run's folder. It exists before the run has written
+anything, and it stays in place when an earlier run in `runs/x` is renamed. It holds one small file for each claim, and the file's
+name is a number. The claim with the highest number owns the run. The file's content names the machine, the process with its start
+time, and the last heartbeat.
 
 How a run acquires the lock:
 
-1. List the claims. If there is none, the next number is 1. If the highest belongs to a process that is gone, the next number is one more.
-   Otherwise the run is in use.
+1. List the claims. If there are none, the next number is 1. If the claim with the highest number belongs to a process that is
+  gone, the next number is one more. Otherwise the run is in use.
 2. Create the file of the next number with `O_EXCL`. Only one of several waiters succeeds; the others start again at 1.
-3. Read all other claims again. If one of them is not exactly what was judged in the first step, withdraw the own claim and start again:
-   the old owner may have released its claim in the meantime, and somebody else may have begun with number 1.
+3. Read all other claims again. If one of them has changed since the first step, withdraw the new claim and start again: the old
+  owner may have released its claim in the meantime, and another process may have begun with number 1.
 4. Delete the older claims.
 
-A claim never removes or overwrites the file of an owner before its own file exists, so two processes cannot both believe that they own
-the run: an owner has to find its own file in place, with its own content, and none with a higher number. `check` looks for exactly that.
-A higher number counts only if it is still there on a second look, since a waiter may be about to withdraw it in step 3.
+A process that makes a claim never removes or overwrites an owner's file before its own file exists. So two processes cannot both
+believe that they own the run: an owner must find its own file in place, with its own content, and no file with a higher number.
+`check` looks for exactly that. A higher number counts only if it is still there on a second look, because the process that made
+it may be about to withdraw it in step 3.
 
-On the same machine, a process is gone if its process id is free or belongs to a process with another start time. On another machine, a
-process counts as gone if its claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock. The clock of another machine is
-not trusted alone: even if the heartbeat in the claim is older than `STALE_SECONDS` by the wall clock, the reader has to see no heartbeat for
-two and a half intervals.
+On the same machine, a process is gone if no process has its id, or if the process with that id started at another time. On
+another machine, a process counts as gone if its claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock.
+The reader does not rely on the other machine's clock alone: even if the heartbeat in the claim is older than `STALE_SECONDS` by
+the wall clock, the reader must see no heartbeat for two and a half intervals.
 
-Heartbeats are written in place, through the descriptor with which the claim was created. An owner that was suspended and lost the lock
-therefore writes to a file that nobody reads any more.
+Heartbeats are written in place, through the file descriptor with which the claim was created. So if an owner was suspended and
+lost the lock, it writes to a file that nobody reads any more.
 
-The lock needs a file system on which `O_EXCL` is atomic, as on local disks and NFS since version 3.
+The lock needs a file system on which `O_EXCL` is atomic. Local disks are, and so is NFS since version 3.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ logger = logging.getLogger("callsheet")
 LOCK_TIMEOUT_SECONDS = 30.0
 """How long a run waits for the lock of its folder by default."""
 HEARTBEAT_SECONDS = 10.0
-"""How often the owner writes that it is alive."""
+"""The interval at which the owner writes that it is alive."""
 STALE_SECONDS = 60.0
-"""How long a claim without a heartbeat is respected."""
+"""How long a claim without a new heartbeat is respected."""
 
 _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
@@ -63,7 +65,7 @@ _RECORD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of a claim's file: which process owns the run, since when, and its last heartbeat, by its own clock."""
+    """The content of a claim's file: the process that owns the run, the time since when, and its last heartbeat by its own clock."""
 
     token: str
     machine: str
@@ -79,6 +81,16 @@ class Claim:
         return f"process {self.pid} on machine {self.machine} since {since:{'%H:%M' if is_today else '%Y-%m-%d %H:%M'}}"
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the claim belongs to a process of this machine that is gone.
+
+        False for other machines, whose processes cannot be seen.
+        """
+        if self.machine_id == machine_id():
+            return not self.is_of_dead_process
+        return abs(time.time() - self.beat) <= STALE_SECONDS
+
+    @property
     def is_of_dead_process(self) -> bool:
         """Whether a process of this machine made it that is gone; False for other machines, whose processes are unknown."""
         if self.machine_id != machine_id():
@@ -86,6 +98,21 @@ class Claim:
         if self.pid == os.getpid():  # this process, or what it was before an `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
+
+
+def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
+    """Return the claim that owns the run in `folder`; None if nobody does, or if it cannot be read. Reads only."""
+    try:
+        path = _path_of(Path(os.path.abspath(folder)))
+        numbers = [int(name) for name in os.listdir(path) if name.isdecimal()]
+        return _parsed((path / str(max(numbers))).read_bytes()) if numbers else None
+    except (OSError, ValueError):
+        return None
+
+
+def _path_of(folder: Path) -> Path:
+    """Return the folder of a run's claims."""
+    return Path(os.path.realpath(folder.parent)) / f".{folder.name}.lock"
 
 
 class RunLock:
@@ -110,7 +137,7 @@ class RunLock:
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = Path(folder)
-        self._path = Path(os.path.realpath(self.folder.parent)) / f".{self.folder.name}.lock"
+        self._path = _path_of(self.folder)
         self._is_busy = is_busy
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
@@ -309,7 +336,7 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # so that other machines see it
+        os.fsync(self._descriptor)  # Remove a claim that did not get the lock.
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
@@ -482,8 +509,8 @@ def _claims(path: Path) -> dict[int, bytes]:
 
 
 def _parsed(content: bytes) -> Claim | None:
-    """Return the claim, or None for a file that is only half written."""
+    """Return the claim, or None for a file that is only half written, or not ours."""
     try:
         return Claim(**json.loads(content))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None

@@ -1,7 +1,7 @@
-"""The marker `run.json`, which says that training has begun in a folder.
+"""The file `run.json`, a marker which says that training has begun in a folder.
 
-A folder without it is not a run, and the next run may begin in it: for example a folder that a logger made at `on_run_start`, or that of a
-run that ended before its first step.
+A folder without the marker is not a run, and the next run may begin in it. Examples are a folder that a logger made at
+`on_run_start`, and that of a run that ended before its first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARKER = "run.json"
 
 
 def mark_run(folder: Path, name: str) -> None:
-    """Write the marker if the folder exists and has none. A run that writes nothing has no folder."""
+    """Write the marker if the folder exists and has none. If the run has written nothing, there is no folder."""
     path = folder / MARKER
     if folder.is_dir() and not path.exists():
         draft = path.with_name(f"{MARKER}.new")

@@ -1,8 +1,8 @@
 """Signals that preempt a run.
 
-The signal handler only notes the signal, since saving a checkpoint inside a handler can hang. Python runs handlers between bytecodes, so a
-handler waits while a collective or another C call blocks. Therefore a thread, which the interpreter's C handler wakes at once, notes the
-time of arrival.
+The signal handler only records the signal, because saving a checkpoint inside a handler can hang. Python calls handlers between
+bytecodes, so a handler has to wait while a collective or another C call blocks. Therefore a thread records the time of arrival;
+the interpreter's C handler wakes this thread at once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from callsheet.errors import ConfigError
 GRACE_SECONDS = 30.0
 """How long launchers commonly wait between SIGTERM and SIGKILL."""
 
-_active: list[SignalWatch] = []  # the outermost first
+_active: list[SignalWatch] = []  # outermost first
 
 
 class SignalWatch:
-    """A context manager that notes signals. Earlier handlers are called too, and restored at the end.
+    """A context manager that records signals. It also calls the handlers that were set before, and restores them at its end.
 
     Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
 
-    `received` is the first signal, or None; `arrived_at` is its time in seconds of `time.monotonic()`. Outside the main thread Python allows
-    no handlers, and entering does nothing. In a forked child the earlier handlers are restored.
+    `received` is the first signal, or None; `arrived_at` is its time in seconds of `time.monotonic()`. Python allows signal
+    handlers only in the main thread; in another thread, entering this does nothing. In a forked child, the handlers that were set
+    before are restored.
 
     Args:
         signals: names such as `"SIGTERM"`, or numbers.
@@ -49,14 +50,14 @@ class SignalWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left of the grace period; infinite until a signal arrives."""
+        """The seconds that are left of the grace period; infinite until a signal arrives."""
         return float("inf") if self.arrived_at is None else self.arrived_at + self.grace - time.monotonic()
 
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # the process runs in the background, where Ctrl-C is not meant for it
+                    continue  # ignored before, as for a process in the background, which Ctrl-C should not reach
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -69,12 +70,12 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """Note the time of a signal, whether or not its handler has run yet. Called by the clock's thread."""
+        """Record the time of a signal, whether or not its handler has run. The clock's thread calls this."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
-        """Restore the earlier handlers in a forked child, where the clock has no thread."""
+        """In a forked child, restore the handlers that were set before, because the clock's thread exists only in the parent."""
         self._put_back()
         if self._clock is not None:
             self._clock.close_descriptors()
@@ -84,7 +85,7 @@ class SignalWatch:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():
-            if earlier is not None:  # None: it was set by C code, and cannot be restored from Python
+            if earlier is not None:  # None means that C code set it, so Python cannot restore it
                 signal.signal(number, earlier)
         self._earlier.clear()
 
@@ -100,13 +101,16 @@ class SignalWatch:
 
 
 class _Clock:
-    """A thread that reads signal numbers from the descriptor to which the interpreter writes them at once."""
+    """A thread that reads signal numbers from a file descriptor.
+
+    The interpreter writes each number there as soon as the signal arrives.
+    """
 
     def __init__(self, watch: SignalWatch) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # another user, such as an asyncio loop, has set a descriptor; leave it in place
+        if earlier != -1:  # other code, such as an asyncio loop, has set a descriptor, which stays in place
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -119,7 +123,7 @@ class _Clock:
                 watch.saw(number)
 
     def close(self) -> None:
-        """End the thread. Closing the pipe would not end it, since a forked child may hold the pipe open."""
+        """End the thread. Closing the pipe would not end it, because a forked child may hold the pipe open."""
         os.write(self._write, b"\0")
         self._thread.join()
         self.close_descriptors()
@@ -127,7 +131,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the descriptors."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # another user has replaced it since
+        if current not in (-1, self._write):  # other code has replaced it since
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)
@@ -144,7 +148,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in reversed(_active.copy()):  # the innermost first, since each knows only the handler before its own
+    for watch in reversed(_active.copy()):  # innermost first, since each knows only the handler that was set before its own
         watch.after_fork()
 
 

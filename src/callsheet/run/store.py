@@ -1,4 +1,4 @@
-"""The rendezvous store of the ranks. Its keys belong to one attempt, and no wait for it is unbounded."""
+"""The rendezvous store of the ranks. Its keys belong to one attempt to run, and every wait for it has a time limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # time for the others to read rank 0's message
+_LINGER_SECONDS = 0.5  # time for the other ranks to read rank 0's message
 
-_meetings = count()  # numbers the meetings of this process, the same on all ranks
+_meetings = count()  # counts the stores that this process has opened, which are as many on all ranks
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
     """Return `act()`, or raise `TimeoutError` after `seconds`.
 
-    Most calls of a store have no timeout, and block for ever if the process that keeps it is stopped. So they run on a thread
-    that can be abandoned.
+    Most calls of a store have no timeout, and block for ever if the process that keeps the store is stopped. So they run on a
+    thread that can be abandoned.
     """
     answer: Future[T] = Future()
 
@@ -54,9 +54,9 @@ def keeper_of_store() -> str:
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
     """Return a store that the ranks share in this attempt only. A collective.
 
-    A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. A key
-    with the restart count would not help: each machine's launcher has its own count, and does not count when a machine joins or
-    leaves. So the ranks agree on a new name for the attempt, and use it as a prefix.
+    A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
+    the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when
+    a machine joins or leaves. So the ranks agree on a new name for each attempt, and use it as a prefix.
 
     Raises:
         ConfigError: the environment does not contain the store's address.
@@ -76,7 +76,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
                 raise
-            except RuntimeError as error:  # rank 0 has closed the store of an earlier run, and opens the next
+            except RuntimeError as error:  # rank 0 has closed an earlier run's store, and will open the next one
                 if base is not None or time.monotonic() > deadline:
                     first = (str(error).splitlines() or [""])[0]
                     raise DistributedError(
@@ -106,8 +106,9 @@ def _where() -> tuple[str, int]:
 
 
 def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
-    """Connect to the store as `init_method="env://"` does, without waiting for the other ranks: torch could not name the missing
-    ones."""
+    """Connect to the store as `init_method="env://"` does, but without waiting for the other ranks, because torch could not name
+    the missing ones.
+    """
     is_keeper = keeper_of_store() == "rank 0" and ranks.rank == 0
     left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     return TCPStore(*where, ranks.world_size, is_keeper, timeout=left, wait_for_workers=False, multi_tenant=is_keeper)
@@ -116,9 +117,9 @@ def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
 def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
     """Return the name of this attempt.
 
-    Each rank writes a new random word. Rank 0 announces the list of words, each rank accepts a list that contains its own word,
-    and rank 0 confirms a list that all have accepted. No rank accepts the word of a dead rank, so such words delay only the first
-    list.
+    Each rank writes a new random word. Rank 0 announces the list of all words. Each rank accepts a list that contains its own
+    word, and rank 0 confirms a list that all ranks have accepted. No rank accepts the word of a dead rank, so such words delay
+    only the first list.
     """
     mine, everyone = os.urandom(8).hex(), range(ranks.world_size)
     announced: list[str] | None = None
@@ -148,12 +149,14 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
 
 
 def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
-    """Return which ranks did not join. Rank 0 writes it for the others first: if it keeps the store, they cannot find out without
-    it."""
+    """Return which ranks did not join.
+
+    Rank 0 first writes the answer for the others: if rank 0 keeps the store, they cannot find out after it has ended.
+    """
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # all have joined, but rank 0 does not confirm it
+    absent = absent or [0]  # all ranks have joined, but rank 0 has not confirmed the list
     message = (
         f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or stopped"
     )

@@ -1,4 +1,4 @@
-"""Counts between two boundaries: samples, tokens and seconds of training."""
+"""Counts samples, tokens and seconds of training between two boundaries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from callsheet.run.process_groups import ProcessGroups
 class Tally:
     """Counts each step on this process, and adds the counts to the run's timestamp at boundaries.
 
-    Samples and tokens are those of all ranks; the seconds are rank 0's. Between boundaries the timestamp's samples, tokens and
-    seconds do not change, so every decision that depends on them uses values that all ranks share. The clock runs only during
-    training: evaluation and saving stop it.
+    Samples and tokens are those of all ranks; the seconds are those of rank 0. Between boundaries the timestamp's samples, tokens
+    and seconds do not change, so every decision that depends on them uses values that all ranks share. The clock runs only during
+    training; it stops during evaluation and saving.
     """
 
     def __init__(self, world: ProcessGroups) -> None:
@@ -42,7 +42,7 @@ class Tally:
             self._running_since = None
 
     def update_timestamp(self, state: TrainState) -> None:
-        """Add the counts of all ranks to the timestamp. A collective."""
+        """Add the counts of all ranks to the timestamp. This is a collective."""
         if self._running_since is not None:
             self.stop()
             self.start()
@@ -55,19 +55,21 @@ class Tally:
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Return the samples, tokens and seconds of training that were added to the timestamp since the last call."""
+        """Return the samples, tokens and seconds of training that were added to the timestamp since the last call of this method."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have counted since the last `update_timestamp`, and what was added since the last record. A
-        collective."""
+        """Return what all ranks have counted since the last `update_timestamp`, and what was added since the last record.
+
+        This is a collective.
+        """
         here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
         samples, tokens, seconds = self._world.sum(here)
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Rank 0 takes the counts, whatever the number of ranks was."""
+        """Load what `state_dict` returned. Rank 0 gets all counts, even if the number of ranks has changed."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
