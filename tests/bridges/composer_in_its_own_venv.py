@@ -101,7 +101,7 @@ def test_a_host_that_fails_gives_up_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
-    from callsheet.bridges.composer.hosts import ComposerHost
+    from callsheet.bridges.composer.trainer_host import ComposerHost
 
     handled = ComposerHost._batch_end
 
@@ -283,7 +283,7 @@ def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
     trained = made(POINTS, tmp_path, [later], after=[Bursts()])
     with pytest.raises(ArithmeticError):
         trained.fit()
-    assert later.outcomes == []  # Composer has told nobody
+    assert later.outcomes == []  # Composer calls no callback for it
     trained.close()
     assert later.outcomes == ["failed"]
 
@@ -406,7 +406,7 @@ class Logged(Logger):
 
 
 class TheirPictures(composer.loggers.LoggerDestination):  # type: ignore[misc]
-    """The same at home."""
+    """The same images in Composer's Trainer."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[str, int]] = []
@@ -422,7 +422,7 @@ class Run:
         self.steps, self.losses, self.logged, self.error, self.images = steps, losses, logged, error, images
 
 
-def at_home(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
+def in_framework(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
     memory, pictures, error = composer.loggers.InMemoryLogger(), TheirPictures(), ""
     trained = made(job, folder, None, after=[foreign], loggers=[memory, pictures], epochs=4, **options)
     try:
@@ -500,7 +500,7 @@ def test_a_guest_acts_as_in_its_own_framework(
         warnings.simplefilter("ignore")
         job = options.get("job", LINES)
         rest = {key: value() for key, value in options.items() if key != "job"}
-        home = at_home(make(), job, tmp_path / "home", **rest)
+        home = in_framework(make(), job, tmp_path / "framework", **rest)
         here = as_guest(make(), job, tmp_path / "here", **rest)
     assert here.losses == pytest.approx(home.losses, rel=1e-6, nan_ok=True)
     assert (here.steps, here.error, here.images) == (home.steps, home.error, home.images)

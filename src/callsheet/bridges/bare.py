@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from signal import Signals
 from time import perf_counter
 from types import TracebackType
@@ -17,7 +17,7 @@ with needed_by("callsheet.attach"):
     from torch import nn
     from torch.optim import Optimizer
 
-from callsheet.bridges.epoch_position import length_of
+from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
@@ -27,10 +27,9 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
-from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Time, TimeUnit
-from callsheet.errors import ConfigError, NotSupported, RequestRejected, mark_as_users, names_unknown
+from callsheet.errors import ConfigError, RequestRejected, mark_as_users, names_unknown
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -39,8 +38,21 @@ logger = logging.getLogger("callsheet")
 _SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
 """The Trainer's arguments that `attach` has too."""
 
+_OF_EVALUATION = ("eval_interval", "eval_dataloader")
+_EVALUATION = (
+    "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
+    "callbacks ask for"
+)
 
-@names_unknown(lambda: {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED})
+
+def _familiar() -> dict[str, str]:
+    """Return what to give instead of other frameworks' arguments, and of those of the Trainer that evaluate."""
+    of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
+    shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
+    return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
+
+
+@names_unknown(_familiar)
 def attach(
     *,
     model: nn.Module,
@@ -207,7 +219,7 @@ class AttachedRun:
         self._scaler = scaler
         self._resume = resume
         self._support = SupportCheck(run.manager, run.host, strict=strict)
-        self._position = _EpochPosition()
+        self._position = DataPosition()
         run.parts["place"] = self._position
         self._is_over = False
         self._is_iterating = False
@@ -292,7 +304,7 @@ class AttachedRun:
         try:
             if not self._has_given_up:
                 driver.start("epoch")
-                batches = position.begin(dataloader)
+                batches = position.begin(dataloader, run.state.timestamp.epoch)
             while not self._is_over and not self._has_given_up:
                 given = 0
                 group = self._fetched(batches)  # type: ignore[arg-type]
@@ -332,7 +344,9 @@ class AttachedRun:
         finally:
             self._is_iterating = False
         if self._has_given_up and not self._is_over:
-            yield from self._remaining(position.begin_unobserved(dataloader) if batches is None else batches, self._group, given)
+            if batches is None:
+                batches = position.begin_unobserved(dataloader, run.state.timestamp.epoch)
+            yield from self._remaining(batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
         """Begin an epoch; return whether there is one to train."""
@@ -450,13 +464,14 @@ class AttachedRun:
     def _check_first(self) -> None:
         run, batches = self._run, self._batches_per_step
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # the scaler skips steps until it has found its scale
-                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            elif self._support.strict:
-                raise NotSupported(
+            self._support.without_optimizer_step(
+                run.driver,
+                is_scaled=self._scaler is not None,
+                message=(
                     f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
                     "gradient_accumulation_steps= to the number of batches of a step, and give attach the optimizer that the loop steps"
-                )
+                ),
+            )
         self._support.after_first_step(run.driver)
 
     def _close_epoch(self, *, continues: bool) -> None:
@@ -514,6 +529,7 @@ class AttachedRun:
                     raise
         finally:
             self._release()
+            self._position.release()
         is_interrupted = run.signals.received is Signals.SIGINT if self._has_given_up else False
         if error is None and (is_interrupted or run.lifetime.outcome is Outcome.INTERRUPTED):
             raise KeyboardInterrupt
@@ -525,83 +541,3 @@ class AttachedRun:
                 self._run.finish()
             except Exception as error:
                 self._give_up(error)
-
-
-class _EpochPosition:
-    """How many batches of the epoch were taken. Its state also holds the random states at the epoch's start and now, for a resume."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.is_exhausted = False
-        self._length: int | None = None
-        self._epoch_began: dict[str, Any] | None = None
-        self._loader: Any = None
-        self._restored: Mapping[str, Any] | None = None
-
-    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Return the epoch's batches, without those that were taken before a resume."""
-        restored, self._restored = self._restored, None
-        self._loader, self.is_exhausted = loader, False
-        try:
-            self._length = length_of(loader)
-            if restored is not None:
-                return self._restore(loader, restored)
-        except Exception as error:
-            mark_as_users(error)  # an error of the loader, or one that prevents the resume that was asked for
-            raise
-        self._epoch_began = random_state()
-        return _iterator(loader)
-
-    def begin_unobserved(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Do the same after the host has given up."""
-        return _iterator(loader) if self._restored is None else self.begin(loader)
-
-    def _restore(self, loader: Iterable[Any], restored: Mapping[str, Any]) -> Iterator[Any]:
-        if restored["epoch_began"] is None:
-            restore_random_state(restored["now"])
-            self._epoch_began = random_state()
-            return iter(loader)
-        self.taken, self._epoch_began = restored["taken"], restored["epoch_began"]
-        if self.is_at_end:
-            batches: Iterator[Any] = iter(())
-        elif restored["loader"] is not None and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(restored["loader"])
-            batches = iter(loader)
-        else:
-            restore_random_state(restored["epoch_began"])
-            batches = iter(loader)
-            for _ in islice(batches, self.taken):
-                pass
-        restore_random_state(restored["now"])
-        return batches
-
-    def end(self) -> None:
-        """Reset the position: the epoch has ended."""
-        self.taken, self._length, self._loader, self._epoch_began = 0, None, None, None
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether every batch of the epoch has been taken."""
-        return self.is_exhausted or self.taken == self._length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, the random states and the loader's own state, if it has one."""
-        loader = self._loader
-        return {
-            "taken": self.taken,
-            "epoch_began": self._epoch_began,
-            "now": random_state(),
-            "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch continue from there."""
-        self._restored = state
-
-
-def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
-    try:
-        return iter(loader)
-    except Exception as error:
-        mark_as_users(error)  # training is impossible without data
-        raise

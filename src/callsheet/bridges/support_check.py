@@ -84,6 +84,19 @@ class SupportCheck:
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
 
+    def without_optimizer_step(self, driver: LifecycleDriver, *, is_scaled: bool, message: str) -> None:
+        """Reject a loop that has not stepped the optimizer in its first step.
+
+        Args:
+            driver: the driver of training.
+            is_scaled: whether a loss scaler may have skipped the optimizer's step, which is no error.
+            message: of the error: what is wrong and what to do.
+        """
+        if is_scaled:  # the scaler skips steps until it has found its scale
+            driver.synthesized -= {"clip_gradients", "optimizer_step"}
+        elif self.strict:
+            raise NotSupported(message)
+
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
         """Return a function that returns whether a listener listens to an event that the host fires, besides the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)

@@ -332,13 +332,14 @@ class AcceleratedRun(AttachedRun):
     def _check_first(self) -> None:
         run = self._run
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # the scaler skips steps until it has found its scale
-                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            elif self._support.strict:
-                raise NotSupported(
+            self._support.without_optimizer_step(
+                run.driver,
+                is_scaled=self._scaler is not None,
+                message=(
                     "the loop has not stepped the optimizer in its first step, where gradients were synchronized; give host the optimizer that"
                     " the loop steps, and iterate over run.steps(dataloader) around accelerator.accumulate(model)"
-                )
+                ),
+            )
         self._support.after_first_step(run.driver)
 
     # --- wrappers around the accelerator's methods ---

@@ -1,4 +1,7 @@
-"""Parts of the host in Composer's Trainer: evaluation requests, the logger, the loss. This module imports Composer."""
+"""Parts of the host in Composer's Trainer: tables of handlers, evaluation requests, checkpoints, the logger, the loss.
+
+This module imports Composer.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,65 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from composer import Event
+from composer.callbacks import CheckpointSaver
 from composer.loggers import LoggerDestination
 from torch import Tensor
 
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.trainer.tasks import counts_of
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
 """Metrics of the Trainer that metrics records have under other names or from another source."""
+
+
+_INSIDE = (
+    *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
+    *("before_backward", "after_backward", "after_train_batch"),
+)
+"""Events that are repeated if an optimizer calls its closure several times."""
+
+_FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
+"""Events that the host handles only if a callback listens to the parts of a microbatch."""
+
+_OPTIMIZER = ("after_train_batch",)
+"""Events that the host handles only if a callback listens to parts of the step or reads its results."""
+
+_LOSS = ("after_loss",)
+"""Events that the host handles only if the loss is read, for records or a checkpoint."""
+
+
+class HandlerTables:
+    """Which handlers of the host are called for an event of Composer, by the event's value.
+
+    Args:
+        handlers: all handlers.
+        of_closure: those that are called instead while an optimizer calls its closure again.
+    """
+
+    def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
+        self.training = handlers
+        """The handlers that have something to do. It is always the same dictionary."""
+        self._optional = {event: handlers[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
+        self._outside = {event: handler for event, handler in handlers.items() if event not in _INSIDE}
+        self._of_closure = self._outside | of_closure
+
+    def listen(self, driver: LifecycleDriver) -> None:
+        """Leave out the handlers of events that have no listeners."""
+        self._choose(_FORWARD, driver.listens_to("forward"))
+        self._choose(_OPTIMIZER, driver.is_read)
+        self._choose(_LOSS, driver.is_loss_read)
+
+    def of_closure(self) -> dict[Any, Callable[..., None]]:
+        """Return the handlers while an optimizer calls its closure again."""
+        return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
+
+    def _choose(self, events: Iterable[str], has_listeners: bool) -> None:
+        for event in events:
+            if has_listeners:
+                self.training[event] = self._optional[event]
+            else:
+                self.training.pop(event, None)
 
 
 class EvaluationRequests:
@@ -40,11 +95,64 @@ class _Interval:
         return self.own(state, event) or (self.requests.is_pending and event is not Event.FIT_END)
 
 
+class SavedCheckpoints:
+    """The checkpoints that Composer's savers write. Composer has no event for them."""
+
+    def __init__(self, state: Any, logger: Any) -> None:
+        self._state, self._logger = state, logger
+        self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch at which each saved last
+
+    def save(self) -> None:
+        """Have Composer's first saver save now, at this batch, regardless of its interval."""
+        saver = self.savers[0]
+        interval, saver.save_interval = saver.save_interval, lambda state, event: True
+        try:
+            saver.batch_checkpoint(self._state, self._logger)
+        finally:
+            saver.save_interval = interval
+
+    def report(self, run: HostedRun) -> None:
+        """Fire the events of checkpoints that were written since the last call."""
+        if not self.savers:
+            return
+        for place, saver in enumerate(self.savers):
+            if saver.last_checkpoint_batch is not self._saved_at[place]:
+                self._saved_at[place] = saver.last_checkpoint_batch
+                run.fire_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
+
+
+class StepLosses:
+    """The losses of a step's microbatches."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Tensor, int]] = []
+        """The loss and the weight of each microbatch."""
+
+    def add(self, state: Any, loss: Tensor, samples: int) -> None:
+        """Add the loss of a microbatch. `samples` is how many the whole step has."""
+        value = loss.detach()
+        if isinstance(state.loss, dict):
+            value = value.clone()  # Composer scales the total in place
+        is_whole = state.device_train_microbatch_size >= samples  # the only microbatch needs no weight
+        self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
+
+    def mean(self) -> Tensor | None:
+        """Return the step's loss, or None if the step has none."""
+        parts = self.parts
+        if len(parts) < 2:
+            return parts[0][0] if parts else None
+        samples = sum(count for _, count in parts)
+        return sum((loss * (count / samples) for loss, count in parts[1:]), start=parts[0][0] * (parts[0][1] / samples))
+
+
 class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are not read
     """Log everything that is logged to Composer's Logger in our metrics records too."""
 
-    def __init__(self, run: HostedRun) -> None:
+    def __init__(self, run: HostedRun, logger: Any) -> None:
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
+        self._logger = logger
+        logger.destinations = (*logger.destinations, self)
         self._names: dict[str, str] = {}  # our name by Composer's; a metric whose name is empty is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -54,6 +162,10 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
                 self._take(metrics)
             except Exception as error:
                 self._driver.give_up(error)
+
+    def remove(self) -> None:
+        """Remove this destination from the Logger."""
+        self._logger.destinations = tuple(each for each in self._logger.destinations if each is not self)
 
     def _take(self, metrics: dict[str, Any]) -> None:
         names = self._names

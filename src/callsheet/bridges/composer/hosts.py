@@ -1,455 +1,51 @@
-"""The host in Composer's Trainer; see `callsheet.bridges.composer`. This module imports Composer."""
+"""callsheet's callbacks as a callback of Composer. Composer is imported when a host is created."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from composer import Callback as ComposerCallback
-from composer import Event
-from composer.callbacks import CheckpointSaver
-from torch import Tensor
-
-from callsheet.bridges.composer import NOT_FIRED
-from callsheet.bridges.composer.host_parts import EvaluationRequests, Listener, is_one_number, trained_on
-from callsheet.bridges.giving_up import is_for_user
-from callsheet.bridges.host_base import HostBase
-from callsheet.bridges.host_states import own_state, restore_states
-from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import Hook
 from callsheet.core.callback import Callback
-from callsheet.core.control import Request
-from callsheet.core.manager import CallbackManager, normalize_callbacks
-from callsheet.core.run_state import CheckpointInfo, Outcome
+from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
-from callsheet.trainer.arguments import duration
-from callsheet.trainer.tasks import counts_of
-
-logger = logging.getLogger("callsheet")
-
-_INSIDE = (
-    *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
-    *("before_backward", "after_backward", "after_train_batch"),
-)
-"""Events that are repeated if an optimizer calls its closure several times."""
-
-_FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
-"""Events that the host handles only if a callback listens to the parts of a microbatch."""
-
-_OPTIMIZER = ("after_train_batch",)
-"""Events that the host handles only if a callback listens to parts of the step or reads its results."""
-
-_LOSS = ("after_loss",)
-"""Events that the host handles only if the loss is read, for records or a checkpoint."""
-
-
-class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
-    """See `callsheet.bridges.composer.host`."""
-
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        strict: bool,
-        log_interval: str | int | Time,
-        runs_folder: str | os.PathLike[str],
-        lock_timeout_seconds: float,
-    ) -> None:
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
-        self._strict, self._log_interval, self._runs_folder = strict, log_interval, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
-        self._run: Any = None
-        self._hosts: Sequence[ComposerHost] = ()
-        self._saved: Mapping[str, Any] | None = None
-        self._savers: list[Any] = []
-        self._saved_at: list[Any] = []  # for each saver, the batch at which it saved last
-        self._evaluation_requests = EvaluationRequests()
-        self._parts: list[tuple[Tensor, int]] = []
-        self._is_standalone = False
-        self._has_stepped = self._is_checked = False
-        self._hook: Hook | None = None
-        self._fault: Exception | None = None
-        self._listener: Listener | None = None
-        self._idle = {Event.AFTER_LOAD.value: self._begin}
-        self._all: dict[Any, Callable[..., None]] = {
-            event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")
-        }
-        self._outside = {event: handler for event, handler in self._all.items() if event not in _INSIDE}
-        repeated = {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._count_loss}
-        self._evaluated_again = self._outside | repeated
-        self._parts_of_steps = {event: self._all[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the dict in use
-
-    def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Handle an event of Composer. An error of a callback fails the run. If the host itself fails, training continues without it."""
-        handler = self._handlers.get(event._value_)  # not by the event, whose hash is computed each time
-        if handler is None:
-            return
-        try:
-            if self._handlers is self._idle:
-                handler(state, logger)
-            else:
-                handler(state)
-        except BaseException as error:
-            self._leave(error)
-
-    # --- the run ---
-
-    def _begin(self, state: Any, logger_: Any) -> None:
-        self._savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._hosts = [each for each in state.callbacks if isinstance(each, ComposerHost)]
-        self._saved_at = [each.last_checkpoint_batch for each in self._savers]
-        optimizer = state.optimizers[0] if state.optimizers else None
-        self._state, self._logger, self._is_checked = state, logger_, False
-        self._has_given_up, self._fault = False, None
-        self._run = run = HostedRun(
-            self.manager,
-            model=state.model,
-            optimizer=optimizer,
-            scheduler=state.schedulers[0] if len(state.schedulers) == 1 else None,
-            host="Composer's Trainer",
-            run_name=state.run_name,
-            runs_folder=self._runs_folder,
-            config={"seed": state.seed, "precision": state.precision.value, "max_duration": str(state.max_duration or "")},
-            max_duration=str(state.max_duration) if state.max_duration is not None else None,
-            log_interval=self._log_interval,
-            able=("stop", *(["save"] if self._savers else []), *(["evaluate"] if state.evaluators else [])),
-            saves=self._save,
-            lock_timeout_seconds=self._lock_timeout_seconds,
-        )
-        run.evaluation.asks = self._evaluation_requests.ask
-        run.checkpoints.loads = self._loads
-        run.losses = self._mean_loss
-        run.fails_by(self._leave)
-        self._support(run).before_run(NOT_FIRED, run.control)
-        run.begin()
-        self._hook = Hook(optimizer.register_step_post_hook) if optimizer is not None else None
-        self._listener = Listener(run)
-        logger_.destinations = (*logger_.destinations, self._listener)
-        self._handlers = self._all
-
-    def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that Composer has loaded."""
-        run, saved, self._saved = self._run, self._saved, None
-        at = self._state.timestamp
-        if saved is not None:
-            own = saved["hosts"][self._hosts.index(self)] if self in self._hosts[: len(saved["hosts"])] else None
-            if own:
-                restore_states(run, own)
-        if run.state.timestamp.batch != int(at.batch):
-            logger.warning("%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch))
-            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
-                epoch=int(at.epoch),
-                batch=int(at.batch),
-                epoch_in_round=int(at.epoch_in_iteration),
-                batch_in_epoch=int(at.batch_in_epoch),
-            )
-        if not int(at.batch):
-            return None
-        return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
-
-    def close(self, state: Any, logger: Any) -> None:
-        """End the run. If training is not over, an exception has ended it, and the run has failed. The program's end calls this too."""
-        if self._run is not None:
-            self._look_for_checkpoint()
-            if self._run.driver.is_open("train") or self._run.eval.driver.is_open("eval_all"):
-                self._run.lifetime.outcome = Outcome.FAILED
-                self._run.driver.forget()
-            run = self._run
-            self._release()
-            run.lifetime.end()
-
-    def _release(self) -> None:
-        self._run, self._handlers = None, self._idle
-        if self._hook is not None:
-            self._hook.remove()
-        self._logger.destinations = tuple(each for each in self._logger.destinations if each is not self._listener)
-
-    # --- training ---
-
-    def _fit_start(self, state: Any) -> None:
-        run = self._run
-        run.control.done("stop")
-        run.state.max_duration = duration(str(state.max_duration), 1)
-        run.state.epoch_batches = int(state.dataloader_len) if state.dataloader_len is not None else None
-        run.state.evaluators = tuple(evaluator.label for evaluator in state.evaluators)
-        if state.evaluators:
-            run.control.able.add("evaluate")
-            self._evaluation_requests.install(state.evaluators)
-        run.driver.start("train")
-
-    def _iteration_start(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        self._run.driver.start("round")
-
-    def _epoch_start(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        self._run.driver.start("epoch")
-
-    def _before_dataloader(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        driver = self._run.driver
-        if driver.listen():
-            self._listen(_FORWARD, driver.listens_to("forward"))
-            self._listen(_OPTIMIZER, driver.is_read)
-            self._listen(_LOSS, driver.is_loss_read)
-            if self._hook is not None:
-                self._hook.install(driver.is_loss_read, self._stepped)
-        if not driver.is_open("fetch"):  # it is open if Composer skips batches that were trained on before
-            driver.start("fetch")
-
-    def _listen(self, events: Iterable[str], has_listeners: bool) -> None:
-        """Handle these events if there are listeners, else ignore them."""
-        for event in events:
-            if has_listeners:
-                self._all[event] = self._parts_of_steps[event]
-            else:
-                self._all.pop(event, None)
-
-    def _after_dataloader(self, state: Any) -> None:
-        run = self._run
-        run.ctx.batch = state.batch
-        run.driver.end("fetch")
-        state.batch = run.ctx.batch
-        run.counted = counts_of(state.batch)
-
-    def _batch_start(self, state: Any) -> None:
-        self._has_stepped = self._hook is not None and not self._hook.is_registered  # without the hook it is not observed
-        self._run.driver.start_step()
-
-    def _before_train_batch(self, state: Any) -> None:
-        if self._run.driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the last loss counts
-            if Event.AFTER_LOSS.value in self._all:
-                self._parts.clear()
-                self._handlers = self._evaluated_again
-            else:
-                self._handlers = self._outside
-            return
-        self._parts.clear()
-        self._run.driver.start("forward_backward")
-
-    def _before_forward(self, state: Any) -> None:
-        run = self._run
-        run.ctx.microbatch = state.batch
-        run.driver.start("microbatch")
-        state.batch = run.ctx.microbatch
-        run.driver.start("forward")
-
-    def _after_forward(self, state: Any) -> None:
-        ctx = self._run.ctx
-        ctx.outputs = state.outputs
-        self._run.driver.end("forward")
-        state.outputs = ctx.outputs
-
-    def _before_loss(self, state: Any) -> None:
-        self._run.driver.start("loss")
-
-    def _after_loss(self, state: Any) -> None:
-        loss = trained_on(state.loss)
-        if not self._run.driver.parts["loss"].has_no_listeners:
-            loss = self._replaced(loss, state)
-        self._count_loss(state, loss)
-
-    def _count_loss(self, state: Any, loss: Tensor | None = None) -> None:
-        """Add a microbatch's loss to those of which the step's loss is the mean."""
-        run, value = self._run, (trained_on(state.loss) if loss is None else loss).detach()
-        if isinstance(state.loss, dict):
-            value = value.clone()  # Composer scales the total in place
-        is_whole = state.device_train_microbatch_size >= run.counted[0]  # the only microbatch needs no weight
-        self._parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
-
-    def _replaced(self, loss: Tensor, state: Any) -> Tensor:
-        """End the loss span. Return the loss, or the one with which a callback replaced it; Composer uses the same."""
-        ctx = self._run.ctx
-        ctx.loss = loss
-        self._run.driver.end("loss")
-        current: Tensor = ctx.loss
-        if current is not loss:
-            if isinstance(state.loss, dict) and "total" in state.loss:
-                state.loss["total"] = current
-            else:
-                state.loss = current
-        return current
-
-    def _before_backward(self, state: Any) -> None:
-        self._run.driver.start("backward")
-
-    def _after_backward(self, state: Any) -> None:
-        self._run.driver.end("microbatch")
-
-    def _after_train_batch(self, state: Any) -> None:
-        driver, parts = self._run.driver, self._run.driver.parts
-        if not parts["forward_backward"].has_no_listeners:
-            driver.end("forward_backward")
-        if not parts["clip_gradients"].has_no_listeners:
-            driver.start_and_end("clip_gradients")  # whether or not an algorithm has clipped them
-        driver.start("optimizer_step")
-
-    def _stepped(self, *_: Any) -> None:
-        self._has_stepped = True
-        try:
-            if self._run is not None:
-                self._run.step_skipped = False
-                if not self._run.driver.parts["optimizer_step"].has_no_listeners:
-                    self._run.driver.end("optimizer_step")
-        except Exception as error:
-            if is_for_user(error):
-                self._leave(error)
-            self._fault = error  # raised later: giving up removes hooks, and torch is iterating over them
-
-    def _mean_loss(self) -> Tensor | None:
-        parts = self._parts
-        if len(parts) < 2:
-            return parts[0][0] if parts else None
-        samples = sum(count for _, count in parts)
-        return sum((loss * (count / samples) for loss, count in parts[1:]), start=parts[0][0] * (parts[0][1] / samples))
-
-    def _batch_end(self, state: Any) -> None:
-        run, self._handlers = self._run, self._all
-        if self._fault is not None:
-            raise self._fault
-        run.step_skipped = not self._has_stepped
-        run.driver.end_step()
-        self._ask_for_evaluation()
-
-    def _batch_checkpoint(self, state: Any) -> None:
-        run = self._run
-        run.end_step()
-        self._check_first_step(run)
-        self._stop_if_asked()
-
-    def _epoch_end(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        if self._run.driver.is_open("fetch"):
-            self._run.ctx.batch = None  # the data is exhausted
-        self._run.close_epoch(is_whole=True)
-        self._ask_for_evaluation()
-
-    def _epoch_checkpoint(self, state: Any) -> None:
-        self._run.boundaries.reach("epoch")
-        self._stop_if_asked()
-
-    def _iteration_end(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        run = self._run
-        run.state.timestamp = run.state.timestamp.next_round()
-        run.driver.end("round")
-
-    def _iteration_checkpoint(self, state: Any) -> None:
-        self._run.boundaries.reach("round")
-        self._stop_if_asked()
-
-    def _fit_end(self, state: Any) -> None:
-        self._look_for_checkpoint()
-        self._run.finish_training()
-
-    def _stop_if_asked(self) -> None:
-        if self._run.control.stop_requested is not None:
-            self._state.stop_training()
-
-    def _ask_for_evaluation(self) -> None:
-        control = self._run.control
-        if control.evaluate_requested is not None:
-            self._evaluation_requests.ask()
-            control.done("evaluate")
-
-    # --- evaluation and prediction ---
-
-    def _eval_standalone_start(self, state: Any) -> None:
-        self._is_standalone = True
-        self._eval_before_all(state)
-
-    def _eval_before_all(self, state: Any) -> None:
-        self._run.eval.begin_all(standalone=self._is_standalone)
-
-    def _eval_start(self, state: Any) -> None:
-        self._run.eval.begin(state.dataloader_label, standalone=self._is_standalone)
-
-    def _eval_batch_start(self, state: Any) -> None:
-        self._run.eval.ctx.batch = state.batch
-        self._run.eval.driver.start("eval_step")
-
-    def _eval_before_forward(self, state: Any) -> None:
-        self._run.eval.ctx.batch = state.batch
-        self._run.eval.driver.start("eval_forward")
-
-    def _eval_after_forward(self, state: Any) -> None:
-        run = self._run
-        if run.eval.driver.is_open("eval_forward"):
-            run.eval.ctx.outputs = state.outputs
-            run.eval.driver.end("eval_forward")
-            state.outputs = run.eval.ctx.outputs
-
-    def _eval_batch_end(self, state: Any) -> None:
-        self._run.eval.driver.end("eval_step")
-
-    def _eval_end(self, state: Any) -> None:
-        label = state.dataloader_label
-        found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
-        self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
-
-    def _eval_after_all(self, state: Any) -> None:
-        run = self._run
-        run.eval.end()
-        if self._is_standalone:
-            run.records.tally.stop()
-        self._evaluation_requests.is_pending = False
-        run.fire_record()
-
-    def _eval_standalone_end(self, state: Any) -> None:
-        self._eval_after_all(state)
-        self._is_standalone = False
-
-    def _predict_start(self, state: Any) -> None:
-        self._run.eval.driver.start("predict")
-
-    def _predict_batch_start(self, state: Any) -> None:
-        self._run.eval.ctx.batch = state.batch
-        self._run.eval.driver.start("predict_step")
-
-    def _predict_before_forward(self, state: Any) -> None:
-        self._run.eval.driver.start("predict_forward")
-
-    def _predict_after_forward(self, state: Any) -> None:
-        self._run.eval.ctx.outputs = state.outputs
-        self._run.eval.driver.end("predict_forward")
-
-    def _predict_batch_end(self, state: Any) -> None:
-        self._run.eval.driver.end("predict_step")
-
-    def _predict_end(self, state: Any) -> None:
-        self._run.eval.driver.end("predict")
-
-    # --- checkpoints ---
-
-    def _save(self, requests: tuple[Request, ...]) -> None:
-        """Have Composer's saver save now, at this batch, regardless of its interval."""
-        saver = self._savers[0]
-        interval, saver.save_interval = saver.save_interval, lambda state, event: True
-        try:
-            saver.batch_checkpoint(self._state, self._logger)
-        finally:
-            saver.save_interval = interval
-        self._look_for_checkpoint()
-
-    def _look_for_checkpoint(self) -> None:
-        """Fire the events of a checkpoint if Composer has saved one: it has no event for that."""
-        if not self._savers:
-            return
-        for place, saver in enumerate(self._savers):
-            if saver.last_checkpoint_batch is not self._saved_at[place]:
-                self._saved_at[place] = saver.last_checkpoint_batch
-                self._run.fire_checkpoint(str(next(reversed(saver.all_saved_checkpoints_to_timestamp))), lambda info: None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all hosts of the Trainer. Composer saves one state per class, which is that of the last instance."""
-        return {"hosts": [each._own_state() for each in self._hosts]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the states until the run begins, when Composer has loaded everything."""
-        self._saved = state
-
-    def _own_state(self) -> dict[str, Any]:
-        return own_state(self._run) if self._run is not None else {}
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    strict: bool = True,
+    log_interval: str | int | Time = "10ba",
+    runs_folder: str | os.PathLike[str] = "runs",
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> Any:
+    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer may have several hosts.
+
+    One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if any, and ends with
+    `close()`. Composer's own events cause all events of a step, except the end of the optimizer's step, for which the optimizer has a hook.
+    A stop request calls `state.stop_training()`, the Trainer's evaluators carry out evaluation requests, and its CheckpointSaver
+    save requests. Requests that it cannot carry out are rejected. Composer's checkpoints contain the callbacks' states, beside those of
+    its own callbacks, and they are loaded together.
+
+    Not supported: the gradient norm, the end of clipping, forwards after the first of a batch that is evaluated in parts, signals, and
+    exceptions that no callback here has raised. Composer does not report these; such a run ends with `close()` and is recorded as failed.
+
+    Args:
+        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        log_interval: how often a metrics record is made; an integer means batches.
+        runs_folder: the folder that contains the run's folder, whose name is Composer's run name.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+
+    Raises:
+        NotSupported: when the Trainer is created or after its first step, depending on `strict`.
+    """
+    from callsheet.bridges.composer.trainer_host import ComposerHost  # imports Composer
+
+    return ComposerHost(
+        callbacks,
+        strict=strict,
+        log_interval=log_interval,
+        runs_folder=runs_folder,
+        lock_timeout_seconds=lock_timeout_seconds,
+    )

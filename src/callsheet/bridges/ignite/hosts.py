@@ -364,14 +364,15 @@ class IgniteHost(HostBase):
 
     def _check_first_step(self, run: HostedRun) -> None:
         if not self._optimizer_hooks.has_stepped:
-            if self._scaler is not None:  # the scaler skips steps until it has found its scale
-                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            elif self._strict:
-                count = self._iterations_per_step
-                raise NotSupported(
+            count = self._iterations_per_step
+            self._support(run).without_optimizer_step(
+                run.driver,
+                is_scaled=self._scaler is not None,
+                message=(
                     f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
                     " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
-                )
+                ),
+            )
         super()._check_first_step(run)
 
     @in_a_run

@@ -1,0 +1,12 @@
+"""Which events of Composer correspond to those of callsheet, and which have no counterpart."""
+
+from collections.abc import Mapping
+
+from callsheet.bridges.composer.names import COMPOSER_EVENTS
+from callsheet.core.lifecycle import events_within
+
+EVENT_MAP: Mapping[str, tuple[str, ...]] = COMPOSER_EVENTS
+"""The events of Composer that correspond to each event of callsheet."""
+
+NOT_FIRED = (*events_within("test"), "on_preempt")
+"""Events that Composer's Trainer has no counterpart for."""

@@ -1,0 +1,384 @@
+"""The host in Composer's Trainer; see `callsheet.bridges.composer`. This module imports Composer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from composer import Callback as ComposerCallback
+from composer import Event
+from torch import Tensor
+
+from callsheet.bridges.composer.events import NOT_FIRED
+from callsheet.bridges.composer.host_parts import (
+    EvaluationRequests,
+    HandlerTables,
+    Listener,
+    SavedCheckpoints,
+    StepLosses,
+    is_one_number,
+    trained_on,
+)
+from callsheet.bridges.host_base import HostBase
+from callsheet.bridges.host_states import own_state, restore_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import SteppedHooks
+from callsheet.core.callback import Callback
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo, Outcome
+from callsheet.core.time import Time
+from callsheet.trainer.arguments import duration
+from callsheet.trainer.tasks import counts_of
+
+logger = logging.getLogger("callsheet")
+
+
+class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
+    """See `callsheet.bridges.composer.host`."""
+
+    _IS_END_REPORTED = True
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        log_interval: str | int | Time,
+        runs_folder: str | os.PathLike[str],
+        lock_timeout_seconds: float,
+    ) -> None:
+        super().__init__(callbacks, strict=strict)
+        self._log_interval, self._runs_folder = log_interval, runs_folder
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._hosts: Sequence[ComposerHost] = ()
+        self._saved: Mapping[str, Any] | None = None
+        self._evaluation_requests = EvaluationRequests()
+        self._losses = StepLosses()
+        self._is_standalone = False
+        self._idle = {Event.AFTER_LOAD.value: self._begin}
+        self._tables = HandlerTables(
+            {event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")},
+            {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
+        )
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the table in use
+
+    def run_event(self, event: Any, state: Any, logger: Any) -> None:
+        """Handle an event of Composer. An error of a callback fails the run. If the host itself fails, training continues without it."""
+        handler = self._handlers.get(event._value_)  # not by the event, whose hash is computed each time
+        if handler is None:
+            return
+        try:
+            if self._handlers is self._idle:
+                handler(state, logger)
+            else:
+                handler(state)
+        except BaseException as error:
+            self._leave(error)
+
+    # --- the run ---
+
+    def _begin(self, state: Any, logger_: Any) -> None:
+        self._forget_earlier_run()
+        self._saves = SavedCheckpoints(state, logger_)
+        self._hosts = [each for each in state.callbacks if isinstance(each, ComposerHost)]
+        optimizer = state.optimizers[0] if state.optimizers else None
+        self._state = state
+        self._run = run = HostedRun(
+            self.manager,
+            model=state.model,
+            optimizer=optimizer,
+            scheduler=state.schedulers[0] if len(state.schedulers) == 1 else None,
+            host="Composer's Trainer",
+            run_name=state.run_name,
+            runs_folder=self._runs_folder,
+            config={"seed": state.seed, "precision": state.precision.value, "max_duration": str(state.max_duration or "")},
+            max_duration=str(state.max_duration) if state.max_duration is not None else None,
+            log_interval=self._log_interval,
+            able=("stop", *(["save"] if self._saves.savers else []), *(["evaluate"] if state.evaluators else [])),
+            saves=self._save,
+            lock_timeout_seconds=self._lock_timeout_seconds,
+        )
+        run.evaluation.asks = self._evaluation_requests.ask
+        run.checkpoints.loads = self._loads
+        run.losses = self._losses.mean
+        self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])
+        self._begin_run(run, [self._stepped], NOT_FIRED, end=_end)
+        self._hooks.append(Listener(run, logger_))
+        self._handlers = self._tables.training
+
+    def _loads(self) -> CheckpointInfo | None:
+        """Load the callbacks' states from the checkpoint that Composer has loaded."""
+        run, saved, self._saved = self._run, self._saved, None
+        at = self._state.timestamp
+        if saved is not None:
+            own = saved["hosts"][self._hosts.index(self)] if self in self._hosts[: len(saved["hosts"])] else None
+            if own:
+                restore_states(run, own)
+        if run.state.timestamp.batch != int(at.batch):
+            logger.warning("%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch))
+            run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
+                epoch=int(at.epoch),
+                batch=int(at.batch),
+                epoch_in_round=int(at.epoch_in_iteration),
+                batch_in_epoch=int(at.batch_in_epoch),
+            )
+        if not int(at.batch):
+            return None
+        return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
+
+    def close(self, state: Any, logger: Any) -> None:
+        """End the run. If training is not over, an exception has ended it, and the run has failed. The program's end calls this too."""
+        if self._run is not None:
+            self._saves.report(self._run)
+            self._release()
+
+    def _release(self) -> None:
+        self._handlers = self._idle
+        super()._release()
+
+    # --- training ---
+
+    def _fit_start(self, state: Any) -> None:
+        run = self._run
+        run.control.done("stop")
+        run.state.max_duration = duration(str(state.max_duration), 1)
+        run.state.epoch_batches = int(state.dataloader_len) if state.dataloader_len is not None else None
+        run.state.evaluators = tuple(evaluator.label for evaluator in state.evaluators)
+        if state.evaluators:
+            run.control.able.add("evaluate")
+            self._evaluation_requests.install(state.evaluators)
+        run.driver.start("train")
+
+    def _iteration_start(self, state: Any) -> None:
+        self._saves.report(self._run)
+        self._run.driver.start("round")
+
+    def _epoch_start(self, state: Any) -> None:
+        self._saves.report(self._run)
+        self._run.driver.start("epoch")
+
+    def _before_dataloader(self, state: Any) -> None:
+        self._saves.report(self._run)
+        driver = self._run.driver
+        if driver.listen():
+            self._tables.listen(driver)
+            self._stepped.listen(driver.is_loss_read)
+        if not driver.is_open("fetch"):  # it is open if Composer skips batches that were trained on before
+            driver.start("fetch")
+
+    def _after_dataloader(self, state: Any) -> None:
+        run = self._run
+        run.ctx.batch = state.batch
+        run.driver.end("fetch")
+        state.batch = run.ctx.batch
+        run.counted = counts_of(state.batch)
+
+    def _batch_start(self, state: Any) -> None:
+        run = self._run
+        run.driver.start_step()
+        run.step_skipped = self._stepped.is_observed
+
+    def _before_train_batch(self, state: Any) -> None:
+        driver = self._run.driver
+        self._losses.parts.clear()
+        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the last loss counts
+            self._handlers = self._tables.of_closure()
+        else:
+            driver.start("forward_backward")
+
+    def _before_forward(self, state: Any) -> None:
+        run = self._run
+        run.ctx.microbatch = state.batch
+        run.driver.start("microbatch")
+        state.batch = run.ctx.microbatch
+        run.driver.start("forward")
+
+    def _after_forward(self, state: Any) -> None:
+        ctx = self._run.ctx
+        ctx.outputs = state.outputs
+        self._run.driver.end("forward")
+        state.outputs = ctx.outputs
+
+    def _before_loss(self, state: Any) -> None:
+        self._run.driver.start("loss")
+
+    def _after_loss(self, state: Any) -> None:
+        loss = trained_on(state.loss)
+        if not self._run.driver.parts["loss"].has_no_listeners:
+            loss = self._replaced(loss, state)
+        self._losses.add(state, loss, self._run.counted[0])
+
+    def _after_loss_again(self, state: Any) -> None:
+        self._losses.add(state, trained_on(state.loss), self._run.counted[0])
+
+    def _replaced(self, loss: Tensor, state: Any) -> Tensor:
+        """End the loss span. Return the loss, or the one with which a callback replaced it; Composer uses the same."""
+        ctx = self._run.ctx
+        ctx.loss = loss
+        self._run.driver.end("loss")
+        current: Tensor = ctx.loss
+        if current is not loss:
+            if isinstance(state.loss, dict) and "total" in state.loss:
+                state.loss["total"] = current
+            else:
+                state.loss = current
+        return current
+
+    def _before_backward(self, state: Any) -> None:
+        self._run.driver.start("backward")
+
+    def _after_backward(self, state: Any) -> None:
+        self._run.driver.end("microbatch")
+
+    def _after_train_batch(self, state: Any) -> None:
+        driver, parts = self._run.driver, self._run.driver.parts
+        if not parts["forward_backward"].has_no_listeners:
+            driver.end("forward_backward")
+        if not parts["clip_gradients"].has_no_listeners:
+            driver.start_and_end("clip_gradients")  # whether or not an algorithm has clipped them
+        driver.start("optimizer_step")
+
+    def _batch_end(self, state: Any) -> None:
+        self._handlers = self._tables.training
+        if self._stepped.fault is not None:
+            raise self._stepped.fault
+        self._run.driver.end_step()
+        self._ask_for_evaluation()
+
+    def _batch_checkpoint(self, state: Any) -> None:
+        run = self._run
+        run.end_step()
+        if not self._is_checked:
+            self._check_first_step(run)
+        self._stop_if_asked(run)
+
+    def _epoch_end(self, state: Any) -> None:
+        self._saves.report(self._run)
+        if self._run.driver.is_open("fetch"):
+            self._run.ctx.batch = None  # the data is exhausted
+        self._run.close_epoch(is_whole=True)
+        self._ask_for_evaluation()
+
+    def _epoch_checkpoint(self, state: Any) -> None:
+        self._run.boundaries.reach("epoch")
+        self._stop_if_asked(self._run)
+
+    def _iteration_end(self, state: Any) -> None:
+        self._saves.report(self._run)
+        run = self._run
+        run.state.timestamp = run.state.timestamp.next_round()
+        run.driver.end("round")
+
+    def _iteration_checkpoint(self, state: Any) -> None:
+        self._run.boundaries.reach("round")
+        self._stop_if_asked(self._run)
+
+    def _fit_end(self, state: Any) -> None:
+        self._saves.report(self._run)
+        self._run.finish_training()
+
+    def _stop(self, loop: Any) -> None:
+        self._state.stop_training()
+
+    def _ask_for_evaluation(self) -> None:
+        control = self._run.control
+        if control.evaluate_requested is not None:
+            self._evaluation_requests.ask()
+            control.done("evaluate")
+
+    # --- evaluation and prediction ---
+
+    def _eval_standalone_start(self, state: Any) -> None:
+        self._is_standalone = True
+        self._eval_before_all(state)
+
+    def _eval_before_all(self, state: Any) -> None:
+        self._run.eval.begin_all(standalone=self._is_standalone)
+
+    def _eval_start(self, state: Any) -> None:
+        self._run.eval.begin(state.dataloader_label, standalone=self._is_standalone)
+
+    def _eval_batch_start(self, state: Any) -> None:
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("eval_step")
+
+    def _eval_before_forward(self, state: Any) -> None:
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("eval_forward")
+
+    def _eval_after_forward(self, state: Any) -> None:
+        run = self._run
+        if run.eval.driver.is_open("eval_forward"):
+            run.eval.ctx.outputs = state.outputs
+            run.eval.driver.end("eval_forward")
+            state.outputs = run.eval.ctx.outputs
+
+    def _eval_batch_end(self, state: Any) -> None:
+        self._run.eval.driver.end("eval_step")
+
+    def _eval_end(self, state: Any) -> None:
+        label = state.dataloader_label
+        found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
+        self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
+
+    def _eval_after_all(self, state: Any) -> None:
+        run = self._run
+        run.eval.end()
+        if self._is_standalone:
+            run.records.tally.stop()
+        self._evaluation_requests.is_pending = False
+        run.fire_record()
+
+    def _eval_standalone_end(self, state: Any) -> None:
+        self._eval_after_all(state)
+        self._is_standalone = False
+
+    def _predict_start(self, state: Any) -> None:
+        self._run.eval.driver.start("predict")
+
+    def _predict_batch_start(self, state: Any) -> None:
+        self._run.eval.ctx.batch = state.batch
+        self._run.eval.driver.start("predict_step")
+
+    def _predict_before_forward(self, state: Any) -> None:
+        self._run.eval.driver.start("predict_forward")
+
+    def _predict_after_forward(self, state: Any) -> None:
+        self._run.eval.ctx.outputs = state.outputs
+        self._run.eval.driver.end("predict_forward")
+
+    def _predict_batch_end(self, state: Any) -> None:
+        self._run.eval.driver.end("predict_step")
+
+    def _predict_end(self, state: Any) -> None:
+        self._run.eval.driver.end("predict")
+
+    # --- checkpoints ---
+
+    def _save(self, requests: tuple[Request, ...]) -> None:
+        self._saves.save()
+        self._saves.report(self._run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all hosts of the Trainer. Composer saves one state per class, which is that of the last instance."""
+        return {"hosts": [each._own_state() for each in self._hosts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the states until the run begins, when Composer has loaded everything."""
+        self._saved = state
+
+    def _own_state(self) -> dict[str, Any]:
+        return own_state(self._run) if self._run is not None else {}
+
+
+def _end(run: HostedRun, hooks: list[Any]) -> None:
+    """Remove the hooks, and end the run. If training is not over, an exception has ended it, and the run has failed."""
+    for hook in reversed(hooks):
+        hook.remove()
+    if run.driver.is_open("train") or run.eval.driver.is_open("eval_all"):
+        run.lifetime.outcome = Outcome.FAILED
+        run.driver.forget()
+    run.lifetime.end()
