@@ -186,7 +186,7 @@ def subjects(collector: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             made("OpenTelemetryLogger", "state/run_id", endpoint=collector),
             made("OptimizerMonitor", batch_log_interval=2),
             made("RuntimeEstimator", "state/*"),  # all of it is measured
-            made("SlowRankDetector", "slow_rank/*", "state/*"),  # who is slow is measured too
+            made("SlowRankDetector", "slow_rank/*", "state/*"),  # what is slow is measured too
             made("SpeedMonitor", "state/window/*"),  # times
             made("ThresholdStopper", monitor="train/loss", threshold=0.0),
             made("TimeLimit", limit="1h"),

@@ -25,7 +25,7 @@ SOURCE = Path(callsheet.__file__).parents[1]
 
 
 class Steps(Callback):
-    """Writes down the steps it hears of."""
+    """Records the steps that it receives."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -82,7 +82,7 @@ def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
     return manager, ctx
 
 
-def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
+def fire_steps(manager: CallbackManager, ctx: Context, steps: range) -> None:
     for ctx.step in steps:
         manager.fire("on_train_step_end", ctx)
 
@@ -99,7 +99,7 @@ def test_fire_and_close_at_once_delivers_everything_in_order(kind: Any, is_open:
         ctx = Context(RunInfo("by hand"))
         if is_open:
             manager.open(ctx)
-        tell(manager, ctx, range(1, 51))
+        fire_steps(manager, ctx, range(1, 51))
         manager.close()
         assert callback.steps == list(range(1, 51))
 
@@ -116,7 +116,7 @@ def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureF
 
     slow, idle = Slow(), Background(Callback(), deadline=60)
     manager, ctx = opened(Background(hangs, deadline=0.2), Background(slow, deadline=20), idle)
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     began = time.monotonic()
     manager.close()
     assert time.monotonic() - began < 10
@@ -127,7 +127,7 @@ def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureF
 
 def test_a_lane_that_hangs_takes_its_own_deadline_alone(hangs: Hangs) -> None:
     manager, ctx = opened(Background(hangs, deadline=0.5), Background(Steps(), deadline=60))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     lifetime = Lifetime(manager, ctx)
     lifetime.start()
     began = time.monotonic()
@@ -148,12 +148,12 @@ def test_what_was_not_delivered_is_in_the_failures_at_the_end_of_the_run(hangs: 
     ctx = Context(RunInfo("by hand"))
     lifetime = Lifetime(manager, ctx)
     lifetime.start()
-    tell(manager, ctx, range(1, 5))
+    fire_steps(manager, ctx, range(1, 5))
     assert hangs.begun.wait(10)
     lifetime.end()
     for failures in (inline.failures, other.failures, takes.reports[-1].failures):
         assert [(each.callback, each.count, each.undelivered) for each in failures] == [("Hangs", 0, 4)]
-    after = manager.cost_report(4).failures  # the end itself was not told either, but `Hangs` does not hear it
+    after = manager.cost_report(4).failures  # the end was not delivered either, but `Hangs` does not listen to it
     assert [(each.callback, each.undelivered) for each in after] == [("Hangs", 4)]
     again = Context(RunInfo("another"))
     hangs.release.set()
@@ -189,8 +189,8 @@ def test_loggers_in_a_lane_receive_nothing_after_the_end(caplog: pytest.LogCaptu
 # --- removed, and added again ---
 
 
-@pytest.mark.parametrize("is_wrapped_anew", [False, True])
-def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(is_wrapped_anew: bool) -> None:
+@pytest.mark.parametrize("is_wrapped_again", [False, True])
+def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(is_wrapped_again: bool) -> None:
     class Slow(Steps):
         at_once = most_at_once = 0
 
@@ -204,11 +204,11 @@ def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(
     slow = Slow()
     lane = Background(slow)
     manager, ctx = opened(lane)
-    tell(manager, ctx, range(1, 11))
+    fire_steps(manager, ctx, range(1, 11))
     assert manager.remove(slow) == 1
-    tell(manager, ctx, range(11, 21))
-    manager.add(Background(slow) if is_wrapped_anew else lane)
-    tell(manager, ctx, range(21, 31))
+    fire_steps(manager, ctx, range(11, 21))
+    manager.add(Background(slow) if is_wrapped_again else lane)
+    fire_steps(manager, ctx, range(21, 31))
     manager.close()
     assert slow.steps == [*range(1, 11), *range(21, 31)]
     assert slow.most_at_once == 1
@@ -217,7 +217,7 @@ def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(
 def test_a_removed_callback_has_received_what_came_before() -> None:
     steps = Steps()
     manager, ctx = opened(Background(steps))
-    tell(manager, ctx, range(1, 11))
+    fire_steps(manager, ctx, range(1, 11))
     manager.remove(steps)
     manager.close()
     assert steps.steps == list(range(1, 11))
@@ -230,7 +230,7 @@ def test_failures_of_what_was_removed_are_not_forgotten() -> None:
 
     fails = Fails()
     manager, ctx = opened(Background(fails))
-    tell(manager, ctx, range(1, 3))
+    fire_steps(manager, ctx, range(1, 3))
     manager.remove(fails)
     manager.drain(ctx)
     assert [(each.callback, each.count) for each in manager.cost_report(2).failures] == [("Fails", 2)]
@@ -282,7 +282,7 @@ def interpreters() -> list[str]:
 @pytest.mark.parametrize("words", ["", "async", "error", "late", "late async"])
 def test_a_manager_that_is_not_closed_is_drained_when_the_program_ends(words: str, tmp_path: Path) -> None:
     for interpreter in interpreters():
-        received = tmp_path / "heard.txt"
+        received = tmp_path / "received.txt"
         received.unlink(missing_ok=True)
         ran = subprocess.run(
             [interpreter, "-c", BARE, str(received), *words.split()],
@@ -300,7 +300,7 @@ def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_p
     code = BARE.replace("time.sleep(0.001)", "time.sleep(60)").replace("Writes())", "Writes(), deadline=0.5)")
     began = time.monotonic()
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "heard.txt")],
+        [sys.executable, "-c", code, str(tmp_path / "received.txt")],
         env={"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
@@ -317,7 +317,7 @@ def test_a_manager_without_references_is_drained() -> None:
 
     def train() -> None:
         manager = CallbackManager([Background(steps)])
-        tell(manager, Context(RunInfo("by hand")), range(1, 51))
+        fire_steps(manager, Context(RunInfo("by hand")), range(1, 51))
 
     train()
     gc.collect()
@@ -353,7 +353,7 @@ class HangsWithState(Hangs):
 def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptureFixture) -> None:
     hangs, steps = HangsWithState(), Stateful()
     manager, ctx = opened(Background(hangs, deadline=0.3), Background(steps, deadline=30))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     began = time.monotonic()
     state = manager.state_dict()
     seconds = time.monotonic() - began
@@ -367,7 +367,7 @@ def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptu
 def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> None:
     hangs = HangsWithState()
     manager, ctx = opened(Background(hangs, deadline=30))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     manager.limit_lane_waits(1.5)
     began = time.monotonic()
     manager.state_dict()
@@ -384,7 +384,7 @@ class LastWords(Callback):
         self.folder = folder
 
     def on_run_end(self, ctx: Context) -> None:
-        time.sleep(0.2)  # the others have long been told
+        time.sleep(0.2)  # the others were called long ago
         path = self.folder / "summary.txt"
         path.write_text("all of it")
         ctx.log_file("summary.txt", path)
@@ -428,7 +428,7 @@ def test_what_comes_too_late_for_the_loggers_is_counted_and_named(tmp_path: Path
         phase = "report"
 
         def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
-            """A logger itself, which is told with the loggers."""
+            """A logger, which is called with the loggers."""
 
     manager = CallbackManager([Background(Late(tmp_path)), Closes()])
     lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.notify_loggers))

@@ -268,7 +268,7 @@ def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> No
     ctx.log({"speed/steps": 2, ("norm/a", "norm/b"): [3.0, 4.0]}, across="same")
     ctx.log({"later/mean": 5.0})
     assert ctx.record.values == {"train/loss": 1.0, "speed/steps": 2.0, "norm/a": 3.0, "norm/b": 4.0}
-    assert earlier.values == {"train/loss": 1.0}  # whoever kept it has what was there
+    assert earlier.values == {"train/loss": 1.0}  # a kept record has its old values
     assert log.take() == {"later/mean": 5.0}
 
 

@@ -33,9 +33,9 @@ BETWEEN_RANKS = ("SlowRankDetector",)
 """Those that log where there are several ranks."""
 
 NOT_EVERYWHERE = ("MemoryMonitor", "SystemMetricsMonitor")
-"""Those that tell more where there is a CUDA device, or a system that tells it; of what is not told here, the source is looked at."""
+"""Those that log more with a CUDA device or on other systems. Metrics that are not logged here are looked up in the source."""
 
-STANDS_FOR = {
+PATTERNS = {
     "dataset": "validation",
     "group": ".+",
     "loss": "loss",
@@ -51,7 +51,7 @@ STANDS_FOR = {
 
 
 def sections(page: str) -> Iterator[tuple[str, str]]:
-    """Heading and text of each section of a page, in the order in which they stand."""
+    """Yield the heading and text of each section of a page, in order."""
     _, *found = re.split(r"^#{2,3} (.+)\n", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     yield from zip(found[::2], found[1::2], strict=True)
 
@@ -69,7 +69,7 @@ def section_of(name: str) -> str:
 
 
 def signature_in(name: str, text: str) -> str:
-    """What stands between the parentheses where a section gives the constructor."""
+    """Return the text between the parentheses of the constructor in a section."""
     found = re.search(rf"`{name}\((.*?)\)`", text, re.DOTALL)
     assert found is not None, f"the section about {name} does not say how it is constructed"
     return found[1]
@@ -82,15 +82,15 @@ class Row:
     names: list[str]
     unit: str
 
-    def tells(self, metric: str) -> bool:
+    def documents(self, metric: str) -> bool:
         """Whether it is about the metric."""
         return any(re.fullmatch(pattern(name), metric) for name in self.names)
 
 
 def pattern(name: str) -> str:
-    """Of a documented name, a regular expression for those that it stands for."""
+    """Return a regular expression for the metrics that a documented name describes."""
     parts = re.split(r"<(.+?)>", name)
-    return "".join(f"(?:{STANDS_FOR[part]})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    return "".join(f"(?:{PATTERNS[part]})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
 
 
 def rows(text: str) -> list[Row]:
@@ -201,7 +201,7 @@ def test_every_option_is_explained(built_in: str) -> None:
 def test_the_metrics_of_a_built_in_are_those_in_its_table(
     built_in: str, subjects: Mapping[str, Subject], plain: set[str], tmp_path: Path
 ) -> None:
-    if built_in in loggers.__all__:  # these tell what others log
+    if built_in in loggers.__all__:  # loggers write what others log
         return
     subject, recorded = subjects[built_in], rows("" if built_in == "Logger" else section_of(built_in))
     found = logged(subject.trainer, tmp_path / "run", subject.make())
@@ -212,7 +212,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
     if built_in in BETWEEN_RANKS:
         found |= run_ranks(logged_on_a_rank, 2, built_in, str(tmp_path / "ranks"))[0]
     own = sorted(name for name in found - plain if name != "looked/step")  # which is what a function of `Lambda` logs here
-    assert [name for name in own if not any(row.tells(name) for row in recorded)] == []
+    assert [name for name in own if not any(row.documents(name) for row in recorded)] == []
     kind: type[Callback] = getattr(callbacks, built_in)
     source = inspect.getsource(inspect.getmodule(kind) or kind) if built_in in NOT_EVERYWHERE else ""
     not_logged = [
@@ -223,7 +223,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
 
 def test_the_metrics_of_the_trainer_are_those_in_its_table(plain: set[str]) -> None:
     recorded = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
-    assert [name for name in sorted(plain) if not any(row.tells(name) for row in recorded)] == []
+    assert [name for name in sorted(plain) if not any(row.documents(name) for row in recorded)] == []
     not_logged = [
         name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in plain)
     ]

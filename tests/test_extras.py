@@ -13,19 +13,19 @@ from callsheet.errors import MissingPackage
 
 
 def test_a_package_that_is_there() -> None:
-    assert load("json.decoder", extra="train", wanted_by="Somebody").JSONDecoder is not None
+    assert load("json.decoder", extra="train", wanted_by="SomeLogger").JSONDecoder is not None
 
 
 def test_one_that_is_missing_is_named_with_the_command() -> None:
-    with pytest.raises(MissingPackage, match=r"Somebody needs no_such_thing.*pip install 'callsheet\[tracker\]'"):
-        load("no_such_thing.inner", extra="tracker", wanted_by="Somebody")
+    with pytest.raises(MissingPackage, match=r"SomeLogger needs no_such_thing.*pip install 'callsheet\[tracker\]'"):
+        load("no_such_thing.inner", extra="tracker", wanted_by="SomeLogger")
 
 
 def test_an_error_inside_a_package_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import its_own_dependency")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ModuleNotFoundError, match="its_own_dependency") as found:
-        load("half_installed", extra="tracker", wanted_by="Somebody")
+        load("half_installed", extra="tracker", wanted_by="SomeLogger")
     assert not isinstance(found.value, MissingPackage)
 
 
@@ -35,7 +35,7 @@ def test_a_package_that_draws_random_numbers_when_it_is_imported_changes_nothing
     (tmp_path / "draws_at_import.py").write_text("import random\nDRAWN = random.getrandbits(24)\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = random.getstate()
-    drawn = load("draws_at_import", extra="tracker", wanted_by="Somebody").DRAWN
+    drawn = load("draws_at_import", extra="tracker", wanted_by="SomeLogger").DRAWN
     assert random.getstate() == before
     assert random.getrandbits(24) == drawn
 
@@ -45,4 +45,4 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(MissingPackage, match="tracker_output, which is not installed"):
-        load("tracker_output", extra="tracker", wanted_by="Somebody")
+        load("tracker_output", extra="tracker", wanted_by="SomeLogger")

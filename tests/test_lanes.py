@@ -1,4 +1,4 @@
-"""Lanes deliver everything in order, never hold up the end for longer than they may, and are nobody's after a fork."""
+"""Lanes deliver everything in order, delay the end by their deadline at most, and do not exist in a forked process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.lanes.queue import Lane, close, drain
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Whoever waits for it goes on when the test is over."""
+    """An event that is set when the test is over, so that waiting threads continue."""
     event = threading.Event()
     yield event
     event.set()
@@ -323,7 +323,7 @@ def test_there_is_room_to_append_to_only_while_nothing_has_to_be_looked_at(overf
     assert lane.room == 0  # it has no thread yet
     lane.put(0)
     until(lambda: lane.waiting == 0)  # it is being done
-    assert lane.room == (0 if overflow == "latest" else 4)  # what waits has to be told apart; else half of the queue
+    assert lane.room == (0 if overflow == "latest" else 4)  # waiting items must be distinguishable; else half of the queue
     gate.set()
     close([lane])
     assert lane.room == 0

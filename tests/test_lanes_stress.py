@@ -23,7 +23,7 @@ ACTIONS = st.sampled_from(["fine"] * 6 + ["sleep"] * 2 + [*FAILING])
 
 
 class Acts(Callback):
-    """Writes down what it hears, and does what it is told to at that step."""
+    """Records the steps that it receives, and performs the action that is planned for the step."""
 
     def __init__(self, actions: list[str]) -> None:
         self.actions = actions
@@ -104,7 +104,7 @@ def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) ->
 
 
 def expected_in_full(actions: list[str]) -> list[int]:
-    """What is heard where nothing is dropped: all, until three in a row have failed."""
+    """Return what is received if nothing is dropped: all steps, until three in a row have failed."""
     in_a_row = 0
     for step, action in enumerate(actions):
         in_a_row = in_a_row + 1 if action in FAILING else 0
@@ -184,7 +184,9 @@ def test_what_is_delivered_is_what_was_fired(
 def test_a_callback_removed_and_added_again_misses_the_events_in_between(
     actions: list[str], removed: int, back: int, is_async: bool
 ) -> None:
-    actions = ["sleep" if action in FAILING else action for action in actions]  # failures are counted anew when it is added again
+    actions = [
+        "sleep" if action in FAILING else action for action in actions
+    ]  # failures are counted from zero when it is added again
     acts = (AsyncActs if is_async else Acts)(actions)
     manager = CallbackManager([Background(acts)])
     ctx = Context(RunInfo("stress"))

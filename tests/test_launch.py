@@ -47,7 +47,7 @@ class Carried(Callback):
         self.seen = state["seen"]
 
 
-# --- who is running, and what can be seen of them -------------------------------------------------------------------------
+# --- running processes, and what can be seen of them -------------------------------------------------------------------------
 
 
 def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 
 
 def check_journals(folder: Path, results: list[dict[str, Any]], steps: int, argv: list[str]) -> None:
-    """Both ranks told the same events to callbacks that had their arguments, and the state that they had been given."""
+    """Both ranks fire the same events for callbacks with their arguments and their state."""
     assert [result["rank"] for result in results] == [0, 1]
     assert {result["world"] for result in results} == {2}
     assert {result["seen"] for result in results} == {40 + steps}
@@ -311,7 +311,7 @@ def notebook(*cells: str, folder: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore")  # the kernel client's own
 @pytest.mark.slow
 def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes and functions that are in no file: refused with the mend, and sent where pickles are allowed."""
+    """Classes and functions that are in no file: rejected with a hint, and sent if pickles are allowed."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # under it a kernel does not show what child processes print
     said = notebook(
         PARTS,
@@ -611,17 +611,17 @@ def signals_its_launcher(number: int) -> str:
     if os.environ["RANK"] == "0":
         os.kill(os.getppid(), number)
     signal.sigtimedwait([], 1.0)
-    return "went on"
+    return "continued"
 
 
 @pytest.mark.slow
 def test_a_signal_that_is_ignored_here_is_ignored_and_one_that_is_handled_is_handled_afterwards(
     tmp: Path,
 ) -> None:
-    """nohup means what it says; and whoever waits for a signal gets it, once the ranks have ended."""
+    """SIGHUP is ignored under nohup; a handler of another signal is called once the ranks have ended."""
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert launch(signals_its_launcher, (int(signal.SIGHUP),)) == ["went on", "went on"]
+        assert launch(signals_its_launcher, (int(signal.SIGHUP),)) == ["continued", "continued"]
     finally:
         signal.signal(signal.SIGHUP, earlier)
     handled: list[tuple[int, int]] = []

@@ -25,7 +25,7 @@ from callsheet.core.lifecycle import (
 
 
 def matches(order: str, recorded: str) -> bool:
-    """Whether the names in `told`, apart by spaces, are a sequence that `order` allows."""
+    """Return whether the names in `recorded`, separated by spaces, are a sequence that `order` allows."""
     pattern = re.sub(r"[a-z_]+", lambda name: f"(?:{name[0]}/)", order).replace(" ", "")
     return re.fullmatch(pattern, "".join(f"{name}/" for name in recorded.split())) is not None
 

@@ -1,4 +1,4 @@
-"""The life of a run: its end is told exactly once, on every way out."""
+"""The lifetime of a run: its end is fired exactly once, however the run ends."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from callsheet.run.lifetime import Lifetime
 
 
 class Diary(Callback):
-    """Writes down all that it hears, with what can only be read then."""
+    """Records every event, with the fields that can only be read then."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[Any, ...]] = []
@@ -164,7 +164,7 @@ def test_the_exception_is_released_after_it_was_reported() -> None:
     evaluation = ctx.sibling()
     with pytest.raises(ValueError, match="x") as caught, lifetime, manager.spans(evaluation).eval:
         raise ValueError("x")
-    assert vars(caught.value) == {}  # whoever catches or pickles it does not hold the model
+    assert vars(caught.value) == {}  # catching or pickling it does not keep the model alive
     assert not evaluation.has("exception")
 
 
@@ -190,7 +190,7 @@ def test_a_run_that_has_ended_cannot_continue() -> None:
         ),
         lifetime,
     ):
-        pytest.fail("it went on")
+        pytest.fail("it continued")
 
 
 def test_an_error_at_the_start_ends_the_run() -> None:
@@ -253,7 +253,7 @@ def test_all_handlers_of_the_end_are_called_and_the_first_error_is_raised() -> N
     lifetime.start()
     with pytest.raises(ZeroDivisionError), lifetime:
         lifetime.end()
-    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # and no exception is told after the end
+    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # and no exception is fired after the end
     lifetime.end()
     assert len(diary.recorded) == 2
 

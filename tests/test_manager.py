@@ -1,4 +1,4 @@
-"""The manager: who is called, changes during a telling, and what survives a resume."""
+"""The manager: which handlers are called, changes while an event is fired, and what survives a resume."""
 
 import logging
 import subprocess
@@ -21,7 +21,7 @@ def context(ranks: Ranks | None = None) -> Context:
 
 
 class Notes(Callback):
-    """Writes down what it hears."""
+    """Records its events."""
 
     def __init__(self, recorded: list[str], mark: str = "") -> None:
         self.recorded = recorded
@@ -53,7 +53,7 @@ class Quiet(Callback):
     def on_log(self, ctx: Context) -> None: ...
 
 
-# --- telling ---
+# --- firing events ---
 
 
 def test_fire_calls_in_the_order_of_addition_with_the_context() -> None:
@@ -410,7 +410,7 @@ def gated_manager(recorded: list[str]) -> CallbackManager:
     ],
 )
 def test_gates_are_read_from_the_run(ranks: Ranks, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "7")  # the run's own word stands above the environment, also inside a decorator
+    monkeypatch.setenv("RANK", "7")  # the run's rank overrides the environment, also inside a decorator
     monkeypatch.setenv("LOCAL_RANK", "7")
     recorded: list[str] = []
     manager = gated_manager(recorded)
@@ -789,7 +789,7 @@ def test_a_muted_handler_is_not_called_until_it_is_unmuted_or_the_run_ends() -> 
     step()
     listens_to.recorded.clear()
     listens_to.recorded.append("one")
-    step()  # mutes within its start: its end is told no more
+    step()  # mutes within its start: its end is not fired
     assert listens_to.recorded == ["one", "start"]
     assert not manager.has_listeners.on_train_step_start
     step()

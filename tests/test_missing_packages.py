@@ -37,15 +37,15 @@ sys.meta_path[:] = [Hiding if finder is importlib.machinery.PathFinder else find
 import callsheet
 from callsheet.cli.main import main
 
-told = {}
+results = {}
 
 def note(what, do):
     try:
         do()
     except Exception as error:
-        told[what] = [type(error).__name__, str(error)]
+        results[what] = [type(error).__name__, str(error)]
     else:
-        told[what] = ["", ""]
+        results[what] = ["", ""]
 
 def star(package):
     module = importlib.import_module(package)
@@ -64,8 +64,8 @@ for command in json.loads(sys.argv[2]):
             status = end.code
         except BaseException as error:
             status = f"{type(error).__name__}: {error}"
-    told[" ".join(command)] = [status, out.getvalue(), err.getvalue()]
-print(json.dumps({"recorded": told, "dir": dir(callsheet)}))
+    results[" ".join(command)] = [status, out.getvalue(), err.getvalue()]
+print(json.dumps({"recorded": results, "dir": dir(callsheet)}))
 """
 
 NEED_NOTHING = [
@@ -178,7 +178,7 @@ def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -
 
 @pytest.mark.test_all
 def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
-    """Keras takes TensorFlow if nobody names a backend, and its error then names neither torch nor the bridge."""
+    """Keras uses TensorFlow by default, and its error then names neither torch nor the bridge."""
     (tmp_path / "without").mkdir()
     (tmp_path / "with").mkdir()
     keras = "callsheet.bridges.keras"

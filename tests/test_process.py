@@ -27,7 +27,7 @@ class Lingers(Callback):
 
 
 class Counts(Callback):
-    """Counts the steps it hears of, over there."""
+    """Counts the steps that it receives in its process."""
 
     lane = "process"
 
@@ -45,7 +45,7 @@ class Counts(Callback):
 
 
 class WritesAtEnd(Counts):
-    """Says when its process ends by itself."""
+    """Writes a file when its process ends regularly."""
 
     def __init__(self, *, path: str) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class WritesAtEnd(Counts):
 
 
 class Strange(Exception):
-    """Its text is made of what it is given, so that it cannot be made anew from its text."""
+    """Its text attribute is computed from its argument, so that it cannot be rebuilt from the attribute."""
 
     def __init__(self, code: int, *, hint: str) -> None:
         super().__init__(f"{code}: {hint}")
 
 
 class FarWitness(Callback):
-    """Counts, and keeps what it heard of an exception, over there."""
+    """Counts events and keeps an exception, in its process."""
 
     snapshot_fields = ("user_state", "exception")
 
@@ -92,7 +92,7 @@ def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
     return manager, ctx
 
 
-def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
+def fire_steps(manager: CallbackManager, ctx: Context, steps: range) -> None:
     for ctx.step in steps:
         manager.fire("on_train_step_end", ctx)
 
@@ -100,7 +100,7 @@ def tell(manager: CallbackManager, ctx: Context, steps: range) -> None:
 @pytest.mark.test_all
 def test_processes_end_at_the_same_time() -> None:
     manager, ctx = opened(*(Process(Lingers(name=f"lingers-{number}", seconds=3.0), deadline=60) for number in range(4)))
-    tell(manager, ctx, range(1, 2))
+    fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     began = time.monotonic()
     manager.close()
@@ -111,7 +111,7 @@ def test_processes_end_at_the_same_time() -> None:
 def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> None:
     far = [Process(Lingers(name=f"lingers-{number}", seconds=60.0), deadline=60) for number in range(3)]
     manager, ctx = opened(*far)
-    tell(manager, ctx, range(1, 2))
+    fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     pids = [each.pid for each in far]
     began = time.monotonic()
@@ -127,13 +127,13 @@ def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> 
 def test_a_connection_that_another_process_holds_open_ends(tmp_path: Path) -> None:
     far = Process(WritesAtEnd(path=str(tmp_path / "ended")), deadline=60)
     manager, ctx = opened(far)
-    tell(manager, ctx, range(1, 2))
+    fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     assert far._connection is not None
-    held = os.dup(far._connection.fileno())  # as a dataloader's worker has it, which was forked meanwhile
+    held = os.dup(far._connection.fileno())  # as a dataloader's worker that was forked in between has it
     manager.close()
     os.close(held)
-    assert (tmp_path / "ended").read_text() == "ended"  # it saw the end by itself
+    assert (tmp_path / "ended").read_text() == "ended"  # it noticed the end itself
 
 
 @pytest.mark.test_all
@@ -142,7 +142,7 @@ def test_a_connection_that_another_process_holds_open_ends(tmp_path: Path) -> No
 def test_a_forked_child_has_no_part_in_it() -> None:
     counts = Process(Counts(), deadline=60)
     manager, ctx = opened(counts)
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     manager.drain(ctx)
     line = counts._connection
     assert line is not None
@@ -156,12 +156,12 @@ def test_a_forked_child_has_no_part_in_it() -> None:
             fine = False
         except OSError:
             pass
-        tell(manager, ctx, range(4, 6))
+        fire_steps(manager, ctx, range(4, 6))
         manager.close()
         os._exit(0 if fine else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    tell(manager, ctx, range(4, 6))
+    fire_steps(manager, ctx, range(4, 6))
     assert manager.state_dict()["callbacks"]["Counts"]["steps"] == [1, 2, 3, 4, 5]
     manager.close()
 
@@ -171,18 +171,18 @@ def test_a_forked_child_has_no_part_in_it() -> None:
 def test_a_callback_removed_and_added_again_keeps_its_state(is_by_class: bool) -> None:
     counts = Counts()
     manager, ctx = opened(counts if is_by_class else Process(counts))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     manager.remove(counts)
-    tell(manager, ctx, range(4, 6))
+    fire_steps(manager, ctx, range(4, 6))
     manager.add(counts if is_by_class else Process(counts))
-    tell(manager, ctx, range(6, 8))
+    fire_steps(manager, ctx, range(6, 8))
     state = manager.state_dict()["callbacks"]["Counts"]
     manager.close()
     assert state["steps"] == [1, 2, 3, 6, 7]
     assert state["pid"] != os.getpid()
 
 
-# --- what its process cannot make anew ---
+# --- what its process cannot rebuild ---
 
 
 def exceptions() -> list[BaseException]:
@@ -204,13 +204,13 @@ def exceptions() -> list[BaseException]:
 @pytest.mark.parametrize("place", range(4), ids=["of a function", "of the script", "not from its text", "of Python"])
 def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: int, caplog: pytest.LogCaptureFixture) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     before = manager.state_dict()["callbacks"]["FarWitness"]
     error = exceptions()[place]
     error.add_note("seen at step 3")
     ctx.exception = error
     manager.fire("on_exception", ctx)
-    tell(manager, ctx, range(4, 6))
+    fire_steps(manager, ctx, range(4, 6))
     after = manager.state_dict()["callbacks"]["FarWitness"]
     failures = manager.cost_report(5).failures
     manager.close()
@@ -221,7 +221,7 @@ def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: 
 
 
 class Broken:
-    """It can be sent, and not be made anew."""
+    """It can be sent, but not rebuilt."""
 
     def __reduce__(self) -> Any:
         return os.strerror, ("no number",)
@@ -245,13 +245,13 @@ def test_what_cannot_be_sent_is_one_failure_and_the_process_continues(
     kind: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))
-    tell(manager, ctx, range(1, 4))
+    fire_steps(manager, ctx, range(1, 4))
     before = manager.state_dict()["callbacks"]["FarWitness"]
     manager.user_state["thing"] = [kind()]
-    tell(manager, ctx, range(4, 5))
+    fire_steps(manager, ctx, range(4, 5))
     manager.drain(ctx)
     manager.user_state.clear()
-    tell(manager, ctx, range(5, 6))
+    fire_steps(manager, ctx, range(5, 6))
     after = manager.state_dict()["callbacks"]["FarWitness"]
     (failure,) = manager.cost_report(5).failures
     manager.close()

@@ -1,4 +1,4 @@
-"""A mistake fails when it is added; the message names the callback, its line and the mend."""
+"""A mistake fails when the callback is added; the message names the callback, its line and a hint."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ def at_line(marker: str, *, above: int = 0) -> str:
 
 
 def rejection(kind: type[CallsheetError], given: Any) -> str:
-    """The message with which a manager refuses `given`, of which nothing stays."""
+    """Return the message with which a manager rejects `given`, of which nothing stays."""
     manager = CallbackManager()
     with pytest.raises(kind) as caught:
         manager.add(given)
@@ -74,7 +74,7 @@ class Async(Callback):
 
 
 def worded(**words: Any) -> Callback:
-    """A callback that hears on_log, with these words."""
+    """Return a callback that listens to on_log, with these settings."""
     callback = Logs()
     for name, value in words.items():
         setattr(callback, name, value)

@@ -84,9 +84,7 @@ def test_a_waiting_process_gets_it_when_it_is_released(start: Callable[..., Hold
     assert second.logged == []  # it said once that it waits
 
 
-@pytest.mark.parametrize(
-    "is_reaped", [True, False]
-)  # a process that nobody has waited for still has an entry in the system's table
+@pytest.mark.parametrize("is_reaped", [True, False])  # a process that was not waited for still has an entry in the system's table
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[..., Holder], is_reaped: bool) -> None:
     first = start()
     assert first.says() == "acquired"
@@ -112,7 +110,7 @@ def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Hold
     assert second.says() == "acquired"
     assert "no heartbeat" in second.logged[-1]
     first.process.send_signal(signal.SIGCONT)
-    assert first.says() == "loss"  # nobody asked: its heartbeat found out
+    assert first.says() == "loss"  # without a check: its heartbeat found out
     assert f"process {second.process.pid}" in first.asked("check")
     assert first.asked("release") == "released"
     assert second.asked("check") == "owner"
@@ -125,7 +123,7 @@ def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable
     assert first.says() == "acquired"
     assert (
         start(machine="b", timeout=1.5, stale=1).says().startswith("rejected")
-    )  # it lives, although nobody has its process id there
+    )  # it is alive, although its process id does not exist there
     first.end()
     second = start(machine="b", timeout=60, stale=1)
     assert second.says() == "acquired"

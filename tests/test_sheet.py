@@ -1,4 +1,4 @@
-"""The call sheet: its table, phases, intervals, isolation, and what is still told after an error."""
+"""The call sheet: its table, phases, intervals, isolation, and the handlers that are called after an error."""
 
 import logging
 import random
@@ -31,7 +31,7 @@ def context(state: TrainState | None = None) -> Context:
 
 
 def train(manager: CallbackManager, ctx: Context, steps: int, event: str = "on_train_step_end") -> None:
-    """So many steps, each of which is completed just before `event` is told."""
+    """Run so many steps, each of which is completed just before `event` is fired."""
     for _ in range(steps):
         ctx.step += 1
         ctx.state.timestamp = ctx.state.timestamp.next_batch()
@@ -127,7 +127,7 @@ def test_a_methods_own_phase_overrides_the_classs_and_a_given_one_both() -> None
 def due(
     interval: str | int | Interval, steps: int, *, event: str = "on_train_step_end", state: TrainState | None = None
 ) -> list[int]:
-    """The batches at which a function of that interval is told."""
+    """Return the batches at which a function with that interval is called."""
     manager = CallbackManager()
     recorded: list[int] = []
     manager.register(event, lambda ctx: recorded.append(ctx.state.timestamp.batch), every=interval)
@@ -177,7 +177,7 @@ def test_a_fraction_of_a_resumed_run_counts_from_its_own_start() -> None:
 
 
 class Halves(Callback):
-    """Wants to be told at every half of the run, whose length must be known for that."""
+    """Is called at every half of the run, whose length must be known."""
 
     def __init__(self, on_error: Any) -> None:
         self.on_error = on_error
@@ -326,7 +326,7 @@ def test_what_is_not_due_draws_and_fails_nothing() -> None:
 
 
 class Fails(Callback):
-    """Fails as often in a row as it is told to, or always."""
+    """Fails a given number of times in a row, or always."""
 
     on_error = "isolate"
 
@@ -434,7 +434,7 @@ def test_inline_callbacks_raise_unless_they_say_otherwise() -> None:
 
 
 def failing(phase: Any, event: str, *, also: Any = "") -> tuple[list[str], BaseException]:
-    """Who is told of `event` when the function in `phase` fails, and what comes out."""
+    """Return the handlers of `event` that are called when the function in `phase` fails, and the error that is raised."""
     manager = CallbackManager()
     recorded: list[str] = []
 

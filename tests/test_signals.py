@@ -173,7 +173,7 @@ def look():  # the main thread is in C, and cannot run its handler, until this h
         tick.wait(0.001)
     seen.append(watch.received)
     with open({str(gate)!r}, "w") as opened:
-        opened.write("go on\\n")
+        opened.write("continue\\n")
 with SignalWatch(["SIGUSR1"]) as watch:
     threading.Thread(target=look).start()
     ctypes.CDLL(None).system(f"kill -USR1 {{os.getpid()}}; read line < {gate}".encode())
@@ -256,7 +256,7 @@ with SignalWatch(["SIGTERM"]) as watch:
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os.close(1), os.close(2)  # who reads them waits for the parent alone
+        os.close(1), os.close(2)  # their readers wait only for the parent
         os.write(w, b"x")
         signal.pause()
         os._exit(7)

@@ -159,10 +159,10 @@ def test_reading_sees_later_changes() -> None:
     manager.open(ctx)
     manager.fire("on_train_step_end", ctx)
     assert begun.wait(20)
-    ctx.control.stop("meanwhile")
+    ctx.control.stop("requested later")
     asked.set()
     manager.close()
-    assert [getattr(each, "why", None) for each in tries.came] == [None, "meanwhile"]
+    assert [getattr(each, "why", None) for each in tries.came] == [None, "requested later"]
 
 
 def test_reading_while_the_loop_changes_it_never_fails() -> None:
@@ -212,11 +212,11 @@ def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
 def test_the_progress_in_a_snapshot_does_not_change() -> None:
     class Reads(Callback):
         def __init__(self) -> None:
-            self.goes_on = threading.Event()
+            self.may_continue = threading.Event()
             self.states: list[TrainState] = []
 
         def on_train_step_end(self, ctx: Context) -> None:
-            self.goes_on.wait(30)
+            self.may_continue.wait(30)
             self.states.append(ctx.state)
 
     reads = Reads()
@@ -230,7 +230,7 @@ def test_the_progress_in_a_snapshot_does_not_change() -> None:
     before = copy.copy(state)
     state.epoch_batches, state.evaluators, state.baseline = 8, (), Timestamp(batch=2)
     state.timestamp = Timestamp(batch=3)
-    reads.goes_on.set()
+    reads.may_continue.set()
     manager.close()
     assert reads.states == [before, before]
 
@@ -251,7 +251,7 @@ def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
 
 
 class SeesWhatIsTold(Callback):
-    """Notes what stands in every snapshot, and whether that of the event before is still what it was."""
+    """Notes the content of every snapshot, and whether that of the previous event is unchanged."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""Spans: what is told at their edges, and what an exception leaves behind."""
+"""Spans: the events at their start and end, and what an exception leaves behind."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ def context() -> Context:
 
 
 def noted(manager: CallbackManager, *events: str) -> list[str]:
-    """A list to which every one of the events is written when it is told."""
+    """Return a list to which each of the events is appended when it is fired."""
     recorded: list[str] = []
     for event in events:
         manager.register(event, lambda ctx: recorded.append(str(ctx.event)))
@@ -244,7 +244,7 @@ def test_an_exception_that_was_dealt_with_is_not_held() -> None:
             return weakref.ref(error)
 
     held = step()
-    with spans.train_step:  # the loop went on
+    with spans.train_step:  # the loop continued
         pass
     gc.collect()
     assert held() is None

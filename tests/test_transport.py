@@ -1,4 +1,4 @@
-"""Callbacks into other processes: they arrive as they were, or are refused with the reason; nobody else's file is believed."""
+"""Sending callbacks to other processes: they arrive unchanged or are rejected with the reason, and files of other users are rejected."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_containers_that_hold_themselves_come_back_so() -> None:
     assert back.names == [back]
 
 
-# --- what is refused by whoever sends -----------------------------------------------------------------------------------
+# --- what the sender rejects -----------------------------------------------------------------------------------
 
 
 class ByPosition(Callback):
@@ -449,7 +449,9 @@ def test_what_would_be_lost_is_named() -> None:
     } <= lines
     assert any(line.startswith(f"{who}.tensor: content: ") for line in lines)
     assert "ignored" not in "".join(line for line in lines if line.startswith("callbacks"))
-    assert "another" not in "".join(line for line in lines if ".value" in line).replace("another value", "")  # no values are told
+    assert "another" not in "".join(line for line in lines if ".value" in line).replace(
+        "another value", ""
+    )  # no values are shown
     assert "state_dict" in str(caught.value)
     assert "on_run_start" in str(caught.value)
 
@@ -499,7 +501,7 @@ if {guard}:
     try:
         sent = pack([{what}])
     except TransportError as error:
-        print("refused:", error)
+        print("rejected:", error)
         sys.exit()
     with sent.post() as variables:
         [got] = payload.open_payload(dict(variables)).callbacks
@@ -575,7 +577,7 @@ def posted() -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def rejection(variables: Mapping[str, str]) -> str:
-    """How `unpack` refuses; never with the key or the content."""
+    """Return how `unpack` rejects; never with the key or the content."""
     with pytest.raises(TransportError) as caught:
         open_payload(dict(variables))
     recorded = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
@@ -674,7 +676,7 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     variables, path = posted
     earlier = path.read_bytes()
     key = Key.read(variables[KEY])
-    for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also where somebody uses a secret twice
+    for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also if a secret is used twice
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
             recorded = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
@@ -684,7 +686,7 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     path.unlink()
     assert "it does not exist: the launch that it belongs to has ended" in rejection(variables)
     assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
-    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but a secret of somebody"})
+    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but another secret"})
     assert "is not one that callsheet made" in recorded
     assert "no key at all" not in recorded
     assert "secret=" not in repr(key)
@@ -711,7 +713,7 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     assert "it is a symbolic link" in rejection(variables)
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert "is not a regular file" in rejection(variables)  # and nobody waits for a writer
+    assert "is not a regular file" in rejection(variables)  # and it does not wait for a writer
     path.unlink()
     path.mkdir(0o700)
     assert "is not a regular file" in rejection(variables)
@@ -728,7 +730,7 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
 def test_a_file_or_folder_of_another_user_is_rejected(
     posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only root can give a file away; so it is this process that becomes somebody else."""
+    """Only root can give a file away, so this process becomes another user."""
     variables, path = posted
     us = os.geteuid()
     users: list[int] = []
@@ -740,7 +742,7 @@ def test_a_file_or_folder_of_another_user_is_rejected(
     assert open_payload(dict(variables)).callbacks
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_file_or_folder_that_was_given_away_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     os.chown(path, 12345, -1)
@@ -752,7 +754,7 @@ def test_a_file_or_folder_that_was_given_away_is_rejected(posted: tuple[dict[str
 
 
 def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -> None:
-    """Somebody swaps a link and the file as fast as they can: each reading gives the payload or a refusal, never the other file."""
+    """A link and the file are swapped as fast as possible: each reading gives the payload or is rejected, and never gives the other file."""
     _, path = posted
     bait = path.with_name("bait")
     write_private(bait, b"bait")
@@ -819,7 +821,7 @@ def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
 
 @pytest.mark.parametrize("where", ["open", "flock", "rename"])
 def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could tell whose it is, so nobody would ever remove it."""
+    """Its owner could not be determined, so it would never be removed."""
     import fcntl
 
     module = fcntl if where == "flock" else os

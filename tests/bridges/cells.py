@@ -46,7 +46,7 @@ WITH_CAUSE: dict[str, Callable[[], Callback]] = {
 
 
 class Sees(Callback):
-    """What there is to see of a run, for a callback that hears everything."""
+    """Records what can be observed of a run, for every event."""
 
     phase = "restore"  # after all others
 
@@ -143,8 +143,8 @@ def alone(where: str, job: Job, folder: Path) -> Effects:
 
 
 @cache
-def at_home(subject: Subject, make: Callable[[], Callback], folder: Path) -> Effects:
-    """In our own Trainer."""
+def in_our_trainer(subject: Subject, make: Callable[[], Callback], folder: Path) -> Effects:
+    """The effects in our own Trainer."""
     return effects("trainer", job_of(subject), [make()], folder, strict=True)
 
 
@@ -162,7 +162,7 @@ def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) ->
             return Cell("rejected", _short(again))
     except RequestRejected as error:
         return Cell("rejected", _short(error))
-    wanted = at_home(subject, make, shared / name)
+    wanted = in_our_trainer(subject, make, shared / name)
     without, wanted_without = alone(where, job, shared), alone("trainer", job, shared)
     assert name not in WITH_CAUSE or wanted.shows(wanted_without)
     if rejection and not found.shows(without):

@@ -15,7 +15,7 @@ FILES = Path(matrix.__file__).parent
 
 
 def hold(bridge: str, part: str, name: str, found: Cell, home: Any = None) -> None:
-    """`part` is `callbacks` or `guests`; `home` tells of the framework, where it is asked for.
+    """`part` is `callbacks` or `guests`; `home` is the framework's job, if the row needs it.
 
     Raises:
         AssertionError: the matrix says something else.

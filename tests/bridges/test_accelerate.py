@@ -218,7 +218,7 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
                 setup.train_on(batch)
                 if (epoch, number) == (0, 2):
                     setup.accelerator.save_state()  # the step is over: the optimizer has stepped
-                    setup.accelerator.save_state()  # another of the same is not told
+                    setup.accelerator.save_state()  # a second one at the same step is not reported
             setup.accelerator.save_state()
     check_events(recorder.events)
     noted = [
@@ -331,7 +331,7 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
     assert history["accelerate/last"] == [1.0]  # after the last record there is one more
     assert "accelerate/text" not in history.records[0][1]
     assert settings.values == {"lr": 0.02}
-    setup.accelerator.log({"after": 1.0})  # heard by nobody
+    setup.accelerator.log({"after": 1.0})  # no callback is left
 
 
 def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

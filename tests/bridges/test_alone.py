@@ -1,4 +1,4 @@
-"""A callback that hears one event alone reads there what it would read if everything were heard: hosts leave out what nobody hears."""
+"""A callback with one event reads the same fields as with listeners to all events, although hosts skip events without listeners."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ EVENTS = (
 )
 
 Read = dict[str, list[dict[str, Any]]]
-"""By event, at each telling: the fields that could be read, with their values where those are numbers."""
+"""By event, for each time it was fired: the fields that could be read, with the values of numbers."""
 
 
 def reading(read: Read, *names: str) -> Callback:
-    """A callback that hears these events."""
+    """Return a callback that listens to these events."""
 
     def recorded(self: Callback, ctx: Context) -> None:
         fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS and ctx.has(name)}
@@ -88,7 +88,7 @@ def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str,
 @pytest.mark.parametrize("where", ["automodel", "huggingface"])
 def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str, tmp_path: Path) -> None:
     class Second(Callback):
-        """Hears of each evaluation's batches the forward of the second."""
+        """Listens to the forward of the second batch of each evaluation."""
 
         def __init__(self) -> None:
             self.batches, self.read = 0, list[bool]()
@@ -111,7 +111,7 @@ def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str,
 
 
 class Saves(Callback):
-    """Has a checkpoint written at each epoch's end, and is told which loss it names."""
+    """Requests a checkpoint at each epoch's end, and notes the loss that it names."""
 
     def __init__(self) -> None:
         self.named: list[float | None] = []
@@ -164,15 +164,15 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
     assert backwards(HearsBackward()) == {False}
 
 
-@pytest.mark.parametrize("at", ["while we stand there", "when we have left"])
+@pytest.mark.parametrize("at", ["while our replacement is in place", "after our replacement was removed"])
 def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hears the steps of the first epoch, in which somebody else replaces `backward`, and somebody those of the second."""
+    """The first epoch's steps have no listeners, and other code replaces `backward` in it; the second epoch's steps have listeners."""
 
     class Second(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
             if ctx.epoch == 1:
                 ctx.mute(self, "on_train_step_end")
-                if at == "while we stand there":
+                if at == "while our replacement is in place":
                     replace_backward()
             else:
                 ctx.unmute(self, "on_train_step_end")
@@ -192,14 +192,14 @@ def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkey
     def forward(self: Any, inputs: torch.Tensor) -> Any:
         if self.training:
             forwards.append(None)
-            if len(forwards) == 3 and at == "when we have left":
+            if len(forwards) == 3 and at == "after our replacement was removed":
                 replace_backward()
         return kind.forward(self, inputs)
 
     calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # which is put back at the end
     home("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
-    assert (len(calls), len(losses)) == (12 if at == "while we stand there" else 10, 6)
+    assert (len(calls), len(losses)) == (12 if at == "while our replacement is in place" else 10, 6)
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 
 

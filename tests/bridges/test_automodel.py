@@ -422,8 +422,8 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
         ran(tmp_path, [Listens()], model_wrap=Parts)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_run_that_an_exception_left_has_failed(tells: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reports_exception", [True, False])
+def test_a_run_that_an_exception_left_has_failed(reports_exception: bool, tmp_path: Path) -> None:
     class Broken(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -441,7 +441,7 @@ def test_a_run_that_an_exception_left_has_failed(tells: bool, tmp_path: Path) ->
     with pytest.raises(ZeroDivisionError) as caught:
         recipe.run_train_validation_loop()
     assert ends.outcome == ""
-    if tells:  # as AutoModel's own main does
+    if reports_exception:  # as AutoModel's own main does
         recipe.callback_runner.on_exception(recipe, exception=caught.value)
         assert ends.error is caught.value
     else:
@@ -572,7 +572,7 @@ class Patience(AutoModelCallback):
         self.best = state["best"]
 
 
-def at_home(folder: Path, callback: Any, **options: Any) -> Recipe:
+def in_framework(folder: Path, callback: Any, **options: Any) -> Recipe:
     class Schedules(Recipe):
         def setup(self) -> None:
             super().setup()
@@ -612,7 +612,7 @@ def as_guest(folder: Path, callback: Any, **options: Any) -> Trainer:
 
 def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
     home, away = Collector(), Collector()
-    at_home(tmp_path, home)
+    in_framework(tmp_path, home)
     as_guest(tmp_path, away)
     assert [each[:3] for each in away.seen] == [each[:3] for each in home.seen]
     for mine, theirs in zip(away.seen, home.seen, strict=True):
@@ -620,7 +620,7 @@ def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
 
 
 class Log(AutoModelCallback):
-    """Hears that something happens."""
+    """Counts events."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -640,7 +640,7 @@ class Log(AutoModelCallback):
 
 def test_a_guest_writes_the_log_it_wrote_in_its_framework(tmp_path: Path) -> None:
     home, away = Log(), Log()
-    at_home(tmp_path, home)
+    in_framework(tmp_path, home)
     as_guest(tmp_path, away)
     assert away.lines == home.lines == ["training on 1", *["validated", "saved True"] * 2, "done"]
 
@@ -652,7 +652,7 @@ def flat(values: Any) -> list[float]:
 @pytest.mark.parametrize("how", ["max_steps", "sigterm_flag"])
 def test_a_guest_stops_where_it_stopped_in_its_framework(how: str, tmp_path: Path) -> None:
     home, away = Patience(how), Patience(how)
-    recipe = at_home(tmp_path, home, num_epochs=6)
+    recipe = in_framework(tmp_path, home, num_epochs=6)
     trainer = as_guest(tmp_path, away, max_duration="6ep")
     assert home.decided
     assert flat(away.decided) == pytest.approx(flat(home.decided), abs=2e-4)

@@ -1,4 +1,4 @@
-"""A loop written by hand, with callbacks attached: it trains what it trained, and tells the lifecycle."""
+"""A handwritten loop with callbacks attached: training is unchanged, and the lifecycle's events are fired."""
 
 from __future__ import annotations
 
@@ -242,17 +242,17 @@ def test_after_a_break_a_resume_continues_at_the_same_step(tmp_path: Path) -> No
 
 
 def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
-    def hear(number: int, ctx: Context) -> None: ...
+    def handle(number: int, ctx: Context) -> None: ...
 
     manager = CallbackManager()
-    manager.register("on_forward_end", functools.partial(hear, 1))
+    manager.register("on_forward_end", functools.partial(handle, 1))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train() -> None:
         with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
             for batch in run.steps([torch.zeros(1, 1)]):
-                (model.weight.sum() * batch.sum()).backward()  # nobody calls the model
+                (model.weight.sum() * batch.sum()).backward()  # the model is not called
                 optimizer.step()
 
     with pytest.raises(NotSupported, match=r"partial.* listens to on_forward_end"):
@@ -261,7 +261,7 @@ def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
 
 @pytest.mark.parametrize("within", [True, False])
 def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> None:
-    """In the midst of a step, or between epochs; what callbacks make of them acts."""
+    """During a step, or between epochs; decisions that callbacks make from them take effect."""
     recorder, history = Recorder(fields=("eval_results",)), History()
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", keep=1)
     callbacks = [recorder, history, saver, EarlyStopper(monitor="validation/loss", patience="1ep")]
@@ -356,7 +356,7 @@ def test_a_late_listener_to_records_reads_the_steps_from_then_on() -> None:
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 loss.backward()
                 losses.append(loss.item())
-                if len(losses) == 6:  # the record of the first four steps was for nobody
+                if len(losses) == 6:  # the record of the first four steps had no listeners
                     manager.add(history)
                 optimizer.step()
                 scheduler.step()
@@ -426,7 +426,7 @@ def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
 # --- what cannot be carried ---
 
 
-def untold(strict: bool, callbacks: list[Callback], accumulate: int = 1) -> None:
+def loop_over_children(strict: bool, callbacks: list[Callback], accumulate: int = 1) -> None:
     """A loop that never calls the model, but its parts."""
     model, optimizer, data = parts()
     with attach(
@@ -443,11 +443,11 @@ class Listens(Callback):
 
 def test_an_event_with_listeners_that_the_loop_does_not_fire_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotSupported, match=r"Listens listens to on_forward_end, which this loop did not fire.*strict=False"):
-        untold(True, [Listens()])
+        loop_over_children(True, [Listens()])
     with caplog.at_level(logging.WARNING, "callsheet"):
-        untold(False, [Listens()])
+        loop_over_children(False, [Listens()])
     assert "Listens listens to on_forward_end" in caplog.text
-    untold(True, [Stopper(100)])  # nobody hears it
+    loop_over_children(True, [Stopper(100)])  # without listeners
 
 
 def test_a_loop_that_steps_less_often_than_it_says_is_rejected() -> None:
@@ -578,11 +578,11 @@ def test_results_without_a_dataset_are_rejected() -> None:
             run.evaluated({"loss": 1.2})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("hears_more", [False, True])
-def test_fields_of_a_skipped_step_do_not_depend_on_other_listeners(hears_more: bool) -> None:
+@pytest.mark.parametrize("has_more_listeners", [False, True])
+def test_fields_of_a_skipped_step_do_not_depend_on_other_listeners(has_more_listeners: bool) -> None:
     manager, seen = CallbackManager(), list[tuple[bool, Any, float]]()
     manager.register("on_train_step_end", lambda ctx: seen.append((ctx.step_skipped, ctx.grad_norm, ctx.learning_rate)))
-    if hears_more:
+    if has_more_listeners:
         manager.register("on_optimizer_step_start", lambda ctx: None)
     model, optimizer, data = parts()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -707,8 +707,8 @@ def test_a_loop_that_accumulates_within_one_step_fires_all_its_microbatches(call
     plain = trained(batches, model, optimizer)
     observed, optimizer, _ = parts()
     recorder, history = Recorder(), History()
-    hearing: list[Callback] = [recorder] if callbacks else []
-    with attach(model=observed, optimizer=optimizer, callbacks=[history, *hearing], log_interval=1) as run:
+    listeners: list[Callback] = [recorder] if callbacks else []
+    with attach(model=observed, optimizer=optimizer, callbacks=[history, *listeners], log_interval=1) as run:
         assert trained(run.steps(batches), observed, optimizer) == plain
     assert same(model, observed)
     assert history["train/loss"] == pytest.approx(plain)

@@ -132,9 +132,24 @@ class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are no
         return self.it.optimizer
 
 
-def with_lightning(it: Plain, callbacks: Any, folder: Path) -> None:
+class Manual(Module):
+    """Manual optimization: the module gives the closure to the optimizer itself."""
+
+    def __init__(self, it: Plain) -> None:
+        super().__init__(it)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().step(self.it.closure(batch, self.net, self.manual_backward))
+
+
+def with_lightning(it: Plain, callbacks: Any, folder: Path, module: type[Module] = Module) -> None:
     hosted = [] if callbacks is None else [lightning.host(callbacks)]
-    quiet_trainer(folder, hosted, max_epochs=EPOCHS, log_every_n_steps=1).fit(Module(it), POINTS.batches())
+    quiet_trainer(folder, hosted, max_epochs=EPOCHS, log_every_n_steps=1).fit(module(it), POINTS.batches())
+
+
+def with_lightning_by_hand(it: Plain, callbacks: Any, folder: Path) -> None:
+    with_lightning(it, callbacks, folder, Manual)
 
 
 HOSTS = {
@@ -144,11 +159,12 @@ HOSTS = {
     "ignite": with_ignite,
     "torchtnt": with_torchtnt,
     "lightning": with_lightning,
+    "lightning, manual optimization": with_lightning_by_hand,
 }
 
 
 class Sees(Callback):
-    """The step's loss where it is told last."""
+    """Records the step's loss at the last event that has it."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -34,21 +34,21 @@ OBSERVING = [name for name in HOMES if name != "instructlab"]  # which shows cal
 
 
 class Copies(Callback):
-    """Copies model and optimizer at every event of the second step, and counts what it was told of all steps."""
+    """Copies model and optimizer at every event of the second step, and counts the events of all steps."""
 
     def __init__(self, *, is_copying: bool) -> None:
         self.is_copying = is_copying
         self.events: list[str] = []
         self.found: list[str] = []
 
-    def _told(self, ctx: Context) -> None:
+    def _count(self, ctx: Context) -> None:
         self.events.append(str(ctx.event))
         if self.is_copying and ctx.step == 2:
             for name, thing in (("model", ctx.model), ("optimizer", ctx.optimizer)):
                 self._look_at(f"{name} at {ctx.event}", thing)
 
-    on_microbatch_start = on_forward_start = on_forward_end = on_backward_end = on_optimizer_step_end = _told
-    on_train_step_end = on_eval_step_start = on_eval_forward_end = on_eval_all_end = _told
+    on_microbatch_start = on_forward_start = on_forward_end = on_backward_end = on_optimizer_step_end = _count
+    on_train_step_end = on_eval_step_start = on_eval_forward_end = on_eval_all_end = _count
 
     def _look_at(self, where: str, thing: Any) -> None:
         for kind in (copy.copy, copy.deepcopy):
@@ -69,7 +69,7 @@ class Copies(Callback):
             try:
                 written = dumps(thing)
             except (AttributeError, NotImplementedError, TypeError, pickle.PicklingError):
-                continue  # nobody can pickle it, with callsheet or without
+                continue  # it cannot be pickled, with callsheet or without
             if b"callsheet" in written.replace(b"callsheet.testing.small_run", b""):  # where the model's class is
                 self.found.append(f"{where}: {dumps.__name__}")
 

@@ -28,7 +28,7 @@ ROWS = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """One thread; and what stands in memory already is not looked through again after each test."""
+    """Use one thread, and exclude existing objects from garbage collection after each test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Callbacks of transformers, each at home in its Trainer and as a guest in ours, on the same losses."""
+"""Callbacks of transformers, each in its own Trainer and as a guest in ours, on the same losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCRIPT = [5.0, 4.0, 3.0, 3.5, 2.9, 3.2, 3.1, 3.3, 3.0]
 
 
 class Line(nn.Module):
-    """What it learns is real; what its evaluations find stands in the script."""
+    """It really learns, but the results of its evaluations come from the script."""
 
     batches: Tensor
 
@@ -80,7 +80,7 @@ class OwnLoss(Task):
 
 
 class Noted(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Notes all that it is told."""
+    """Notes every call."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[Any, ...]] = []
@@ -139,7 +139,7 @@ SPEEDS = ("runtime", "per_second", "total_flos")
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """One thread; and what stands in memory already is not looked through again after each test."""
+    """Use one thread, and exclude existing objects from garbage collection after each test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -152,8 +152,8 @@ def _quick() -> Iterator[None]:
 FLOW: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
 
 
-def at_home(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
-    """Trained there; its own DefaultFlowCallback stands before them."""
+def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
+    """Train in the Hugging Face Trainer, after its own DefaultFlowCallback."""
     arguments = TrainingArguments(
         output_dir=str(folder / "home"),
         num_train_epochs=epochs,
@@ -229,7 +229,7 @@ def same(ours: Any, theirs: Any) -> None:
 def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
     said = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
     theirs, ours = Noted(), Noted()
-    at_home(tmp_path, theirs, accumulate=accumulate, **said)
+    in_framework(tmp_path, theirs, accumulate=accumulate, **said)
     as_guests(
         tmp_path,
         guest(DefaultFlowCallback(), args=said),
@@ -267,7 +267,7 @@ class Seen:
 
 
 class Does(TrainerCallback):  # type: ignore[misc]
-    """What was done when, at home."""
+    """What was done when, in the Hugging Face Trainer."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -342,7 +342,7 @@ class Recorded(ThreadingHTTPServer):
 
 @pytest.fixture
 def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """Where this is set, the Trainer takes its KubeflowCallback by itself."""
+    """If this is set, the Trainer adds its KubeflowCallback."""
     server = Recorded()
     Thread(target=server.serve_forever, daemon=True).start()
     token = tmp_path / "token"
@@ -365,7 +365,7 @@ class Row:
     evaluates: bool = True
     """Whether evaluations come every second step, not only when it asks."""
     is_own: bool = False
-    """Whether the Hugging Face Trainer has one by itself."""
+    """Whether the Hugging Face Trainer adds it itself."""
 
 
 TABLE = {
@@ -390,7 +390,7 @@ TABLE = {
 
 
 def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Callable[[], Any] = lambda: None) -> list[Any]:
-    """What was done when, and what the callback has to show, here and at home."""
+    """What was done when, and the callback's results, here and in the Hugging Face Trainer."""
     found = []
     for where in ("here", "home"):
         foreign, here, there = row.make(), DoesHere(), Does()
@@ -398,7 +398,7 @@ def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Call
             hosted = guest(foreign, args={**FLOW, **row.said}, eval_dataloader=EVALUATED)
             as_guests(folder / where, hosted, here, epochs=3, eval_interval="2ba" if row.evaluates else None)
         else:
-            at_home(folder / where, *([] if row.is_own else [foreign]), there, epochs=3, **row.said)
+            in_framework(folder / where, *([] if row.is_own else [foreign]), there, epochs=3, **row.said)
         done = here.done if where == "here" else there.done
         found.append((done, row.shows(foreign, folder / where, capsys.readouterr().out), shows()))
     return found

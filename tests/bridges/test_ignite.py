@@ -247,9 +247,9 @@ def test_a_callback_that_only_saves_is_rejected_if_nothing_can_be_saved(tmp_path
     ):
         rejected.run()
     assert rejected.trainer.state.iteration == 0
-    goes_on = Setup(tmp_path)
-    goes_on.host([SaveOnTrigger()], saves=False)  # which asks for other things too
-    goes_on.run()
+    continued = Setup(tmp_path)
+    continued.host([SaveOnTrigger()], saves=False)  # which makes other requests too
+    continued.run()
 
 
 def test_an_evaluation_that_is_asked_for_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:
@@ -565,7 +565,7 @@ def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
 
         setup.trainer = Engine(train)
     setup.host([recorder, ends])
-    if data == "endless":  # it is begun anew in the midst of an epoch
+    if data == "endless":  # it starts again during an epoch
         setup.trainer.run(batches, epoch_length=4, max_epochs=3)
     elif data == "unsized":  # an epoch is as long as the data, which is found out
 

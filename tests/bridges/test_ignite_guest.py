@@ -1,4 +1,4 @@
-"""Ignite's own handlers, at home in an Ignite engine and as guests in a callsheet Trainer, on the same losses."""
+"""Ignite's handlers in an Ignite engine and as guests in a callsheet Trainer, on the same losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Attach = Callable[["Given"], Callable[[], Any]]
 
 
 class Given:
-    """A model to train, and engines that do, or that stand for those that do."""
+    """A model to train, and engines that train it, or placeholders for them."""
 
     def __init__(self, folder: Path, trainer: Any, evaluator: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.folder, self.trainer, self.evaluator, self.model, self.optimizer = folder, trainer, evaluator, model, optimizer
@@ -61,7 +61,7 @@ def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=rate)
 
 
-def at_home(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, nn.Module]:
+def in_framework(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, nn.Module]:
     model, optimizer = made(rate)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
     evaluator: Any = create_supervised_evaluator(model, {"loss": Loss(POINTS.loss)})
@@ -273,13 +273,13 @@ NAMES = {
 )
 def test_a_guest_does_what_it_does_in_its_framework(attach: Attach, tier: str, tmp_path: Path) -> None:
     rate = 1e12 if attach is terminate_on_nan else 0.1
-    steps_home, said_home, model_home = at_home(tmp_path / "home", attach, rate)
+    steps_framework, said_framework, model_framework = in_framework(tmp_path / "framework", attach, rate)
     steps_here, said_here, model_here = here(tmp_path / "here", attach, rate)
-    assert (steps_here, said_here) == (steps_home, said_home)
-    weights = [list(model.parameters()) for model in (model_home, model_here)]
+    assert (steps_here, said_here) == (steps_framework, said_framework)
+    weights = [list(model.parameters()) for model in (model_framework, model_here)]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*weights, strict=True))
     changes_the_rate = attach in (linear_schedule, torch_schedule)
-    assert (steps_home < EPOCHS * STEPS) == (tier == "drives" and not changes_the_rate)
+    assert (steps_framework < EPOCHS * STEPS) == (tier == "drives" and not changes_the_rate)
     if attach in NAMES:
         hold("ignite", "guests", NAMES[attach], Cell("works", tier=tier))
 
@@ -409,10 +409,10 @@ def test_the_end_is_fired_as_ignite_fires_it(skips: bool, tmp_path: Path) -> Non
         given.trainer.add_event_handler(Events.ITERATION_STARTED(once=8), lambda: given.trainer.terminate(skip_completed=skips))
         return lambda: recorded
 
-    _, said_home, _ = at_home(tmp_path, attach, 0.1)
+    _, said_framework, _ = in_framework(tmp_path, attach, 0.1)
     _, said_here, _ = here(tmp_path, attach, 0.1)
-    assert said_here == said_home
-    assert said_home[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
+    assert said_here == said_framework
+    assert said_framework[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
 
 
 def test_an_exception_is_reported_and_propagates(tmp_path: Path) -> None:

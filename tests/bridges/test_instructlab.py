@@ -227,7 +227,7 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: P
     loop.validate = breaks  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.run()
-    assert ends.outcome == ""  # InstructLab tells its callbacks nothing of it
+    assert ends.outcome == ""  # InstructLab does not report it to its callbacks
     del loop
     deadline = time.monotonic() + 60
     while not ends.has_ended.wait(0.01) and time.monotonic() < deadline:  # the thread of the manager ends first
@@ -471,12 +471,12 @@ def fit(given: list[Callback], folder: Path, **changes: Any) -> Trainer:
     return trainer
 
 
-def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...] = HOOK_NAMES) -> Any:
+def callback_of(api: Any, record: Callable[[str, Any], object], hooks: tuple[str, ...] = HOOK_NAMES) -> Any:
     """A callback that has these hooks."""
 
     def hook_of(name: str) -> Callable[[Any, Any], None]:
         def hook(self: Any, context: Any) -> None:
-            hear(name, context)
+            record(name, context)
 
         return hook
 
@@ -486,7 +486,7 @@ def told_by(api: Any, hear: Callable[[str, Any], object], hooks: tuple[str, ...]
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
 def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
     noted: list[tuple[str, int, int]] = []
-    listens_to = told_by(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
+    listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
     fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
@@ -504,7 +504,7 @@ def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: P
 
 def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    listens_to = told_by(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
+    listens_to = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
     fit([guest(listens_to), history, CheckpointSaver(save_interval="1ep")], tmp_path)
     losses = history["train/loss"]
@@ -580,7 +580,7 @@ def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
         noted: list[tuple[str, int]] = []
-        listens_to = told_by(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next
+        listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next
         with pytest.raises(ZeroDivisionError):
             fit([guest(listens_to), Breaks(event)], tmp_path / event)
         assert noted[-1] == ("on_train_end", 2)
@@ -590,13 +590,13 @@ def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None
 def test_a_run_without_training_has_no_end_of_it(tmp_path: Path) -> None:
     noted: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
-                 callbacks=[guest(told_by(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
+                 callbacks=[guest(callback_of(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
         trainer.evaluate()
     assert noted == []
 
 
 def test_only_overridden_hooks_are_listened_to() -> None:
-    one = guest(told_by(instructlab_names, lambda hook, context: None, ("on_log",)))
+    one = guest(callback_of(instructlab_names, lambda hook, context: None, ("on_log",)))
     assert "on_forward_start" not in vars(one)
     assert "on_log" in vars(one)
 
@@ -624,11 +624,11 @@ def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
     fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
     again = Keeps()
     fit([guest(again)], tmp_path, resume="auto")
-    assert again.steps >= 5  # at the first epoch's checkpoint the third step's end was still to be told
+    assert again.steps >= 5  # at the first epoch's checkpoint the third step's end had not been delivered
 
 
 def test_training_does_not_notice_a_guest(api: Any, tmp_path: Path) -> None:
-    with_it = fit([guest(told_by(api, lambda hook, context: None))], tmp_path / "with")
+    with_it = fit([guest(callback_of(api, lambda hook, context: None))], tmp_path / "with")
     without = fit([], tmp_path / "without")
     assert all(
         torch.equal(a, b) for a, b in zip(with_it.model.state_dict().values(), without.model.state_dict().values(), strict=True)
@@ -640,24 +640,24 @@ HOME_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 
 @pytest.mark.parametrize("row", HOME_ROWS)
 def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
-    """The same losses in InstructLab's loop and in ours: the same tellings, with the same numbers."""
+    """With the same losses in InstructLab's loop and in ours, the same hooks are called with the same numbers."""
 
-    def telling(noted: list[Any]) -> Any:
-        def hear(hook: str, context: Any) -> None:
+    def recording(noted: list[Any]) -> Any:
+        def record(hook: str, context: Any) -> None:
             noted.append(
                 (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
             )
 
-        return told_by(api, hear, HOME_ROWS[row])
+        return callback_of(api, record, HOME_ROWS[row])
 
     there: list[Any] = []
     here: list[Any] = []
     manager = api.CallbackManager()
-    manager.add_callback(telling(there))
+    manager.add_callback(recording(there))
     fire = manager.fire
 
     def waits(hook: str, **given: Any) -> None:
-        """The loop goes on only once they have heard: by then InstructLab's context could say something else."""
+        """Continue the loop only when the callbacks were called: later InstructLab's context may have changed."""
         received = len(there) + (hook in HOME_ROWS[row])
         fire(hook, **given)
         deadline = time.monotonic() + 30
@@ -670,7 +670,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
     with Trainer(
         POINTS.made_model(), POINTS.loss, POINTS.batches, POINTS.validation_batches, max_duration="1ep", log_interval="1ba",
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02), eval_interval="6ba", clip_grad_norm=1.0,
-        callbacks=[guest(telling(here))], device="cpu", runs_folder=tmp_path, seed=3,
+        callbacks=[guest(recording(here))], device="cpu", runs_folder=tmp_path, seed=3,
     ) as trainer:  # fmt: skip
         trainer.fit()
     assert here == there

@@ -125,13 +125,13 @@ def test_a_module_in_a_keras_model_is_seen_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
-    class Refuses(Callback):
+    class RaisesAtTheStart(Callback):
         def on_train_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
     ends, model = Ends(), home.compiled(POINTS)
     with pytest.raises(ZeroDivisionError):
-        trained([hosted(tmp_path, ends, Refuses())], model=model)
+        trained([hosted(tmp_path, ends, RaisesAtTheStart())], model=model)
     assert ends.noted == ["ZeroDivisionError", "failed"]
     assert "apply" not in vars(model.optimizer)
 
@@ -189,8 +189,8 @@ def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     recorder = Recorder(fields=("checkpoint",))
     model = trained([hosted(tmp_path, Asks("save", 2), Asks("stop", 7), recorder)])
     assert int(model.optimizer.iterations) == 7
-    told = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in told
+    calls = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in calls
     check_events(recorder.events)
     trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
     assert "Asks calls ctx.control.evaluate, which Keras does not support here" in caplog.text
@@ -213,7 +213,7 @@ def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
 
 
 class Killed(Callback):
-    """Its process is asked to make way at a step."""
+    """Its process receives SIGTERM at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:
@@ -249,7 +249,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
-    assert ends.noted == []  # another callback's error Keras tells nobody
+    assert ends.noted == []  # Keras does not report another callback's error
     del given
     gc.collect()
     assert ends.noted == ["failed"]
@@ -300,7 +300,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
-    class Unheard(home.Model):
+    class UsesAutogradBackward(home.Model):
         def train_step(self, data: Any) -> Any:
             self.zero_grad()
             torch.autograd.backward([self.compute_loss(y=data[1], y_pred=self(data[0], training=True))])
@@ -308,7 +308,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
             self.optimizer.apply([weight.value.grad for weight in weights], weights)
             return {}
 
-    model = Unheard(LINE)
+    model = UsesAutogradBackward(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1))
     with pytest.raises(NotSupported, match="Listens listens to on_backward_end, which Keras did not fire"):
         trained([hosted(tmp_path, Listens())], model=model)
@@ -328,7 +328,7 @@ def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
 
 @dataclass
 class Row:
-    """A callback of Keras's, and what to compare of it after a run at home and one as a guest."""
+    """A callback of Keras, and what to compare after a run in Keras and one as a guest."""
 
     tier: str
     make: Callable[[Path], Any]
@@ -338,7 +338,7 @@ class Row:
 
 
 def _every_hook(folder: Path) -> Any:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     class Notes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
         pass
@@ -347,7 +347,7 @@ def _every_hook(folder: Path) -> Any:
         def noted(self: Any, *given: Any, **named: Any) -> None:
             logs = (named or {"logs": given[-1] if given and isinstance(given[-1], dict) else {}})["logs"] or {}
             numbers = [value for value in given if isinstance(value, int)]
-            told.append((name, numbers, {} if "test" in name else dict(logs)))
+            calls.append((name, numbers, {} if "test" in name else dict(logs)))
 
         return noted
 
@@ -355,7 +355,7 @@ def _every_hook(folder: Path) -> Any:
         if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):
             setattr(Notes, name, noting(name))
     notes = Notes()
-    notes.told = told
+    notes.calls = calls
     return notes
 
 
@@ -365,13 +365,13 @@ def _rows_of(callback: Any) -> list[dict[str, float]]:
 
 
 def _lambda(folder: Path) -> Any:
-    told: list[Any] = []
+    calls: list[Any] = []
     callback = keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: told.append("begin"),
-        on_epoch_end=lambda epoch, logs: told.append((epoch, sorted(logs))),
-        on_train_batch_end=lambda batch, logs: told.append(batch),
+        on_train_begin=lambda logs: calls.append("begin"),
+        on_epoch_end=lambda epoch, logs: calls.append((epoch, sorted(logs))),
+        on_train_batch_end=lambda batch, logs: calls.append(batch),
     )
-    callback.told = told
+    callback.calls = calls
     return callback
 
 
@@ -400,17 +400,17 @@ ROWS = {
     "ProgbarLogger": Row(
         "listens", lambda folder: keras.callbacks.ProgbarLogger(), lambda callback: [callback.seen, callback.target]
     ),
-    "LambdaCallback": Row("listens", _lambda, lambda callback: callback.told),
-    "every hook": Row("listens", _every_hook, lambda callback: callback.told),
+    "LambdaCallback": Row("listens", _lambda, lambda callback: callback.calls),
+    "every hook": Row("listens", _every_hook, lambda callback: callback.calls),
 }
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any) -> bool:
     """Equal but for rounding: Keras's optimizer has its learning rate in single precision."""
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(_is_close(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(_is_close, one, other))
     return bool(one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-4)))
 
 
@@ -426,7 +426,7 @@ def _here(folder: Path, callback: Callback, rate: float) -> tuple[Any, int]:
     return trainer.model, recorder.events.count("on_train_step_end")
 
 
-def _at_home(callback: Any, rate: float) -> tuple[Any, int]:
+def _in_framework(callback: Any, rate: float) -> tuple[Any, int]:
     model = home.Model(LINE)
     model.compile(optimizer=keras.optimizers.SGD(rate))
     trained([callback], model=model, epochs=4, verbose=2)
@@ -440,20 +440,20 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     for folder in folders:
         folder.mkdir()
     theirs, ours = (row.make(folder) for folder in folders)
-    at_home, steps = _at_home(theirs, row.rate)
+    in_framework, steps = _in_framework(theirs, row.rate)
     printed = capsys.readouterr().out
     here, steps_here = _here(tmp_path, guest(ours, verbose=2), row.rate)
     printed_here = capsys.readouterr().out
     assert steps_here == steps == row.steps
     found = row.of(theirs)
-    assert _alike(row.of(ours), found), (row.of(ours), found)
+    assert _is_close(row.of(ours), found), (row.of(ours), found)
     if name == "ProgbarLogger":
         assert re.findall(r"Epoch \d/\d|\d/\d -|loss: \d+\.\d", printed_here) == re.findall(
             r"Epoch \d/\d|\d/\d -|loss: \d+\.\d", printed
         )
         assert "val_loss" in printed_here
     if row.rate < 1:
-        assert torch.allclose(here.weight, at_home.weight, rtol=1e-4)
+        assert torch.allclose(here.weight, in_framework.weight, rtol=1e-4)
     if name != "every hook":
         hold("keras", "guests", name, Cell("works", tier=row.tier))
 

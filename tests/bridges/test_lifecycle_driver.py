@@ -1,4 +1,4 @@
-"""Whatever a loop says of its steps, callbacks hear the lifecycle in its order."""
+"""Whatever a loop reports of its steps, events are fired in the lifecycle's order."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_driver_reports_when_other_spans_of_a_step_have_listeners() -> None:
     assert driver.listen()
     assert driver.listens_to("forward")
     assert driver.listens_to("backward")
-    assert driver.listens_to("optimizer_step")  # with which the backward's end is told
+    assert driver.listens_to("optimizer_step")  # at which the backward's end is fired
     assert not driver.listens_to("fetch")
     assert not driver.listen()
     manager.remove(listener)

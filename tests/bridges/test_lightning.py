@@ -509,7 +509,7 @@ class OneAsks(Callback):
 
 
 def on_two_ranks(folder: str) -> list[Any]:
-    """What one of two ranks hears under DDP, in Lightning's Trainer and in a loop of Fabric's, with a stop that the other asks for."""
+    """The events on one of two ranks under DDP, in Lightning's Trainer and in a Fabric loop, when the other rank requests a stop."""
     torch.set_num_threads(1)
     received: list[Any] = []
     recorder, history = Recorder(), History()

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks in callsheet's Trainer, beside the same ones at home, on the same losses."""
+"""Lightning's callbacks in callsheet's Trainer and in Lightning's, on the same losses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Collects(Logger):  # type: ignore[misc]  # Lightning's types are not read
-    """A logger at home."""
+    """A logger for Lightning's Trainer."""
 
     name, version = "lightning", ""
 
@@ -82,7 +82,7 @@ class AtHome(Module):
 
 @dataclass
 class Ended:
-    """What a training came to, at home or in ours."""
+    """The results of a training, in Lightning's Trainer or in ours."""
 
     foreign: Any
     steps: int
@@ -97,7 +97,7 @@ def made_model() -> Any:
     return model
 
 
-def at_home(foreign: Any, folder: Path) -> Ended:
+def in_framework(foreign: Any, folder: Path) -> Ended:
     torch.manual_seed(3)
     collects = Collects()
     trainer = quiet_trainer(
@@ -179,7 +179,7 @@ class Bar(theirs.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types ar
 
 
 class Hooks:
-    """A LambdaCallback that writes down what it hears, with the batch's number and the Trainer's counts."""
+    """A LambdaCallback that records each call, with the batch's number and the Trainer's counts."""
 
     names = (
         *("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward"),
@@ -198,11 +198,11 @@ class Hooks:
         self.received: list[tuple[Any, ...]] = []
 
     def make(self) -> Any:
-        foreign = theirs.LambdaCallback(**{name: self._hears(name) for name in self.names})
+        foreign = theirs.LambdaCallback(**{name: self._records(name) for name in self.names})
         foreign.received = self.received
         return foreign
 
-    def _hears(self, name: str) -> Function[..., None]:
+    def _records(self, name: str) -> Function[..., None]:
         def received(trainer: Any, module: Any, *args: Any, **_: Any) -> None:
             number = [arg for arg in args if isinstance(arg, int)]
             stage = str(getattr(trainer.state.stage, "value", ""))
@@ -212,7 +212,7 @@ class Hooks:
 
 
 class Clock:
-    """A second a step, for the Timer: it goes on with each look of its own."""
+    """A clock for the Timer that advances by one second at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -245,9 +245,9 @@ def keys(*suffixes: str) -> Function[[Ended], Any]:
     return found
 
 
-ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
+SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
     "EarlyStopping": ("drives", lambda: theirs.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
-    "EarlyStopping in the midst": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
+    "EarlyStopping during training": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
     "ModelCheckpoint": (
         "drives",
         lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
@@ -284,19 +284,19 @@ ALIKE: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
 """By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", SAME_RESULTS)
 def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, make, compared = ALIKE[name]
+    tier, make, compared = SAME_RESULTS[name]
     monkeypatch.chdir(tmp_path)
     ends: list[Ended] = []
     with redirect_stdout(io.StringIO()):
-        for train, folder in ((at_home, tmp_path / "home"), (in_ours, tmp_path / "ours")):
+        for train, folder in ((in_framework, tmp_path / "framework"), (in_ours, tmp_path / "ours")):
             monkeypatch.setattr(timer_module, "time", Clock())
             ends.append(train(make(), folder))
     home, ours = ends
     assert ours.steps == home.steps
     assert (ours.steps < EPOCHS * 6) == (
-        name in ("EarlyStopping", "Timer", "SpikeDetection") or "midst" in name or "Grad" in name
+        name in ("EarlyStopping", "Timer", "SpikeDetection") or "during" in name or "Grad" in name
     )
     assert _rounded(compared(ours)) == _rounded(compared(home))
     for mine, other in zip(ours.model.state_dict().values(), home.model.state_dict().values(), strict=True):

@@ -1,6 +1,6 @@
 """callsheet's callbacks in a loop that fires what Megatron Bridge's fires.
 
-The host is told through the package's own interface where that is installed, and through callsheet's names for it.
+The host is called through the package's own interface if it is installed, and through callsheet's names for it.
 """
 
 from __future__ import annotations
@@ -298,12 +298,12 @@ class Overflows(Optimizer):
 def test_iterations_that_are_left_out_are_counted() -> None:
     recorder = Recorder(fields=("step",))
     trained = loop(None, host([recorder]))
-    hear = trained.fire
+    fire = trained.fire
 
     def leave_out(event: str, **fields: Any) -> None:
         if event == "on_train_step_start" and trained.state.train_state.step == 3:
             trained.state.train_state.step = 5
-        hear(event, **fields)
+        fire(event, **fields)
 
     trained.fire = leave_out  # type: ignore[method-assign]
     trained.run()
@@ -321,7 +321,7 @@ def test_events_that_it_cannot_fire_are_rejected_by_name(caplog: pytest.LogCaptu
     assert "Predicts listens to on_predict_end" in caplog.text
 
 
-@pytest.mark.skipif(real is None or "on_checkpoint_save" in real.VALID_EVENTS, reason="a release that tells of no checkpoints")
+@pytest.mark.skipif(real is None or "on_checkpoint_save" in real.VALID_EVENTS, reason="a release without checkpoint events")
 def test_a_release_without_checkpoint_events_is_named() -> None:
     class Uploads(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None: ...
@@ -332,7 +332,7 @@ def test_a_release_without_checkpoint_events_is_named() -> None:
 
 
 class HearsForward(Callback):
-    """Hears what only a hook can tell."""
+    """Listens to events that only a hook can report."""
 
     def on_forward_end(self, ctx: Context) -> None: ...
 
@@ -435,7 +435,7 @@ def test_without_validation_the_run_ends_with_training() -> None:
 
 
 def test_data_events_are_fired_if_they_have_listeners() -> None:
-    """Megatron refuses to count in epochs where that event is heard."""
+    """Megatron rejects counting in epochs if that event has handlers."""
     assert not hasattr(host([History()]), "on_data_init_start")
     loop(None, host([recorder := Recorder()])).run()
     order = ["on_checkpoint_load_end", "on_data_init_start", "on_data_init_end", "on_train_start"]
@@ -443,7 +443,7 @@ def test_data_events_are_fired_if_they_have_listeners() -> None:
 
 
 def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) -> None:
-    """Its callbacks have the same shape: what is there is told, and what cannot be asked for is refused."""
+    """Its callbacks have the same form: available fields are passed, and unsupported requests are rejected."""
 
     def run(hosted: MegatronBridgeHost) -> None:
         trained = loop(None, None)
@@ -485,7 +485,7 @@ def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:
         train__train_iters=5000, train__eval_iters=0, logger__log_interval=10,
     )  # fmt: skip
     if rank:
-        trained.save = functools.partial(waits, trained)  # type: ignore[method-assign]  # rank 0 writes, and all are told
+        trained.save = functools.partial(waits, trained)  # type: ignore[method-assign]  # rank 0 writes, and the event is fired on all
     trained.run()
     check_events(recorder.events)
     torch.distributed.destroy_process_group()

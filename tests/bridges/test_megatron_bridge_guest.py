@@ -1,4 +1,4 @@
-"""Callbacks of Megatron Bridge as guests, in its interface as it was last recorded: they do here what they do at home."""
+"""Callbacks of Megatron Bridge as guests, with its interface as last recorded: they act as in Megatron Bridge."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ for _event in ours.VALID_EVENTS:
 
 
 def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
-    notes, at_home = Notes(), Notes()
+    notes, in_framework = Notes(), Notes()
     with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
         trained.fit()
         trained.evaluate()
         trained.test(POINTS.validation_batches())
-    loop(tmp_path / "theirs", [at_home], checkpoint__save_interval=6).run()
-    assert notes.recorded == at_home.recorded
+    loop(tmp_path / "theirs", [in_framework], checkpoint__save_interval=6).run()
+    assert notes.recorded == in_framework.recorded
     assert {event for event, *_ in notes.recorded} == ours.VALID_EVENTS
     assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # each a new one
-    for mine, theirs in zip(notes.contexts, at_home.contexts, strict=True):
+    for mine, theirs in zip(notes.contexts, in_framework.contexts, strict=True):
         assert mine.model == [trained.model]
         for losses, wanted in ((mine.loss_dict, theirs.loss_dict), (mine.total_loss_dict, theirs.total_loss_dict)):
             if wanted is not None:
@@ -176,7 +176,7 @@ class Decays(ours.Callback):
 
 
 class Watches(ours.Callback):
-    """Hears the losses, and keeps the best."""
+    """Listens to the losses, and keeps the best."""
 
     def on_train_step_end(self, context: ours.CallbackContext) -> None:
         assert context.loss_dict is not None
@@ -184,19 +184,19 @@ class Watches(ours.Callback):
         context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
 
 
-@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # hears, drives, drives, drives
+@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # listens, drives, drives, drives
 def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
-    manager, at_home = ours.CallbackManager(), ours.CallbackManager()
+    manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
-    at_home.add(make())
+    in_framework.add(make())
     history = History()
     with trainer(tmp_path, [guest(manager), history], log_interval="1ba") as trained:
         trained.fit()
-    wanted = loop(None, at_home)
+    wanted = loop(None, in_framework)
     wanted.run()
     assert trained.state.timestamp.batch == len(wanted.losses)
     assert history["train/loss"] == pytest.approx(wanted.losses, rel=1e-4)
-    assert manager.user_state == pytest.approx(at_home.user_state, rel=1e-4)
+    assert manager.user_state == pytest.approx(in_framework.user_state, rel=1e-4)
 
 
 @pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
@@ -220,7 +220,7 @@ def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
         later = copy.deepcopy(context.state)
         later.train_state.step += 2
         later.cfg.train.train_iters += 2
-        context.state.train_state.step = context.state.train_state.step  # which somebody hears
+        context.state.train_state.step = context.state.train_state.step  # which has a listener
 
     manager = ours.CallbackManager()
     manager.register("on_train_step_end", looks_ahead)

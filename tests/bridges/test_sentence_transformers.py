@@ -169,7 +169,7 @@ def test_a_cross_encoder_trains_as_without_us(saved: Path, tmp_path: Path) -> No
     assert logged(ours, of_training=True) == logged(plain, of_training=True)
     check_events(recorder.events)
     assert recorder.events.count("on_eval_all_end") == 4
-    assert recorder.events.count("on_checkpoint_published") == 4  # it evaluates by itself when it saves
+    assert recorder.events.count("on_checkpoint_published") == 4  # it also evaluates when it saves
 
 
 def test_a_few_shot_classifier_trains_as_without_us(saved: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     assert unit.train_progress.num_steps_completed == 7
     assert recorder.events.count("on_eval_all_end") == 1
     assert recorder.events.count("on_eval_step_end") == 3
-    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_end"] == [3]
+    assert [each.step for each in recorder.recorded if each.event == "on_eval_all_end"] == [3]
     assert ("on_checkpoint_published", 2, "requested") in [
         (event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None
     ]
@@ -152,14 +152,14 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
 def test_an_evaluation_within_an_epoch_is_recorded_at_its_step(tmp_path: Path) -> None:
     recorder = Recorder()
     trained([hosted(tmp_path, recorder)], evaluate_every_n_steps=4, evaluate_every_n_epochs=None)
-    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_start"] == [4, 8, 12]
+    assert [each.step for each in recorder.recorded if each.event == "on_eval_all_start"] == [4, 8, 12]
     check_events(recorder.events)
     recorder = Recorder()  # and one within a step of two batches when that is over
     trained(
         [hosted(tmp_path / "2", recorder)],
         evaluate_every_n_steps=3, evaluate_every_n_epochs=None, unit_options={"gradient_accumulation_steps": 2},
     )  # fmt: skip
-    assert [told.step for told in recorder.recorded if told.event == "on_eval_all_start"] == [2, 3, 5, 6]
+    assert [each.step for each in recorder.recorded if each.event == "on_eval_all_start"] == [2, 3, 5, 6]
     check_events(recorder.events)
 
 
@@ -201,7 +201,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     unit.callsheet = hosted(tmp_path, Fails(5))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_train_steps=3)
     with pytest.raises(ZeroDivisionError):
-        trained([saver, unit.callsheet], unit=unit, job=LINE)  # it saves before the host has heard of the step
+        trained([saver, unit.callsheet], unit=unit, job=LINE)  # it saves before the host receives the step
     again = home.Unit(LINE)
     again.callsheet = hosted(tmp_path / "again", History())
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
@@ -251,14 +251,14 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     given = [hosted(tmp_path / "4", ends), Interrupts()]
     with pytest.raises(KeyboardInterrupt):
         trained(given)
-    assert ends.noted == []  # torchtnt tells nobody
+    assert ends.noted == []  # torchtnt does not report it
     del given
     gc.collect()
     assert ends.noted == ["failed"]
 
 
 class Killed(Callback):
-    """Its process is asked to make way at a step."""
+    """Its process receives SIGTERM at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:
@@ -404,14 +404,14 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
-    class Unheard(home.Unit):
+    class UsesAutogradBackward(home.Unit):
         def train_step(self, state: Any, data: Any) -> Any:
             loss, _ = self.compute_loss(state, data)
             torch.autograd.backward([loss])
             self.optimizer.step()
 
     with pytest.raises(NotSupported, match=r"Listens listens to on_backward_end, which torchtnt did not fire"):
-        trained([hosted(tmp_path, Listens())], unit=Unheard(LINE))
+        trained([hosted(tmp_path, Listens())], unit=UsesAutogradBackward(LINE))
 
 
 # --- guests ---
@@ -419,7 +419,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
 
 @dataclass
 class Row:
-    """A callback of torchtnt's, and what to compare of it after a run at home and one as a guest."""
+    """A callback of torchtnt, and what to compare after a run in torchtnt and one as a guest."""
 
     tier: str
     make: Callable[[Path], Any]
@@ -463,18 +463,18 @@ def _reporter(folder: Path) -> Any:
 
 
 def _every_hook(folder: Path) -> Any:
-    told: list[str] = []
+    calls: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
         def noted(state: Any, unit: Any, *_: Any) -> None:
             progress = f"{unit.train_progress.get_progress_string()} {unit.eval_progress.get_progress_string()}"
-            told.append(f"{name} {state.entry_point} {state.active_phase} {progress}")
+            calls.append(f"{name} {state.entry_point} {state.active_phase} {progress}")
 
         return noted
 
     hooks = [name for name in vars(TorchTNTCallback) if name.startswith("on_")]
     callback = Lambda(**{name: note(name) for name in hooks})
-    callback.told = told
+    callback.calls = calls
     return callback
 
 
@@ -538,7 +538,7 @@ ROWS = {
         lambda folder: PyTorchProfiler(torch.profiler.profile(schedule=lambda step: torch.profiler.ProfilerAction.NONE)),
         lambda callback: callback.profiler.step_num,
     ),
-    "Lambda": Row("listens", _every_hook, lambda callback: callback.told),
+    "Lambda": Row("listens", _every_hook, lambda callback: callback.calls),
 }
 
 
@@ -547,9 +547,9 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     shown = functools.partialmethod(tqdm.__init__, mininterval=0, miniters=1)
     monkeypatch.setattr(tqdm, "__init__", shown)  # at each update, however fast they come
     row = ROWS[name]
-    at_home, here = row.make(tmp_path / "home"), None
-    unit = trained([at_home], job=LINE, epochs=2)
-    found = row.of(at_home)
+    in_framework, here = row.make(tmp_path / "framework"), None
+    unit = trained([in_framework], job=LINE, epochs=2)
+    found = row.of(in_framework)
     here, recorder = row.make(tmp_path / "here"), Recorder()
     our_home.train(LINE, tmp_path, [guest(here, attributes=row.attributes), recorder], epochs=2)
     assert row.of(here) == found
@@ -574,7 +574,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
 
 def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:
     """There and back: torchtnt's callback as a guest, hosted by torchtnt."""
-    at_home, here = _every_hook(tmp_path), _every_hook(tmp_path)
-    trained([at_home], job=LINE)
+    in_framework, here = _every_hook(tmp_path), _every_hook(tmp_path)
+    trained([in_framework], job=LINE)
     trained([hosted(tmp_path, guest(here))], job=LINE)
-    assert [line.split()[0] for line in here.told] == [line.split()[0] for line in at_home.told]
+    assert [line.split()[0] for line in here.calls] == [line.split()[0] for line in in_framework.calls]

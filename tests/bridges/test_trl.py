@@ -1,4 +1,4 @@
-"""TRL's trainers are Hugging Face Trainers: callsheet's callbacks hear a fine-tuning and a preference tuning, and stop them."""
+"""TRL's trainers are Hugging Face Trainers: callsheet's callbacks observe a fine-tuning and a preference tuning, and stop them."""
 
 from __future__ import annotations
 

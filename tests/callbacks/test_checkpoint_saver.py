@@ -47,7 +47,7 @@ def trainer(folder: Path, *callbacks: Callback, scores: Sequence[float] | None =
 
 
 def fit(folder: Path, *callbacks: Callback, **options: Any) -> dict[int, str]:
-    """Train, and tell the step and kind of every checkpoint that is left."""
+    """Train, and return the step and kind of every checkpoint that is left."""
     with trainer(folder, *callbacks, **options) as trained:
         trained.fit()
     return left(folder, options.get("run_name", "run"))
@@ -72,7 +72,7 @@ class Asks(Callback):
 
 
 class Preempt(Callback):
-    """Has the run make way after the second step."""
+    """Preempts the run after the second step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 2:
@@ -203,7 +203,7 @@ def test_a_checkpoint_names_its_requesters_also_when_it_is_loaded(tmp_path: Path
 
     @manager.register("on_checkpoint_published")
     @manager.register("on_checkpoint_load_end")
-    def tell(ctx: Context) -> None:
+    def record(ctx: Context) -> None:
         if ctx.checkpoint is not None:
             recorded.append((ctx.checkpoint.step, ctx.checkpoint.requested_by, ctx.checkpoint.is_finite))
 
@@ -242,8 +242,8 @@ def test_the_list_survives_a_resume_and_holds_nothing_else(tmp_path: Path) -> No
     with trainer(tmp_path, saver(), run_name="moved", resume="auto", max_duration="5ep") as trained:
         trained.fit()
     assert {path.name for path in (tmp_path / "moved" / "checkpoints").iterdir() if path.is_dir()} == {
-        "ep0-ba2",  # somebody else's
-        "copied",  # nobody's
+        "ep0-ba2",  # another program's
+        "copied",  # of no program
         "ep4-ba12",
         "ep5-ba15",
     }

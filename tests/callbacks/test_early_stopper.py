@@ -23,7 +23,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Scores(Callback):
-    """Tells one score after the other as `<dataset>/score`, the same as if a metric did."""
+    """Logs one score after the other as `<dataset>/score`, as a metric would."""
 
     phase = "change"
 
@@ -115,7 +115,7 @@ def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_one_that_was_not_due_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The rare dataset is evaluated after epochs 2, 4, 6: that nothing is told of it in between is no failure to improve."""
+    """The rare dataset is evaluated after epochs 2, 4, 6: evaluations without it do not count against the patience."""
     data = {"validation": DATA[:1], "rare": Evaluator(DATA[:1], interval="2ep")}
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert epochs(tmp_path, stopper(monitor="rare/score"), [1.0] * 8, data=data) == (6, "stopped")

@@ -260,7 +260,7 @@ def test_the_average_where_there_is_one(tmp_path: Path) -> None:
     with trainer(tmp_path, EMA(decay=0.9), ExportForInferenceCallback()) as trained:
         trained.fit()
     recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(recorded, answer(trained.model, inputs()))  # the average stands in the model from then on
+    assert torch.equal(recorded, answer(trained.model, inputs()))  # the average stays in the model from then on
     with trainer(tmp_path / "plain") as plain:
         plain.fit()
     assert not torch.equal(recorded, answer(plain.model, inputs()))
@@ -277,7 +277,7 @@ def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
             chance = random.getstate(), torch.get_rng_state().tolist()
             hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in trained.model.modules()]
             devices = {(tensor.device.type, tensor.requires_grad) for tensor in trained.model.parameters()}
-            trained.fit("3ep")  # and goes on as well
+            trained.fit("3ep")  # and continues as well
         ends.append((modes, chance, hooks, devices, whole(trained.model.state_dict())))
     assert ends[0][:4] == ends[1][:4]
     assert all(ends[1][0])

@@ -138,7 +138,7 @@ def nothing_is_compiled() -> Iterator[None]:
 
 
 def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
-    """What is told of so many steps of two batches each, under autocast; what may be counted is what stands in a step."""
+    """Return the FLOPs of each of so many steps of two batches, under autocast; only what is inside a step may be counted."""
     recorded = []
     for _ in range(number):
         for _ in range(2):
@@ -179,7 +179,11 @@ def test_a_step_has_as_many_as_its_batches_have_numbers() -> None:
     flops, model = StepFlops(), nn.Linear(2, 1)
     flops.begin_run(model)
     of_a_step = 2 * 2 * 6 * 2  # forward, and backward for the weight
-    assert steps(flops, model, 3) == [None, of_a_step, of_a_step]  # none of the first is told later: its record has been
+    assert steps(flops, model, 3) == [
+        None,
+        of_a_step,
+        of_a_step,
+    ]  # those of the first step are not logged later: its record is over
     assert flops.rate == of_a_step / 12
     flops.fetched(torch.ones(4, 5))
     flops.begin_step()

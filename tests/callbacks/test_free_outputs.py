@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Keeps(Callback):
-    """Wants the outputs to the step's end, and tells when they live."""
+    """Keeps the outputs to the step's end, and records when they are alive."""
 
     keep_fields = ("outputs",)
 

@@ -21,7 +21,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 12
 
 
 class Watch(Callback):
-    """Which collections came while which event was told, and whether Python might have collected by itself at each."""
+    """Records the event during which each collection ran, and whether automatic collection was enabled at each event."""
 
     phase = "report"
 
@@ -38,7 +38,7 @@ class Watch(Callback):
 
 
 class Mark(Callback):
-    """Told first: where a collection that follows was made."""
+    """Called first: notes the event of a collection that follows."""
 
     phase = "change"
 

@@ -302,7 +302,7 @@ def test_tokenizers(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_continuation_ends_where_the_model_ends_it(tmp_path: Path) -> None:
-    """And those beside it go on, whatever is written after it to fill the batch."""
+    """The other prompts continue, whatever is written after it to fill the batch."""
     free = drawn(tmp_path / "free", Generate(prompts=[[7, 8], [9, 3]], do_sample=False, max_new_tokens=8))[-1][1]
     (_, first), (_, second) = free
     end = next(token for token in first.split() if token not in second.split())
@@ -314,7 +314,7 @@ def test_a_continuation_ends_where_the_model_ends_it(tmp_path: Path) -> None:
 
 
 class Plain(nn.Module):
-    """A language model of somebody's own, with a `generate` of its own."""
+    """A user's language model with its own `generate`."""
 
     def __init__(self) -> None:
         super().__init__()

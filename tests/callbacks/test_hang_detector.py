@@ -135,7 +135,7 @@ def test_learned_step_times_are_kept_across_a_resume(tmp_path: Path, caplog: pyt
     fit(tmp_path, detector(), Hangs(at=0), Stops())
     resumed = detector()
     with caplog.at_level(logging.WARNING, "callsheet"):
-        fit(tmp_path, resumed, Hangs(at=AT + 6), resume="auto")  # too soon to have learned anew
+        fit(tmp_path, resumed, Hangs(at=AT + 6), resume="auto")  # too soon to have learned again
     assert "made no progress" in caplog.text
     assert f"around step {AT + 6}" in caplog.text
 
@@ -203,7 +203,7 @@ def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
 
 
 class HoldsTheLog(Callback):
-    """Hangs with a log handler's lock, as within a write to a terminal that nobody reads."""
+    """Hangs with a log handler's lock, as within a write to a terminal that is not read."""
 
     def on_train_step_start(self, ctx: Context) -> None:
         time.sleep(0.02)

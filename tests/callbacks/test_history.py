@@ -21,7 +21,7 @@ TIMED = ("train/tokens_per_second",)
 
 
 class Odd(Callback):
-    """Logs what is no number, at odd steps, from rank 1 alone where there is one; and adds to the record that is told."""
+    """Logs non-finite values at odd steps, only from rank 1 if there is one; and adds to the record."""
 
     phase = "decide"
 

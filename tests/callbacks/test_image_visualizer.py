@@ -23,7 +23,7 @@ SAMPLES, HEIGHT, WIDTH, CLASSES = 5, 8, 6, 3
 
 
 class Album(Logger):
-    """Keeps the images that it is given, with the step that it was told at, and as every destination can show them."""
+    """Keeps the images that it receives, with their step, in the form that every destination can show."""
 
     on_error = "raise"
 
@@ -311,7 +311,7 @@ def test_inputs_are_brightened_as_loggers_do_it(tmp_path: Path) -> None:
 
 def test_every_class_has_a_colour_of_its_own() -> None:
     assert len({tuple(colour) for colour in PALETTE.tolist()}) == len(PALETTE)
-    assert (PALETTE[1:20] - PALETTE[2:21]).abs().sum(1).min() > 0.5  # neighbours can be told apart
+    assert (PALETTE[1:20] - PALETTE[2:21]).abs().sum(1).min() > 0.5  # neighbours can be distinguished
 
 
 # --- nothing to show ---
@@ -402,7 +402,7 @@ def test_images_that_were_not_logged_are_collected_again(tmp_path: Path) -> None
     fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), data=data, log_interval="4ba")
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), data=data, log_interval="4ba", resume="auto")
     assert [step for step, _ in resumed.recorded] == [8, 12]
-    assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # step 5's were not told at step 6
+    assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # step 5's were not logged at step 6
 
 
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 recorded: list[Any] = []
 
 
-def tell_step(ctx: Context) -> None:
+def record_step(ctx: Context) -> None:
     recorded.append(ctx.step)
 
 
@@ -34,7 +34,7 @@ def on_zero(ctx: Context) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_told_yet() -> None:
+def _forget_recorded_steps() -> None:
     recorded.clear()
 
 
@@ -89,8 +89,8 @@ def test_it_can_stop_training(tmp_path: Path) -> None:
 
 
 def test_a_function_may_be_named_by_its_path(tmp_path: Path) -> None:
-    spec = CallbackSpec.of(Lambda(on_train_step_end=f"{__name__}.tell_step", phase="report"))
-    assert spec.to_dict()["init_args"] == {"on_train_step_end": f"{__name__}.tell_step", "phase": "report"}
+    spec = CallbackSpec.of(Lambda(on_train_step_end=f"{__name__}.record_step", phase="report"))
+    assert spec.to_dict()["init_args"] == {"on_train_step_end": f"{__name__}.record_step", "phase": "report"}
     fit(tmp_path, spec.build())
     assert sys.modules[__name__].recorded == [1, 2, 3, 4]
 
@@ -106,7 +106,7 @@ def test_an_error_names_the_place_of_the_function(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("event", ["on_train_stepend", "train_step_end"])
 def test_a_misspelt_event_is_an_error(event: str) -> None:
-    functions: dict[str, Any] = {event: tell_step}
+    functions: dict[str, Any] = {event: record_step}
     with pytest.raises(UnknownEventError, match="did you mean 'on_train_step_end'"):
         Lambda(**functions)
 

@@ -30,7 +30,7 @@ LOSSES = [0.9, 0.7, 0.5, 0.3, 0.1, 0.0]
 """Of one evaluation after the other, an epoch each."""
 
 
-class Tells(Callback):
+class LogsValues(Callback):
     """Logs one number after the other, one an evaluation."""
 
     def __init__(self, values: list[float]) -> None:
@@ -67,7 +67,7 @@ def trainer(folder: Path, *callbacks: Callback, values: list[float] = LOSSES, **
         nn.Linear(2, 1),
         nn.functional.mse_loss,
         eval_dataloader=DATA[:1],
-        callbacks=CallbackManager([Tells(values), *callbacks], checking=True),
+        callbacks=CallbackManager([LogsValues(values), *callbacks], checking=True),
         runs_folder=folder,
         device="cpu",
         **(usual | options),
@@ -618,7 +618,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
 
 
 def test_in_a_loop_of_one_s_own(tmp_path: Path) -> None:
-    """That tells neither of its data nor of microbatches: what it does not tell is given."""
+    """A loop that reports neither its data nor its microbatches: these values are given."""
     manager = CallbackManager([mlperf(hyperparameters=GIVEN | {"micro_batch_size": 4})])
     ctx = Context(RunInfo("own", folder=tmp_path / "own"))
     manager.open(ctx)

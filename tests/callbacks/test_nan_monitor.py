@@ -32,7 +32,7 @@ class Losses:
 
 
 class Events(Callback):
-    """The names of what was told, and the step at which training came out."""
+    """Return the names of the events, and the step at which training ended."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[str, int]] = []
@@ -114,7 +114,7 @@ def test_a_sum_too_great_for_its_dtype_is_no_bad_loss(tmp_path: Path) -> None:
 
 
 def test_no_step_waits_for_the_device() -> None:
-    """A meta tensor has no value: whoever asked for it would get an error."""
+    """A meta tensor has no value; reading it would raise an error."""
     monitor, ctx = NaNMonitor(), Context(RunInfo("run"))
     for ctx.step in range(1, 1000):
         ctx.loss = torch.zeros((), device="meta")

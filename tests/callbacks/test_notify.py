@@ -104,7 +104,7 @@ def hook() -> Iterator[Hook]:
         yield made
 
 
-class Tells(Callback):
+class LogsNumbers(Callback):
     """Logs one number after the other, a step each."""
 
     def __init__(self, numbers: Sequence[float] = ()) -> None:
@@ -155,7 +155,7 @@ def raises(error: BaseException) -> Callable[[], None]:
     return now
 
 
-# --- what is told ---
+# --- which notifications are sent ---
 
 
 def test_a_run_that_finishes(hook: Hook, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ NUMBERS = [3.0, 1.0, 0.5, math.nan, 1.0, 2.0, math.inf, 0.0]
     ],
 )
 def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], hook: Hook, tmp_path: Path) -> None:
-    fit(tmp_path, Notify(to=hook.url, on=(), when=rule), Tells(NUMBERS))
+    fit(tmp_path, Notify(to=hook.url, on=(), when=rule), LogsNumbers(NUMBERS))
     assert [(post["event"], post["step"]) for post in hook.posts] == [("crossing", step) for step in expected]
     for post in hook.posts:
         assert post["rule"] == rule
@@ -265,7 +265,7 @@ def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], ho
 
 def test_several_rules_and_metrics_of_evaluations(hook: Hook, tmp_path: Path) -> None:
     rules = ["validation/loss < 1e9", "some/number > 2.5"]
-    fit(tmp_path, Notify(to=hook.url, on=(), when=rules), Tells(NUMBERS), evaluation=DATA[:1])
+    fit(tmp_path, Notify(to=hook.url, on=(), when=rules), LogsNumbers(NUMBERS), evaluation=DATA[:1])
     assert [(post["rule"], post["step"]) for post in hook.posts] == [(rules[1], 1), (rules[0], 4), (rules[1], 7)]
     assert hook.posts[2]["metrics"]["some/number"] == "inf"  # which JSON does not have
 
@@ -282,7 +282,7 @@ def test_an_evaluation_by_hand_is_no_crossing(hook: Hook, tmp_path: Path) -> Non
 
 def test_a_metric_that_was_never_logged_is_named(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
-        fit(tmp_path, Notify(to=hook.url, when=["some/numbers < 1", "some/number < 1"]), Tells(NUMBERS))
+        fit(tmp_path, Notify(to=hook.url, when=["some/numbers < 1", "some/number < 1"]), LogsNumbers(NUMBERS))
     assert [message for message in caplog.messages if "of a rule" in message] == [
         "Notify: no record of the run had the metric 'some/numbers' of a rule"
     ]
@@ -296,23 +296,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         return [(post.get("rule", ""), post["step"]) for post in hook.posts if post["step"] > since]
 
     with hook_of() as hook:
-        fit(tmp_path, Notify(to=hook.url, **options), Tells(NUMBERS), CheckpointSaver(keep=None, save_interval="1ba"))
+        fit(tmp_path, Notify(to=hook.url, **options), LogsNumbers(NUMBERS), CheckpointSaver(keep=None, save_interval="1ba"))
         whole = hook
     found = find_checkpoints(tmp_path / "my-run" / "checkpoints").checkpoints
     assert len(found) >= 8
     for each in found:
         with hook_of() as hook:
-            fit(tmp_path, Notify(to=hook.url, **options), Tells(NUMBERS), run_name=f"from{each.step}", resume=each.path)
+            fit(tmp_path, Notify(to=hook.url, **options), LogsNumbers(NUMBERS), run_name=f"from{each.step}", resume=each.path)
             assert recorded(hook) == recorded(whole, each.step)
     with hook_of() as hook:
-        fit(tmp_path, Notify(to=hook.url), Tells(NUMBERS), run_name="again", resume=sorted(found, key=lambda c: c.step)[0].path)
+        fit(
+            tmp_path,
+            Notify(to=hook.url),
+            LogsNumbers(NUMBERS),
+            run_name="again",
+            resume=sorted(found, key=lambda c: c.step)[0].path,
+        )
     assert hook.posts[0]["text"] == "again resumes at step 1, to 2ep (cpu)"
 
 
 def test_a_new_run_starts_from_scratch(hook: Hook, tmp_path: Path) -> None:
     notify = Notify(to=hook.url, when="some/number > 100")
-    fit(tmp_path, notify, Tells(NUMBERS))
-    fit(tmp_path, notify, Tells(NUMBERS), run_name="other")
+    fit(tmp_path, notify, LogsNumbers(NUMBERS))
+    fit(tmp_path, notify, LogsNumbers(NUMBERS), run_name="other")
     assert hook.events == ["start", "crossing", "end"] * 2
     assert [post["run"] for post in hook.posts] == ["my-run"] * 3 + ["other"] * 3
 
@@ -384,7 +390,7 @@ class Sink:
                         say("250 AUTH PLAIN")
                     elif word == b"STARTTLS":
                         assert tls is not None
-                        say("220 go on")
+                        say("220 ready")
                         connection, is_safe = tls.wrap_socket(connection, server_side=True), True
                         lines = connection.makefile("rb")
                     elif word == b"AUTH":
@@ -392,7 +398,7 @@ class Sink:
                         sink.logins.append((user, password))
                         say("535 no" if rejects else "235 welcome")
                     elif word == b"RCPT" and unknown and unknown in line:
-                        say("550 nobody of that name")
+                        say("550 unknown recipient")
                     elif word == b"DATA":
                         say("354 speak")
                         content = b""
@@ -658,7 +664,7 @@ def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path
         ({"to": f"https://host:port/{SECRET}"}, "cannot be read"),
         ({"to": f"https://example.org/{SECRET}", "url_env": "HOOK_URL"}, "both url_env= and to= give a URL"),
         ({"to": f"{SECRET}:{SECRET}"}, "not an http or https URL"),
-        ({"to": "mailto:nobody"}, "is not a list of addresses"),
+        ({"to": "mailto:someone"}, "is not a list of addresses"),
         ({"to": "mailto:a@b.org\nBcc: c@d.org"}, "is not a list of addresses"),
         ({"to": "mailto:a@b.org", "server": "smtp://me@localhost", "password_env": "X"}, "in the clear"),
         ({"to": "mailto:a@b.org", "server": "smtps://me@localhost"}, "give both a user and"),

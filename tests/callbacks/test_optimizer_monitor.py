@@ -15,7 +15,7 @@ from callsheet.testing import run_ranks
 
 
 class Truth(Callback):
-    """Works the norms out by itself, waiting for all it wants, and keeps what the records say."""
+    """Computes the norms independently, without avoiding synchronizations, and keeps those of the records."""
 
     phase = "report"
 

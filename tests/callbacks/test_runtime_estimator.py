@@ -20,7 +20,7 @@ clock: Any = time
 
 
 class Clock:
-    """Goes on when somebody sleeps, and at no other time."""
+    """A clock that advances only when code sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,7 +40,7 @@ def exact_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sleepy(Callback):
-    """Steps, the first step and evaluations take as long as they are told; keeps the estimates and when they were made."""
+    """Makes steps, the first step and evaluations take a given time; keeps the estimates with their times."""
 
     def __init__(self, first: float = 0.0, evaluation: float = 0.0, *, stop_at: int = 0) -> None:
         self.first, self.evaluation, self.stop_at = first, evaluation, stop_at

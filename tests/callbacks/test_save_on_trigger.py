@@ -150,7 +150,7 @@ def test_two_files_work_in_one_run(tmp_path: Path) -> None:
 
 
 class Looks(Callback):
-    """Which files it is told of, at one step."""
+    """Return the listed trigger files at one step."""
 
     def __init__(self) -> None:
         self.recorded: dict[str, str] = {}

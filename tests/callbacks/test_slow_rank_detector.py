@@ -20,7 +20,7 @@ Result = tuple[list[dict[str, float]], list[str]]
 
 
 class Clock:
-    """Goes on when somebody sleeps, and at no other time."""
+    """A clock that advances only when code sleeps."""
 
     now = 100.0
 
@@ -117,7 +117,7 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("stage", ["fetch", "forward"])
 def test_names_the_slow_rank_and_where_it_is_slow(stage: str, tmp_path: Path) -> None:
-    (first, recorded), (second, told_by_second) = run_ranks(on_ranks, 2, str(tmp_path), stage, 10_000, False)
+    (first, recorded), (second, recorded_by_second) = run_ranks(on_ranks, 2, str(tmp_path), stage, 10_000, False)
     assert first == second
     for record in first:
         assert record[f"slow_rank/{stage}/slowest"] == 1
@@ -125,7 +125,7 @@ def test_names_the_slow_rank_and_where_it_is_slow(stage: str, tmp_path: Path) ->
     assert len(recorded) == 1  # at the third record, and not again
     assert f"rank 1 is slow in its {stage}: 0.05" in recorded[0]
     assert "(step 12)" in recorded[0]
-    assert told_by_second == []
+    assert recorded_by_second == []
 
 
 @pytest.mark.test_all

@@ -26,7 +26,7 @@ def nothing_is_compiled() -> None:
 
 
 class Records(Callback):
-    """Keeps every record, with the timestamp that it was told at."""
+    """Keeps every record with its timestamp."""
 
     phase = "report"
 
@@ -242,7 +242,7 @@ def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, An
 
 
 def test_the_rate_is_of_what_was_computed_in_the_window(tmp_path: Path) -> None:
-    """The first step is not counted: its own record can tell nothing, and a later one tells no more than its window."""
+    """The first step is not counted, so its record has no rate; the rate of a later record is that of its window."""
     records = train(tmp_path, SpeedMonitor(window_size=1), log_interval=1)[0].records
     assert "throughput/flops_per_second" not in records[0][2]
     for (_, before, _), (_, seconds, speeds), size in zip(records, records[1:], SIZES[1:], strict=False):
@@ -258,7 +258,7 @@ class Tokens(Task):
 
 
 class ListensTo(SpeedMonitor):
-    """Notes the steps whose batches it is told."""
+    """Notes the steps whose batches it receives."""
 
     def __init__(self) -> None:
         super().__init__(window_size=2)
@@ -297,7 +297,7 @@ PER_TOKEN = 3 * 2 * 4 * 8
 
 
 def test_tokens_count_where_batches_are_dictionaries(tmp_path: Path) -> None:
-    """And once the run has counted the same, the batches are told no more."""
+    """Once the run has counted the tokens itself, the batches are no longer read."""
     monitor = ListensTo()
     assert of_tokens(tmp_path, monitor) == pytest.approx([PER_TOKEN] * 4)
     assert monitor.steps == [1, 2]
@@ -348,7 +348,7 @@ def test_utilization_is_of_the_peak_that_is_given(tmp_path: Path) -> None:
 
 
 class OnAnotherDevice(Callback):
-    """Has the run's device be one that nobody knows."""
+    """Makes the run's device an unknown one."""
 
     def on_run_start(self, ctx: Context) -> None:
         ctx.run.device = "new:0"
@@ -478,7 +478,7 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(step: int, recorded: int, 
 
 
 def test_what_was_counted_is_kept_and_not_counted_again(tmp_path: Path) -> None:
-    """Another process's second step has other layers frozen: the resumed curve goes on as it was."""
+    """Other layers are frozen in the second step of another process: the resumed curve continues unchanged."""
     train(tmp_path, SpeedMonitor(), SavesAndStops(4, stops=True))
     other = Net()
     other.layers.requires_grad_(False)

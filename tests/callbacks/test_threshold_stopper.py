@@ -21,7 +21,7 @@ from callsheet.testing import run_ranks
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
 
-class Tells(Callback):
+class LogsNumbers(Callback):
     """Logs one number after the other, a step each, and one an evaluation: on rank 1 with a share of its own."""
 
     def __init__(self, steps: Sequence[float], evaluations: Sequence[float] = (), rank_one: float = 0.0) -> None:
@@ -51,9 +51,9 @@ def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
     )
 
 
-def steps(folder: Path, stopper: ThresholdStopper, tells: Tells, *callbacks: Callback, **options: Any) -> tuple[int, str]:
+def steps(folder: Path, stopper: ThresholdStopper, logs: LogsNumbers, *callbacks: Callback, **options: Any) -> tuple[int, str]:
     """After how many steps training ended, and how."""
-    with trainer(folder, tells, stopper, *callbacks, **options) as trained:
+    with trainer(folder, logs, stopper, *callbacks, **options) as trained:
         trained.fit()
     return trained.state.timestamp.batch, str(trained.run.outcome)
 
@@ -82,26 +82,26 @@ RISES = [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 def test_stops_at_the_record_that_reaches_it(
     tmp_path: Path, options: dict[str, Any], numbers: list[float], expected: int
 ) -> None:
-    assert steps(tmp_path, stopper(**options), Tells(numbers)) == (expected, "stopped" if expected < 12 else "finished")
+    assert steps(tmp_path, stopper(**options), LogsNumbers(numbers)) == (expected, "stopped" if expected < 12 else "finished")
 
 
 def test_a_record_is_looked_at_at_its_boundary(tmp_path: Path) -> None:
-    assert steps(tmp_path, stopper(), Tells(RISES), log_interval="3ba") == (6, "stopped")
+    assert steps(tmp_path, stopper(), LogsNumbers(RISES), log_interval="3ba") == (6, "stopped")
 
 
 @pytest.mark.parametrize(("monitor", "expected"), [("train/loss", 1), ("validation/loss", 4)])
 def test_what_is_lost_is_to_fall(tmp_path: Path, monitor: str, expected: int) -> None:
-    assert steps(tmp_path, stopper(monitor=monitor, threshold=1e6), Tells(RISES))[0] == expected
+    assert steps(tmp_path, stopper(monitor=monitor, threshold=1e6), LogsNumbers(RISES))[0] == expected
 
 
 @pytest.mark.parametrize("records", ["all", "none"])
 def test_stops_at_the_evaluation_that_reaches_it(tmp_path: Path, records: str) -> None:
     reached = stopper(monitor="validation/score", records=records)
-    assert steps(tmp_path, reached, Tells(RISES, [1, 6, 1])) == (8, "stopped")
+    assert steps(tmp_path, reached, LogsNumbers(RISES, [1, 6, 1])) == (8, "stopped")
 
 
 def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
-    with trainer(tmp_path, Tells(RISES, [1, 2, 3]), stopper(monitor="validation/score")) as trained:
+    with trainer(tmp_path, LogsNumbers(RISES, [1, 2, 3]), stopper(monitor="validation/score")) as trained:
         trained.evaluate()
         trained.fit("1ep")
         trained.evaluate()
@@ -111,12 +111,12 @@ def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
 
 def test_an_unknown_metric_of_a_dataset_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'validation/score'"):
-        steps(tmp_path, stopper(monitor="validation/scores"), Tells(RISES, [1, 2, 3]))
+        steps(tmp_path, stopper(monitor="validation/scores"), LogsNumbers(RISES, [1, 2, 3]))
 
 
 def test_a_metric_that_is_never_logged_is_named_after_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
-        steps(tmp_path, stopper(monitor="some/numbers"), Tells(RISES))
+        steps(tmp_path, stopper(monitor="some/numbers"), LogsNumbers(RISES))
     (warning,) = caplog.messages
     assert "did you mean 'some/number'" in warning
     assert "validation/loss" not in warning  # it is evaluated after the epoch
@@ -124,7 +124,7 @@ def test_a_metric_that_is_never_logged_is_named_after_an_epoch(tmp_path: Path, c
 
 def test_a_metric_that_is_logged_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
-        steps(tmp_path, stopper(threshold=100.0), Tells(RISES), eval_interval="1ba")
+        steps(tmp_path, stopper(threshold=100.0), LogsNumbers(RISES), eval_interval="1ba")
     assert not caplog.messages
 
 
@@ -135,28 +135,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, records: str)
     # in the records of every third step the epoch's last is the one of step 6
     options = {"log_interval": "3ba", "eval_interval": None} if records == "epoch" else {}
     expected = (8 if records == "epoch" else 6, "stopped")
-    assert steps(tmp_path, stopper(records=records), Tells(numbers), saver, **options) == expected
+    assert steps(tmp_path, stopper(records=records), LogsNumbers(numbers), saver, **options) == expected
     for found in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints:
         again = stopper(records=records)
-        assert steps(tmp_path, again, Tells(numbers), run_name=f"from{found.step}", resume=found.path, **options) == expected
+        assert (
+            steps(tmp_path, again, LogsNumbers(numbers), run_name=f"from{found.step}", resume=found.path, **options) == expected
+        )
 
 
 def test_a_stopped_run_continues_only_if_the_threshold_has_moved(tmp_path: Path) -> None:
-    assert steps(tmp_path, stopper(), Tells(RISES), CheckpointSaver()) == (5, "stopped")
-    assert steps(tmp_path, stopper(), Tells(RISES), resume="auto") == (5, "stopped")
-    assert steps(tmp_path, stopper(threshold=7.0), Tells(RISES), resume="auto") == (7, "stopped")
+    assert steps(tmp_path, stopper(), LogsNumbers(RISES), CheckpointSaver()) == (5, "stopped")
+    assert steps(tmp_path, stopper(), LogsNumbers(RISES), resume="auto") == (5, "stopped")
+    assert steps(tmp_path, stopper(threshold=7.0), LogsNumbers(RISES), resume="auto") == (7, "stopped")
 
 
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     again = stopper()
-    assert steps(tmp_path, again, Tells(RISES))[0] == 5
-    assert steps(tmp_path, again, Tells([1.0] * 12), run_name="other") == (12, "finished")
+    assert steps(tmp_path, again, LogsNumbers(RISES))[0] == 5
+    assert steps(tmp_path, again, LogsNumbers([1.0] * 12), run_name="other") == (12, "finished")
 
 
 def test_two_work_in_one_run(tmp_path: Path) -> None:
     other = stopper(monitor="validation/score")
     other.name = "score"
-    assert steps(tmp_path, stopper(), Tells([1.0] * 12, [1, 6, 1]), other, CheckpointSaver())[0] == 8
+    assert steps(tmp_path, stopper(), LogsNumbers([1.0] * 12, [1, 6, 1]), other, CheckpointSaver())[0] == 8
 
 
 @pytest.mark.parametrize("options", [{"threshold": math.nan}, {"mode": "above"}, {"records": "some"}, {"monitor": ""}])
@@ -167,7 +169,7 @@ def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
 
 def on_a_rank(folder: str, rank_one: float) -> tuple[int, str]:
     assert os.environ["WORLD_SIZE"] == "2"
-    with trainer(Path(folder), Tells(RISES, rank_one=rank_one), stopper(), max_duration="6ep") as trained:
+    with trainer(Path(folder), LogsNumbers(RISES, rank_one=rank_one), stopper(), max_duration="6ep") as trained:
         trained.fit()
     return trained.state.timestamp.batch, str(trained.run.outcome)
 

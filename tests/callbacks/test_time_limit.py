@@ -21,7 +21,7 @@ BATCH = (torch.ones(2, 2), torch.ones(2, 1))
 
 
 class Clock:
-    """Stands in for the module `time`: only `Slow` makes it advance, so that a busy machine changes no test."""
+    """Replaces the module `time`: only `Slow` makes it advance, so that a busy machine changes no test."""
 
     def __init__(self) -> None:
         self.now = 0.0

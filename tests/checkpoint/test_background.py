@@ -25,23 +25,23 @@ class SlowFileSystem(MemoryFileSystem):  # type: ignore[misc]
     protocol = "slow"
     store: dict[str, Any] = {}
     pseudo_dirs = [""]
-    may_go_on = threading.Event()
+    may_continue = threading.Event()
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(MemoryFileSystem._strip_protocol(path.replace("slow://", "memory://")))
 
     def open(self, *args: Any, **more: Any) -> Any:
-        assert self.may_go_on.wait(60)
+        assert self.may_continue.wait(60)
         return super().open(*args, **more)
 
 
 @pytest.fixture
 def slow() -> Iterator[threading.Event]:
     fsspec.register_implementation("slow", SlowFileSystem, clobber=True)
-    SlowFileSystem.may_go_on.clear()
-    yield SlowFileSystem.may_go_on
-    SlowFileSystem.may_go_on.set()
+    SlowFileSystem.may_continue.clear()
+    yield SlowFileSystem.may_continue
+    SlowFileSystem.may_continue.set()
     SlowFileSystem.store.clear()
 
 
@@ -98,7 +98,7 @@ def test_a_failure_is_raised_by_the_result_or_the_next_call(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match="a: a <class 'object'> is not plain data"):
             writer.result()
     writer.begin(tmp_path / "ck", {"a": 1}, {}, {"bad": object()})
-    with pytest.raises(CheckpointError, match="bad: a <class 'object'>"):  # nobody asked
+    with pytest.raises(CheckpointError, match="bad: a <class 'object'>"):  # not awaited
         writer.begin(tmp_path / "ck", {"a": 1}, {}, {})
     (tmp_path / "file").touch()
     writer.begin(tmp_path / "file", {"a": 1}, {}, {})

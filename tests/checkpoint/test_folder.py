@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def seal_again(path: Path) -> None:
-    """Seal whatever stands there now: a true seal over crafted files."""
+    """Seal the current files: a valid seal over crafted files."""
     (path / "manifest.json").unlink()
     folder = LocalFolder(path)
     write_seal(folder, {name: measure(folder, name) for name in FILES - {"checkpoint.txt", "manifest.json"}}, {}, kind=KIND)
@@ -406,7 +406,7 @@ root = Path(sys.argv[1])
 no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 write(root / "old", {"old": 1}, {"step": 1})
 
-def refused(name, limit, state, info):
+def check_rejected(name, limit, state, info):
     for path, overwrite in ((root / "new", False), (root / "old", True)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, no_limit[1]))
         try:
@@ -422,9 +422,9 @@ def refused(name, limit, state, info):
         assert read(root / "old") == ({"old": 1}, {"step": 1})
         assert len(list((root / "old").iterdir())) == 5
 
-refused("state", 2000, {"x": "x" * 100_000}, {})
-refused("shard-00000", 2000, {"x": torch.ones(100_000)}, {})
-refused("manifest.json", 2500, {}, {"x": "x" * 100_000})
+check_rejected("state", 2000, {"x": "x" * 100_000}, {})
+check_rejected("shard-00000", 2000, {"x": torch.ones(100_000)}, {})
+check_rejected("manifest.json", 2500, {}, {"x": "x" * 100_000})
 """
 
 
@@ -453,7 +453,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         assert rejection.value.__cause__.errno == errno.ENOSPC
     assert names(small_disk) == {"old"}
     assert read(small_disk / "old")[1] == {"step": 1}
-    write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # what was half written has been given back
+    write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # the space of the incomplete write is free again
 
 
 KILLED_BEFORE_EVERY_CALL = """
@@ -490,7 +490,7 @@ def killed_before_call(nth, act):
     assert status in (0, signal.SIGKILL), status
     return status != 0
 
-def stands():
+def stored_step():
     try:
         state, info = read(path)
     except Unsealed:
@@ -505,11 +505,11 @@ def all_kills(before, act, allowed):
         shutil.rmtree(path, ignore_errors=True)
         before()
         killed = killed_before_call(nth, act)
-        seen.add(stands())
+        seen.add(stored_step())
         if not killed:
             break
         publish(9)  # whatever was left, the next writer gets through
-        assert stands() == 9 and len(list(path.iterdir())) == 6
+        assert stored_step() == 9 and len(list(path.iterdir())) == 6
         nth += 1
     assert seen == allowed and nth > 8, (seen, nth)
 

@@ -46,7 +46,7 @@ def write(path: str, step: int, **more: Any) -> None:
     write_checkpoint(path, {"step": step, "w": torch.full((8,), step)}, {"own": step}, {"step": step}, **more)
 
 
-def stands(path: str) -> int | None:
+def stored_step(path: str) -> int | None:
     """The step of the whole checkpoint there; None where there is none."""
     try:
         loaded = read_checkpoint(path)
@@ -66,7 +66,7 @@ def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory
         write(f"{ROOT}/step-1", 3)
     for step in (3, 4):
         write(f"{ROOT}/step-1/", step, overwrite=True)
-        assert stands(f"{ROOT}/step-1") == step
+        assert stored_step(f"{ROOT}/step-1") == step
     assert len(names(memory, f"{ROOT}/step-1")) == 6
     memory.pipe_file(f"{ROOT}/killed/checkpoint.txt", b"")
     memory.pipe_file(f"{ROOT}/metrics.jsonl", b"")
@@ -104,7 +104,7 @@ def test_every_changed_byte_in_a_store_is_rejected(memory: Any) -> None:
             with pytest.raises(CheckpointError, match="use another"):
                 read_checkpoint(path)
         memory.pipe_file(f"{path}/{name}", content)
-    assert stands(path) == 1
+    assert stored_step(path) == 1
 
 
 def test_protocols() -> None:
@@ -183,11 +183,11 @@ def test_a_store_that_fails_at_any_change_holds_a_whole_checkpoint_or_none(first
         except CheckpointError as error:
             assert "OSError: the store is gone" in str(error)  # noqa: PT017 - it may also go well
             is_over = False
-        seen.add(stands("memory://ck"))
+        seen.add(stored_step("memory://ck"))
         if is_over:
             break
         write("memory://ck", 9, overwrite=True)  # whatever was left, the next writer gets through
-        assert stands("memory://ck") == 9
+        assert stored_step("memory://ck") == 9
         assert len(fsspec.filesystem("memory").find("ck")) == 6
     assert seen == {first, 2}
     assert nth > 12

@@ -267,10 +267,12 @@ def in_the_background(root: str) -> Any:
 
 
 def test_many_ranks_write_behind_the_training(tmp_path: Path) -> None:
-    (wholes, recorded), (others, others_told) = run_ranks(in_the_background, 2, str(tmp_path))
+    (wholes, recorded), (others, recorded_by_others) = run_ranks(in_the_background, 2, str(tmp_path))
     assert wholes == others
     assert [whole(read_checkpoint(tmp_path / str(number)).shared) for number in range(3)] == wholes
-    assert recorded == others_told == "rank 1: a: a <class 'object'> is not plain data" + recorded.partition("plain data")[2]
+    assert (
+        recorded == recorded_by_others == "rank 1: a: a <class 'object'> is not plain data" + recorded.partition("plain data")[2]
+    )
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 
@@ -304,6 +306,6 @@ def test_a_rank_killed_while_it_writes_leaves_the_old_seal_and_stops_no_other(tm
         assert f"rank {end.rank} lost the other ranks of the checkpoint; has one of them died?" in message
         assert seconds < 10
     assert read_checkpoint(tmp_path / "ck").shared == {"step": 1}
-    assert "local-00000.2.json" in os.listdir(tmp_path / "ck")  # nobody clears where a lost rank may be writing still
+    assert "local-00000.2.json" in os.listdir(tmp_path / "ck")  # a folder in which a lost rank may still write is not cleared
     write_checkpoint(tmp_path / "ck", {"step": 3}, {}, {}, overwrite=True)
     assert len(os.listdir(tmp_path / "ck")) == 5  # what was left is cleared

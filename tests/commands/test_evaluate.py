@@ -27,7 +27,7 @@ def test_it_finds_what_the_run_found_and_leaves_the_run_alone(
     assert main(["evaluate", run, "--out", "scores.json"]) == 0
     after = contents(Path())
     recorded = json.loads(after.pop("scores.json")[0])
-    assert after == before  # nor has a callback that changes nothing been told of it
+    assert after == before  # and no observer was called
     assert recorded["run"] == f"runs/{run}"
     assert recorded["step"] == 6
     assert recorded["results"] == {name: {"loss": last_of(folder, f"{name}/loss")} for name in ("validation", "test")}

@@ -66,7 +66,7 @@ def test_torchrun_says_of_a_later_error_whose_it_is(place: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_opens_a_run_of_one_process_in_shards(trained: Path) -> None:
-    """Saved in the midst of an epoch, with an average of the weights: what it scores, says and exports is what it did."""
+    """Saved during an epoch, with an average of the weights: scores, predictions and the export are those of the run."""
     Path("rows.jsonl").write_text('{"text": "abc"}\n{"text": "abcdef"}\n')
     before = contents(Path("runs"))
     sharded = ["--parallel", "fsdp", "--data.validation_windows", "4"]

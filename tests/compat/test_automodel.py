@@ -129,32 +129,32 @@ from nemo_automodel.recipes.{module} import {recipe}
 
 class Reporter(Callback):
     def on_train_start(self, recipe, **kwargs):
-        told.append(f"start: {{recipe.dist_env.world_size}} ranks, {{recipe.step_scheduler.max_steps}} steps")
+        reported.append(f"start: {{recipe.dist_env.world_size}} ranks, {{recipe.step_scheduler.max_steps}} steps")
 
     def on_train_batch_end(self, recipe, **kwargs):
         train_log_data = kwargs["train_log_data"]
         assert recipe.step_scheduler.step == train_log_data.step
         samples.append(train_log_data)
-        told.append(f"step {{train_log_data.step}}: {{train_log_data.metrics['loss'] > 0}}")
+        reported.append(f"step {{train_log_data.step}}: {{train_log_data.metrics['loss'] > 0}}")
 
     def on_validation_end(self, recipe, **kwargs):
         for name, log_data in kwargs["val_results"].items():
             validated.append(log_data)
             modes.append(recipe.model_parts[0].training)
-            told.append(f"validation {{name!r}}: {{log_data.metrics['val_loss'] > 0}}")
+            reported.append(f"validation {{name!r}}: {{log_data.metrics['val_loss'] > 0}}")
 
     def on_save_checkpoint(self, recipe, **kwargs):
         checkpoints.append(kwargs["checkpoint_info"])
-        told.append("saved")
+        reported.append("saved")
 
     def on_train_end(self, recipe, **kwargs):
-        told.append(f"end: {{recipe.step_scheduler.step}}")
+        reported.append(f"end: {{recipe.step_scheduler.step}}")
 
 
 class OnFirstRank(Callback):
     @rank_zero_only
     def on_validation_end(self, recipe, **kwargs):
-        told.append("first rank")
+        reported.append("first rank")
 
 
 recipe = {recipe}(
@@ -195,17 +195,24 @@ def test_a_script_runs_when_its_imports_are_changed(
 ) -> None:
     script = SCRIPT.format(module=module, recipe=recipe)
     script = re.sub(r"^from nemo_automodel[\w.]* import", "from callsheet.compat.automodel import", script, flags=re.MULTILINE)
-    names: dict[str, Any] = {"cfg": makes(tmp_path), "told": [], "samples": [], "validated": [], "checkpoints": [], "modes": []}
+    names: dict[str, Any] = {
+        "cfg": makes(tmp_path),
+        "reported": [],
+        "samples": [],
+        "validated": [],
+        "checkpoints": [],
+        "modes": [],
+    }
     exec(compile(script, "script.py", "exec"), names)
     validation = ["validation 'validation': True", "first rank"]
-    assert names["told"] == [
+    assert names["reported"] == [
         "start: 1 ranks, 4 steps",
         *("step 0: True", "step 1: True", *validation),
         *("step 2: True", *validation, "saved"),
         *("step 3: True", *validation, "saved"),
         "end: 4",
     ]
-    assert names["modes"] == [False, False, False]  # it is told while the model is not in training
+    assert names["modes"] == [False, False, False]  # it is called while the model is not in training mode
     for sample in names["samples"]:
         assert set(sample.metrics) == trained
         assert all(isinstance(value, (int, float)) for value in sample.metrics.values())
@@ -214,7 +221,7 @@ def test_a_script_runs_when_its_imports_are_changed(
         assert set(sample.metrics) >= validated | {"val_loss", "lr", "mem"}
     for info, step in zip(names["checkpoints"], (2, 3), strict=True):
         assert (info["epoch"], info["step"], info["best_metric_key"]) == (0, step, "validation")
-        assert Path(info["checkpoint_path"], "manifest.json").exists()  # it is there when it is told
+        assert Path(info["checkpoint_path"], "manifest.json").exists()  # it exists when the event is fired
         of_step = [sample.metrics["val_loss"] for sample in names["validated"] if sample.step == step]
         assert list(info["val_losses"].values()) == of_step
         assert info["train_loss"] == pytest.approx(names["samples"][step].metrics["loss"])
@@ -225,7 +232,7 @@ def test_a_script_runs_when_its_imports_are_changed(
 
 
 class Recorded(Callback):
-    """Notes what it is told, and may fail."""
+    """Notes each call, and may fail."""
 
     def __init__(self, fails_at: int | None = None, error: BaseException | None = None) -> None:
         self.recorded: list[str] = []

@@ -97,7 +97,7 @@ def trained(**given: Any) -> Trainer:
 
 
 class Records(Callback):
-    """Everything that is told, with how far training is."""
+    """Every event, with the progress of training."""
 
     def __init__(self) -> None:
         self.recorded: list[str] = []
@@ -181,7 +181,7 @@ def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> No
                 print(f"{state.timestamp.epoch} done so far")
 
         def epoch_end(self, state: State, logger: Logger) -> None:
-            raise AssertionError("run_event hears it instead")
+            raise AssertionError("run_event is called instead")
 
     trained(callbacks=CatchAll(), max_duration="2ep")
     assert capsys.readouterr().out.splitlines() == ["0ep done so far", "1ep done so far"]
@@ -240,7 +240,7 @@ def test_state_can_be_read_and_training_stopped() -> None:
     trainer = trained(callbacks=[Reads(), records], loggers=Recorded(), max_duration="4ep")
     assert trainer.state.timestamp.batch == Time(3, TimeUnit.BATCH)
     assert (seen["rows"], seen["elapsed"], seen["longest"], seen["steps"]) == (4, 0.25, "3ba", [1, 2, 3])
-    assert records.recorded.count("epoch_end") == 1  # that of the epoch that was left is not told
+    assert records.recorded.count("epoch_end") == 1  # that of the epoch that was left is not fired
     assert records.recorded[-3:] == ["fit_end", "close", "post_close"]
 
 

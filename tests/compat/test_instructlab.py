@@ -130,7 +130,7 @@ def test_unknown_hooks_and_fields(manager: CallbackManager) -> None:
 
     with pytest.raises(ValueError, match=r"^Unknown hook: 'on_step_finish'"):
         manager.fire("on_step_finish")
-    manager.fire("on_log", nonsense=1)  # nobody hears it
+    manager.fire("on_log", nonsense=1)  # without listeners
     manager.add_callback(ListensToIt())
     with pytest.raises(ValueError, match=r"^Unknown TrainingContext field: 'nonsense'"):
         manager.fire("on_log", nonsense=1)
@@ -371,7 +371,7 @@ def test_a_hook_that_never_returns_is_given_up_and_named(
     assert "stopped waiting for InstructLab's callbacks: 2 waiting, and one has not returned" in caplog.text
 
 
-# --- what is refused by name ---
+# --- what is rejected by name ---
 
 
 def test_source_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,31 +449,31 @@ def test_launches_that_cannot_be_made(given: dict[str, Any], why: str) -> None:
 # --- run_training ---
 
 
-class Tells(TrainerCallback):
-    """Writes what it is told, of some hooks, to a file of its rank."""
+class WritesEvents(TrainerCallback):
+    """Writes the calls of some hooks to a file of its rank."""
 
     def __init__(self, folder: str, *, hooks: list[str]) -> None:
         self.folder, self.hooks = folder, hooks
 
-    def tell(self, context: TrainingContext) -> None:
+    def write(self, context: TrainingContext) -> None:
         if context.hook_name in self.hooks:
-            with open(f"{self.folder}/told-{os.environ['RANK']}.jsonl", "a") as file:
+            with open(f"{self.folder}/events-{os.environ['RANK']}.jsonl", "a") as file:
                 file.write(json.dumps(vars(context)) + "\n")
 
     def on_log(self, context: TrainingContext) -> None:
-        self.tell(context)
+        self.write(context)
 
     async def on_save(self, context: TrainingContext) -> None:
         assert context.checkpoint_path is not None
         assert (Path(context.checkpoint_path) / "model.safetensors").exists()
-        self.tell(context)
+        self.write(context)
 
     def on_train_end(self, context: TrainingContext) -> None:
-        self.tell(context)
+        self.write(context)
 
 
-def told_in(folder: Path, rank: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"told-{rank}.jsonl").read_text().splitlines()]
+def written_in(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"events-{rank}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -498,14 +498,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_on_one_process(base: Path, tmp_path: Path) -> None:
-    callbacks = [Tells(str(tmp_path), hooks=["on_log", "on_save", "on_train_end"]), JSONLLogger()]
+    callbacks = [WritesEvents(str(tmp_path), hooks=["on_log", "on_save", "on_train_end"]), JSONLLogger()]
     out = tmp_path / "out"
     found = run_training(
         TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rdzv_id=123),
         arguments(base, ckpt_output_dir=str(out), data_output_dir=str(tmp_path / "data"), validation_split=0.25,
                   validation_frequency=2, save_samples=8, warmup_steps=1, callbacks=callbacks),
     )  # fmt: skip
-    recorded = told_in(tmp_path, 0)
+    recorded = written_in(tmp_path, 0)
     logs = [each for each in recorded if each["hook_name"] == "on_log"]
     assert [each["step"] for each in logs] == [1, 2, 3, 4, 5, 6]
     assert [each["total_samples"] for each in logs] == [4, 8, 12, 16, 20, 24]
@@ -528,7 +528,7 @@ from callsheet.compat.instructlab import TorchrunArgs, TrainerCallback, Training
 
 class LogCallback(TrainerCallback):
     def on_log(self, context):
-        with open(f"{context.output_dir}/told-{os.environ['RANK']}.jsonl", "a") as file:
+        with open(f"{context.output_dir}/events-{os.environ['RANK']}.jsonl", "a") as file:
             file.write(json.dumps(vars(context)) + "\\n")
 
     def on_train_end(self, context):
@@ -554,7 +554,7 @@ def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_p
         [sys.executable, str(script), str(base), str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    recorded = [told_in(tmp_path, rank) for rank in (0, 1)]
+    recorded = [written_in(tmp_path, rank) for rank in (0, 1)]
     assert [(each["hook_name"], each["step"]) for each in recorded[0]] == [
         *(("on_log", step) for step in range(1, 5)), ("on_train_end", 4),
     ]  # fmt: skip
@@ -569,9 +569,9 @@ def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_p
 
 def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> None:
     """There it is lost: a class is sent as source, and made without arguments."""
-    changed = Tells("x", hooks=[])
+    changed = WritesEvents("x", hooks=[])
     changed.folder = "y"
-    with pytest.raises(TransportError, match=r"\(Tells\)\.foreign.*\.folder: a str with another value there"):
+    with pytest.raises(TransportError, match=r"\(WritesEvents\)\.foreign.*\.folder: a str with another value there"):
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, callbacks=[changed]))
 
     class Local(TrainerCallback):

@@ -132,7 +132,7 @@ def test_a_manager_calls_in_the_order_of_registration(names: ModuleType) -> None
     manager.register("on_train_start", recorded.append)
     assert manager.fire("on_train_start", "context") is None
     assert recorded == ["function", "twice", "one", "twice", "context"]
-    manager.fire("on_train_end", "context")  # nobody
+    manager.fire("on_train_end", "context")  # without listeners
 
 
 def test_a_manager_answers_as_the_package_s(names: ModuleType) -> None:

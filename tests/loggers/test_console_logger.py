@@ -46,7 +46,7 @@ def fit(folder: Path, logger: ConsoleLogger, *callbacks: Callback, **options: An
 
 
 def steps(lines: list[str]) -> list[int]:
-    """Of the lines that tell records."""
+    """Return the records in the printed lines."""
     return [int(found[1]) for line in lines if (found := re.match(r"epoch \d+  step (\d+)", line))]
 
 
@@ -145,7 +145,7 @@ def test_no_tables_where_none_are_wanted(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_pipe_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError("nobody reads")
+            raise BrokenPipeError("no reader")
 
     class Ends(Callback):
         def on_run_end(self, ctx: Context) -> None:

@@ -93,11 +93,11 @@ def test_without_git_or_a_repository_the_rest_is_recorded(tmp_path: Path, monkey
 
 
 def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
+    begun, may_continue = threading.Event(), threading.Event()
 
     def slow(folder: Path) -> dict[str, Any]:
         begun.set()
-        assert goes_on.wait(60)
+        assert may_continue.wait(60)
         return {"commit": "abc"}
 
     monkeypatch.setattr(environment, "_git", slow)
@@ -109,7 +109,7 @@ def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.Mon
         trainer.fit()
         assert begun.is_set()
         assert not (tmp_path / "a" / environment.FILE).exists()
-        goes_on.set()
+        may_continue.set()
     assert json.loads((tmp_path / "a" / environment.FILE).read_text())["git"] == {"commit": "abc"}
 
 

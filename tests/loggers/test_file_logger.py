@@ -160,7 +160,7 @@ def test_two_runs_at_once_end_in_any_order(tmp_path: Path, capsys: pytest.Captur
     contexts = [Context(RunInfo(name, tmp_path / name)) for name in ("one", "two")]
     for logger, ctx in zip((first, second), contexts, strict=True):
         ctx.checkpoint = None
-        if logger is first:  # a loop by hand may not tell it
+        if logger is first:  # a handwritten loop may not fire it
             logger.on_run_start(ctx)
         logger.on_checkpoint_load_end(ctx)
     print("both")
@@ -213,7 +213,7 @@ from callsheet.loggers import FileLogger, ProgressBarLogger
 class Talks(Callback):
     def on_train_step_end(self, ctx):
         if ctx.step == 20:
-            print("somebody prints", file=sys.stderr)
+            print("printed later", file=sys.stderr)
 
 data = [(torch.ones(2, 2), torch.ones(2, 1))] * 2000
 with Trainer(
@@ -243,7 +243,7 @@ def test_a_bar_on_a_terminal_stays_one_and_is_one_line_of_the_file(tmp_path: Pat
     assert process.wait() == 0, seen.decode()
     assert seen.decode().count("━") > 24  # drawn several times
     _, printed, *others = lines(tmp_path / "run")
-    assert printed == "somebody prints"
+    assert printed == "printed later"
     assert sum("━" in line for line in others) == 1
     assert any(line.startswith("evaluation at step 2000: validation/loss") for line in others)
     assert others[-1].startswith("run finished: epoch 1  step 2000")
@@ -308,14 +308,14 @@ print("after")
 
 
 def ran(how: str, folder: Path) -> tuple[str, int]:
-    """What stands on standard output and error, in one file, and how the script ended."""
+    """Return standard output and error in one text, and the exit status of the script."""
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     with open(folder / "seen", "wb") as seen:
         done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), how], env=env, stdout=seen, stderr=seen, check=False)
     return (folder / "seen").read_text(), done.returncode
 
 
-TOLD = {"early", "python", "from höher up", "from a child", "from c", "from a worker", "late"}
+PRINTED = {"early", "python", "from höher up", "from a child", "from c", "from a worker", "late"}
 
 
 @pytest.mark.test_all
@@ -325,18 +325,18 @@ def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
     for name in ("run", "again"):
         start, *recorded = lines(tmp_path / name)
         assert start.startswith("---")
-        assert set(recorded) == TOLD
-        assert len(recorded) == len(TOLD)
-    assert sorted(seen.splitlines()) == sorted([*TOLD, *TOLD, "after"])
+        assert set(recorded) == PRINTED
+        assert len(recorded) == len(PRINTED)
+    assert sorted(seen.splitlines()) == sorted([*PRINTED, *PRINTED, "after"])
 
 
 @pytest.mark.slow
 def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
     seen, code = ran("nested", tmp_path)
     assert code == 0, seen
-    assert set(lines(tmp_path / "run")[1:]) == TOLD
-    assert set(lines(tmp_path / "run" / "outer")[1:]) <= TOLD  # it ends first, and the other may still be passing on
-    assert sorted(seen.splitlines()) == sorted([*TOLD, *TOLD, "after"])
+    assert set(lines(tmp_path / "run")[1:]) == PRINTED
+    assert set(lines(tmp_path / "run" / "outer")[1:]) <= PRINTED  # it ends first, and the other may still be passing on
+    assert sorted(seen.splitlines()) == sorted([*PRINTED, *PRINTED, "after"])
 
 
 @pytest.mark.test_all

@@ -27,18 +27,18 @@ def values(path: Path) -> list[int]:
 def test_images_are_written_on_another_thread_in_order_as_they_were(writer: ImageWriter, tmp_path: Path) -> None:
     recorded: list[tuple[str, list[int], str]] = []
 
-    def tell(name: str) -> None:
+    def record(name: str) -> None:
         recorded.append((name, values(tmp_path / name), threading.current_thread().name))
 
     tensor, array = torch.zeros(4, 4), numpy.zeros((4, 4), dtype=numpy.uint8)
     for number in range(20):
         for name, image in ((f"tensor/{number}.png", tensor), (f"array/{number}.png", array)):
-            writer.write([name], [image], lambda name=name: tell(name))  # type: ignore[misc]  # mypy does not see the default
+            writer.write([name], [image], lambda name=name: record(name))  # type: ignore[misc]  # mypy does not see the default
         tensor += 1 / 51
         array += 5
     writer.flush()
     names = [f"{kind}/{number}.png" for number in range(20) for kind in ("tensor", "array")]
-    assert [name for name, _, _ in recorded] == names  # each when it stands there
+    assert [name for name, _, _ in recorded] == names  # each once it is written
     assert [seen for _, seen, _ in recorded] == [[5 * number] for number in range(20) for _ in range(2)]
     assert {thread for _, _, thread in recorded} == {"callsheet-lane-Test's images"}
 

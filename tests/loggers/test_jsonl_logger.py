@@ -52,7 +52,7 @@ def fail(ctx: Context) -> None:
 
 def fit(folder: Path, *callbacks: Callback, is_logged: bool = True, **options: Any) -> None:
     options = {"max_duration": "3ep", "log_interval": "1ba", "run_name": "run", **options}
-    torch.manual_seed(1)  # so that two runs begin alike
+    torch.manual_seed(1)  # so that two runs begin with the same weights
     with Trainer(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
@@ -165,7 +165,7 @@ import os, sys, time, torch
 from callsheet import Callback, Trainer
 from callsheet.loggers import JSONLLogger
 
-class Tells(Callback):
+class PrintsTimes(Callback):
     "Says when each record was logged."
     phase = "restore"
     def on_log(self, ctx):
@@ -175,7 +175,7 @@ class Tells(Callback):
 
 with Trainer(
     torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 1))] * 10, log_interval="1ba",
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), loggers=JSONLLogger(), callbacks=Tells(),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), loggers=JSONLLogger(), callbacks=PrintsTimes(),
     max_duration="1000000ba", runs_folder=sys.argv[1], run_name="run", device="cpu",
 ) as trainer:
     trainer.fit()
@@ -317,7 +317,7 @@ def test_a_torn_line_is_skipped_and_repaired(tmp_path: Path) -> None:
         fit(tmp_path, Acts(at_4=save, at_8=fail))
     metrics = tmp_path / "run" / "metrics.jsonl"
     content = metrics.read_bytes()
-    metrics.write_bytes(content[:-30])  # killed in the midst of writing
+    metrics.write_bytes(content[:-30])  # killed while writing
     assert len(read_metrics(tmp_path / "run")) == content.count(b"\n") - 1
     fit(tmp_path, resume="auto")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -28,7 +28,7 @@ class Keeps(Logger):
         self.given.append((ctx.step, name, path))
 
 
-def tell(logger: Logger) -> Manager:
+def log_everything(logger: Logger) -> Manager:
     manager = CallbackManager([logger])
     ctx = Context(RunInfo("run"), loggers=manager.notify_loggers)
     ctx.step = 7
@@ -42,12 +42,12 @@ def tell(logger: Logger) -> Manager:
 
 def test_a_logger_is_given_everything_that_the_context_logs() -> None:
     keeps = Keeps()
-    tell(keeps)
+    log_everything(keeps)
     assert keeps.given == [(7, {"lr": 0.1}), (7, "t", ["a"], [[1]]), (7, "i", ["image"]), (7, "f", Path("x.txt"))]
 
 
 def test_a_logger_need_not_store_anything(caplog: pytest.LogCaptureFixture) -> None:
-    tell(Logger())
+    log_everything(Logger())
     assert not caplog.records
 
 

@@ -65,7 +65,7 @@ def raises(error: BaseException) -> Callable[[Context], None]:
 def fit(
     folder: Path, *callbacks: Callback, logger: MLflowLogger | None = None, in_step: bool = False, **options: Any
 ) -> MLflowLogger:
-    """With `in_step`, the logger has heard all there is when a step begins."""
+    """With `in_step`, the logger has received all events when a step begins."""
     logger = logger or MLflowLogger()
     options = {"max_duration": "2ep", "log_interval": "1ba", "run_name": "run", **options}
     torch.manual_seed(1)
@@ -295,7 +295,7 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text("{}")
 
-    def tell(ctx: Context) -> None:
+    def log_everything(ctx: Context) -> None:
         ctx.log_hyperparameters(
             {"model": {"depth": 2, "path": Path("x"), "sizes": (1, 2)}, "parts": [{"name": "a"}], "long": "x" * 9000}
         )
@@ -305,7 +305,7 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
         ctx.log_file("traces/trace.json", trace)
         ctx.log_file("other", trace)
 
-    logger = fit(tmp_path, Acts(at_2=tell), max_duration="1ep")
+    logger = fit(tmp_path, Acts(at_2=log_everything), max_duration="1ep")
     params = run_of(tmp_path, logger).data.params
     recorded = {
         "model.depth": "2",
@@ -428,16 +428,16 @@ def test_a_server_that_is_away_for_a_while_loses_nothing(
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("state", ["nobody", "down", "silent"])
+@pytest.mark.parametrize("state", ["unreachable", "down", "silent"])
 def test_a_server_that_is_never_there_ends_nothing(
     tmp_path: Path, server: Server, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps: list[int] = []
     server.state = state
-    logger = MLflowLogger(tracking_uri="http://127.0.0.1:9" if state == "nobody" else server.uri, timeout=1)
+    logger = MLflowLogger(tracking_uri="http://127.0.0.1:9" if state == "unreachable" else server.uri, timeout=1)
     start = time.monotonic()
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=logger)
-    assert time.monotonic() - start < 60  # MLflow by itself: minutes
+    assert time.monotonic() - start < 60  # MLflow alone takes minutes
     assert steps == [6]
     assert "Callback MLflowLogger" in caplog.text
     assert logger.state_dict() == {}

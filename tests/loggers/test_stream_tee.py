@@ -15,7 +15,7 @@ from callsheet.loggers.support.stream_tee import StreamTee
 
 
 def there() -> Any:
-    """What stands at standard error."""
+    """A stream in place of standard error."""
     return sys.stderr
 
 
@@ -48,8 +48,8 @@ def test_captures_and_forwards() -> None:
         tee.close_tee()
         tee.close_tee()
         assert there() is stream
-        print("not heard", file=sys.stderr)
-        assert stream.getvalue() == "printed\nab\nnot heard\n"
+        print("not captured", file=sys.stderr)
+        assert stream.getvalue() == "printed\nab\nnot captured\n"
         assert received.text == "printed\nab\n"
         assert {name for name, _ in received} == {"stderr"}
 
@@ -75,14 +75,14 @@ def test_handlers_of_logging_are_captured_and_restored() -> None:
         tee = StreamTee("stderr", received.take)
         late = logging.StreamHandler()
         logger.addHandler(late)
-        logger.error("told")
-        assert received.text == "told\ntold\n"
+        logger.error("logged")
+        assert received.text == "logged\ntold\n"
         tee.close_tee()
-        logger.error("not heard")
+        logger.error("not captured")
         logger.handlers.clear()
-        assert received.text == "told\ntold\n"
+        assert received.text == "logged\ntold\n"
         assert before.stream is late.stream is stream
-        assert kept.getvalue() == "told\nnot heard\n"
+        assert kept.getvalue() == "logged\nnot captured\n"
 
 
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
@@ -114,9 +114,9 @@ def test_another_wrapper_around_it_stays() -> None:
             assert there() is other
             print("to the other", file=sys.stderr)
         assert there() is tee  # it was put back by who did not know
-        print("not heard", file=sys.stderr)
+        print("not captured", file=sys.stderr)
         assert received.text == ""
-        assert stream.getvalue() == "not heard\n"
+        assert stream.getvalue() == "not captured\n"
         assert there() is stream  # and has gone
 
 

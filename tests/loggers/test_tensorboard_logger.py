@@ -212,12 +212,12 @@ def test_settings_are_text_and_compared(tmp_path: Path) -> None:
 
 
 def test_images_and_tables(tmp_path: Path) -> None:
-    def tell(ctx: Context) -> None:
+    def log_everything(ctx: Context) -> None:
         ctx.log_images("eval/two", [torch.zeros(3, 4, 5), numpy.full((4, 5), 255, dtype=numpy.uint8)])
         ctx.log_images("eval/one", [torch.ones(3, 4, 5)])
         ctx.log_table("eval/texts", ["prompt", "score"], [["why | how?", torch.tensor(2)], [None, 0.5]])
 
-    fit(tmp_path, Acts(at_2=tell), max_duration="1ep")
+    fit(tmp_path, Acts(at_2=log_everything), max_duration="1ep")
     found = read(tmp_path / "run" / "tensorboard")
     for name, level in (("eval/two/0", 0), ("eval/two/1", 255), ("eval/one", 255)):
         (image,) = found.Images(name)

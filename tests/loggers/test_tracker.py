@@ -24,7 +24,7 @@ HANGS = ("open", "write", "close")
 
 
 class Stuck(Tracker):
-    """A tracker whose backend hangs in one of its calls, until it is let go."""
+    """A tracker whose backend hangs in one of its calls until it is released."""
 
     package = extra = "json"
     lane_options = LaneOptions(deadline=1.0)

@@ -225,14 +225,14 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text("{}")
 
-    def tell(ctx: Context) -> None:
+    def log_everything(ctx: Context) -> None:
         ctx.log_hyperparameters({"lr": 0.1, "model": {"depth": 2, "path": Path("x")}, "_own": 3})
         ctx.log_images("eval/samples", [torch.zeros(3, 4, 5), numpy.full((4, 5), 255, dtype=numpy.uint8)])
         ctx.log_images("eval/one", [torch.zeros(3, 4, 5)])
         ctx.log_table("eval/texts", ["prompt", "score"], [["why?", 0.5], [Path("y"), torch.tensor(2)], [None, "none"]])
         ctx.log_file("traces/trace.json", trace)
 
-    logger = fit(tmp_path, Acts(at_2=tell), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
+    logger = fit(tmp_path, Acts(at_2=log_everything), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
     (run,) = runs()
     recorded = {"lr": 0.1, "seed": 1, "model.depth": 2, "model.path": "x", "own": 3}
     assert {name: run.config[name] for name in recorded} == recorded

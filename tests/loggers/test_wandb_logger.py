@@ -29,7 +29,7 @@ from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 QUIET = {"console": "off", "silent": True, "x_disable_stats": True, "disable_git": True}
-DOWN = {**QUIET, "base_url": "http://127.0.0.1:9"}  # nobody listens there
+DOWN = {**QUIET, "base_url": "http://127.0.0.1:9"}  # no server listens there
 
 
 class Acts(Callback):
@@ -270,7 +270,7 @@ def test_two_loggers_have_a_run_each(tmp_path: Path) -> None:
 def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     note = tmp_path / "notes" / "note[1].txt"
 
-    def tell(ctx: Context) -> None:
+    def log_everything(ctx: Context) -> None:
         ctx.log_hyperparameters({"model": {"width": 3}})
         ctx.log_hyperparameters({"lr": 0.1, "model": {"depth": 2, "path": Path("x"), "sizes": (1, 2)}, "parts": [{"name": "a"}]})
         ctx.log_images("eval/samples", [torch.zeros(3, 4, 5), numpy.full((4, 5), 255, dtype=numpy.uint8)])
@@ -280,7 +280,7 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
         ctx.log_file("notes/note[1].txt", note)
         ctx.log_file("other", note)
 
-    fit(tmp_path, Acts(at_2=tell), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
+    fit(tmp_path, Acts(at_2=log_everything), config={"lr": 0.5, "seed": 1}, max_duration="1ep")
     (run,) = written(tmp_path)
     model = {"width": 3, "depth": 2, "path": "x", "sizes": [1, 2]}
     recorded = {"lr": 0.1, "seed": 1, "model": model, "parts": {"0": {"name": "a"}}}

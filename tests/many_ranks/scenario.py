@@ -89,14 +89,14 @@ class Scenario:
     event: str
     step: int
     delay: float | None
-    """After the event, from a thread; None is in the midst of it."""
+    """Seconds after the event, from a thread; None is during the event."""
     signal: str
     launcher_follows: bool
     """After a death, SIGTERM comes to the others, as torchrun sends it."""
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it leaves a rank that cannot go on."""
+        """Whether it leaves a rank that cannot continue."""
         return self.kind in FATAL
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ class Fate(Callback):
     def on_event(self, ctx: Context) -> None:
         event = str(ctx.event)
         if event in ("on_train_end", "on_run_end"):
-            with self.lock:  # whoever is in the midst of asking has asked before
+            with self.lock:  # a request in progress counts as made before
                 self.is_over = True
         step = max(ctx.step, 0)
         for request in [request for request in self.planned if request.event == event and step >= request.step]:
@@ -374,7 +374,7 @@ def play(scenario: Scenario, folder: Path) -> Report:
     """One rank's part."""
     rank = int(os.environ["RANK"])
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # one that comes after training is nobody's business
+        signal.signal(number, lambda number, frame: None)  # a signal after training is ignored
     report = Report()
     recorder, fate = Recorder(), Fate(scenario, rank, folder, report)
     torch.manual_seed(scenario.seed)
@@ -484,7 +484,7 @@ def blamed(report: Report) -> set[int]:
 
 
 def main() -> None:
-    """`python -m tests.many_ranks.scenario SEED`: what one seed does, for whoever looks for the reason of a failure."""
+    """`python -m tests.many_ranks.scenario SEED`: run one seed, to find the reason of a failure."""
     import tempfile
 
     for seed in map(int, sys.argv[1:]):

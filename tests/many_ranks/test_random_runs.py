@@ -52,7 +52,7 @@ def test_all_ranks_end_the_same_or_name_the_one_that_did_not(seed: int, runs: di
     if run.scenario.is_fatal and run.struck_after is not None:
         the_others_name_it(run)
     else:
-        all_end_alike(run)
+        all_end_the_same(run)
 
 
 def the_others_name_it(run: Played) -> None:
@@ -74,7 +74,7 @@ def the_others_name_it(run: Played) -> None:
                 assert f"as planned on rank {bad}" in report.error, recorded
 
 
-def all_end_alike(run: Played) -> None:
+def all_end_the_same(run: Played) -> None:
     scenario = run.scenario
     assert set(run.reports) == set(range(scenario.world_size)), f"{scenario}: {run.silent}"
     reports = [run.reports[rank] for rank in range(scenario.world_size)]
@@ -174,7 +174,7 @@ def test_the_seeds_hold_everything() -> None:
     assert {s.data for s in scenarios} == {"items", "batches", "stream", "own", "own_stream"}
     assert {request.what for s in scenarios for request in s.requests} == {"save", "evaluate", "stop"}
     assert {(s.signal, s.rank < 0) for s in scenarios if s.kind == "signal"} == {
-        (name, everybody) for name in ("SIGTERM", "SIGINT") for everybody in (True, False)
+        (name, all_ranks) for name in ("SIGTERM", "SIGINT") for all_ranks in (True, False)
     }
     assert {s.launcher_follows for s in scenarios if s.kind == "dead"} == {True, False}
     assert set(FATAL) < set(KINDS)

@@ -1,4 +1,4 @@
-"""One file of callbacks that knows nothing of the job it is attached to: any recipe, any Trainer, any loop that tells the lifecycle."""
+"""Callbacks that do not depend on the job: they work in any recipe, any Trainer, and any loop that fires the lifecycle's events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 
 class Story(Callback):
-    """Every event as it was told: its step and epoch, and the fields that could be read."""
+    """Every event as it was fired: its step and epoch, and the fields that could be read."""
 
     phase = "report"
 

@@ -1,4 +1,4 @@
-"""Classification: accuracy and F1 beside baselines, weights of classes, alone and on two ranks, and what is refused."""
+"""Classification: accuracy and F1 beside baselines, weights of classes, on one and on two ranks, and what is rejected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Logged(Callback):
             self.found.append(ctx.record.values["train/loss"])
 
 
-@pytest.mark.parametrize("weights", ["none", [0.5, 1.0, 2.0]], ids=["alike", "weighted"])
+@pytest.mark.parametrize("weights", ["none", [0.5, 1.0, 2.0]], ids=["equal", "weighted"])
 def test_it_is_the_plain_loop(data: Path, tmp_path: Path, weights: Any) -> None:
     config = config_of(data, tmp_path, max_duration="50ba", class_weights=weights, clip_grad_norm=None, test=None)
     losses = Losses()
@@ -293,7 +293,7 @@ def test_the_shipped_file_runs_and_its_run_can_be_opened(tmp_path: Path, capsys:
 
 
 def head_of(folder: Path, *names: str) -> LanguageModel:
-    """A model that tells these classes apart."""
+    """A model that distinguishes these classes."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -1,4 +1,4 @@
-"""Fine-tuning a vision-language model: rows and images, labels, training, export, and what is refused."""
+"""Fine-tuning a vision-language model: rows and images, labels, training, export, and what is rejected."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_the_shipped_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "test, always the commonest completion" in said
 
 
-# --- what is refused ---
+# --- what is rejected ---
 
 
 def break_row(**changed: Any) -> Callable[[Path], None]:

@@ -1,4 +1,4 @@
-"""Models of a configuration or a folder: what cannot be meant is refused, and no weight is random that nobody asked for."""
+"""Models of a configuration or a folder: what cannot be meant is rejected, and no weight is random unless it was requested."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
     try:
         return export(str(run), overrides, folder=str(folder))
     except CheckpointError as error:
-        return f"refused: {error}"
+        return f"rejected: {error}"
 
 
 @pytest.mark.test_all
@@ -72,4 +72,4 @@ def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) 
     (tmp_path / "file").touch()
     said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
     for text in said:
-        assert text.startswith("refused: rank 0: NotADirectoryError")
+        assert text.startswith("rejected: rank 0: NotADirectoryError")

@@ -76,7 +76,7 @@ def test_a_report_can_be_made_of_it(name: str, folder: Path) -> None:
     means = [values["train/loss"] for _, values in report.records if "train/loss" in values]
     assert means == pytest.approx(
         [sum(report.losses[:2]) / 2, sum(report.losses[2:]) / 2], rel=1e-5
-    )  # rows of a token or two weigh alike
+    )  # rows of one or two tokens have the same weight
     assert [step for step, _ in report.evaluations] == [2, 4]
     assert [(step, {"validation": results["validation"]["loss"]}) for step, results in report.evaluations] == report.checkpoints
     assert report.tests[0]["loss"] > 0

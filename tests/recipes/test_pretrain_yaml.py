@@ -16,7 +16,7 @@ RECIPE: dict[str, Any] = yaml.safe_load(resources.files("callsheet.recipes").joi
 
 
 def class_paths(tree: Any) -> Iterator[str]:
-    """Of all that the recipe makes, however deep it stands."""
+    """Return all values that the recipe creates, at any depth."""
     if isinstance(tree, dict):
         if "class_path" in tree:
             yield tree["class_path"]

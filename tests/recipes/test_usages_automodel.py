@@ -35,7 +35,7 @@ def test_metrics_reporter_reads_a_step_a_validation_and_a_checkpoint(tmp_path: P
 
         def on_checkpoint_published(self, ctx: Context) -> None:
             assert ctx.checkpoint is not None
-            assert Path(ctx.checkpoint.path, "manifest.json").exists()  # it is there when it is told
+            assert Path(ctx.checkpoint.path, "manifest.json").exists()  # it exists when the event is fired
             lines.append(f"Checkpoint saved: {Path(ctx.checkpoint.path).name}")
 
     train([MetricsReporter(), CheckpointSaver()], runs_folder=tmp_path, run_name="run")
@@ -148,4 +148,4 @@ def test_train_end_is_fired_only_if_training_succeeded() -> None:
     with pytest.raises(ZeroDivisionError):
         train(manager)
     assert "on_train_end" not in failed.events
-    assert failed.events[-2:] == ["on_exception", "on_run_end"]  # the end is told on every way out
+    assert failed.events[-2:] == ["on_exception", "on_run_end"]  # the end is fired however the run ends

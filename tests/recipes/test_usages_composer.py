@@ -130,7 +130,7 @@ def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         microbatch_size=2,
         eval_interval="2ba",
-        epochs_per_round=1,  # without, no round is ever full, and nothing is told after it
+        epochs_per_round=1,  # without it no round is complete, and no event is fired after one
         callbacks=Names(),
         runs_folder=tmp_path,
         run_name="run",

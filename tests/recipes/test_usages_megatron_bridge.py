@@ -96,7 +96,7 @@ LISTED = {
 
 @pytest.fixture(scope="module")
 def listed() -> dict[str, Context]:
-    """What could be read at each event: all fields of its first telling."""
+    """Return the fields that could be read at each event when it was first fired."""
     read: dict[str, Any] = {}
     manager = CallbackManager()
     names = {name for fields in LISTED.values() for name in fields}

@@ -1,6 +1,6 @@
 """The smallest job of each recipe: six steps an epoch, of which four are trained; two evaluations of two batches, and a test of two.
 
-`tiny_<recipe>(folder)` gives its configuration; what it needs is made in the folder, and the run stands there too.
+`tiny_<recipe>(folder)` gives its configuration; its inputs and its run are created in the folder.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Slowly(Callback):
 
 
 def main(runs: str, name: str) -> None:
-    """Train for ten minutes, if nobody asks for less."""
+    """Train for ten minutes, or until a stop is requested."""
     torch.manual_seed(3)
     inputs = torch.randn(64, 8)
     data = list(zip(inputs.split(8), inputs.sum(1, keepdim=True).split(8), strict=True))

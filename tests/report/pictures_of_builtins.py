@@ -122,7 +122,7 @@ def snapshot(scratch: Path) -> Path:
 
 
 def photograph(browser: BrowserContext, address: Path, path: Path) -> None:
-    """The page, with what it tells of the allocation under the pointer."""
+    """The page, with its description of the allocation under the pointer."""
     page = browser.new_page()
     page.goto(address.as_uri())
     page.wait_for_selector("polygon", timeout=60_000)

@@ -109,7 +109,7 @@ def monitors() -> list[Callback]:
 
 
 def eventful(folder: Path) -> Path:
-    """A run that fails once, goes on, and has monitors, images, tables, a slow callback and one that is switched off."""
+    """A run that fails once, is resumed, and has monitors, images, tables, a slow callback and a disabled one."""
     with suppress(ValueError):
         fit(folder, *monitors(), FailsAt(52))
     return fit(folder, *monitors(), loggers=[Broken()], resume="auto")

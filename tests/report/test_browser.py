@@ -123,7 +123,7 @@ def test_many_checkpoints_are_not_drawn_as_a_bar(seen: Seen, tmp_path: Path) -> 
     page.locator("input.to").fill("50")
     page.locator("input.to").press("Tab")
     until(page, "String(document.querySelector('.chart').layout.xaxis.range) === '30,50'")
-    assert {30, 32, 34, 36} <= set(seen.drawn("loss")[-1]["x"])  # zoomed in, each by itself
+    assert {30, 32, 34, 36} <= set(seen.drawn("loss")[-1]["x"])  # zoomed in, each point on its own
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: Seen, report: str) -> None:

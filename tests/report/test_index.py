@@ -81,7 +81,7 @@ def rows_as_text(folder: Path) -> str:
     return repr(runs_in(folder).rows)
 
 
-# --- what a row tells ---
+# --- the content of a row ---
 
 
 def test_a_row_has_what_the_folder_holds(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What stands at the top of the page."""
+"""The problems at the top of the page."""
 
 from __future__ import annotations
 

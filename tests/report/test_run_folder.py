@@ -1,4 +1,4 @@
-"""What is read of a run's folder: what a real run wrote, and what nobody should have written."""
+"""Reading a run's folder: what a real run wrote, and invalid content."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_was_logged(folder: Path) -> None:
     assert "on_train_step_end" in run.call_sheet
     assert [(each["step"], len(each["files"])) for each in run.images] == [(step, 2) for step in (20, 40, 60, 80, 100, 120)]
     assert all(image_bytes(folder, file) for each in run.images for file in each["files"])
-    assert [telling["step"] for telling in run.tables["generations"]] == [20, 40, 60, 80, 100, 120]
+    assert [row["step"] for row in run.tables["generations"]] == [20, 40, 60, 80, 100, 120]
     assert run.tables["generations"][0]["rows"][0][0] == "once upon a time, at step 20"
 
 
@@ -107,7 +107,7 @@ def test_costs_and_windows_are_those_of_both_processes(folder: Path) -> None:
 
 def test_what_a_resume_undid_is_marked(tmp_path: Path) -> None:
     folder = fit(tmp_path, CheckpointSaver(), steps=60)
-    for path in (folder / "checkpoints").iterdir():  # only the first is left to go on from
+    for path in (folder / "checkpoints").iterdir():  # only the first is left to resume from
         if path.is_dir() and path.name != "ep1-ba20":
             shutil.rmtree(path)
     fit(tmp_path, steps=30, resume="auto")
@@ -117,7 +117,7 @@ def test_what_a_resume_undid_is_marked(tmp_path: Path) -> None:
     assert run.resumes[0].dropped_to_step == 60
 
 
-# --- a run that goes on ---
+# --- a run that continues ---
 
 
 def test_a_second_reading_reads_on(folder: Path, crafted: Path) -> None:

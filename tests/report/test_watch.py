@@ -239,7 +239,7 @@ def test_only_this_machine_can_connect(ended: Path, serve: Callable[[Path], Watc
 def test_a_name_that_points_here_is_not_enough(
     ended: Path, serve: Callable[[Path], WatchServer], host: str | None, status: int
 ) -> None:
-    """As in DNS rebinding, where the browser believes to talk to somebody else's site."""
+    """As in DNS rebinding, where the browser believes that it talks to another site."""
     visitor = Client(serve(ended))
     named = host and host.format(port=visitor.port)
     assert visitor.get("/data.json", Host=named) == status
@@ -544,11 +544,11 @@ def test_a_late_request_is_withdrawn(going: Path) -> None:
     """A run that is resumed must not find the stop that its predecessor did not live to see."""
     run = LiveRun(going)
     run.ask("stop")
-    (going / "trigger").write_text((going / "trigger").read_text() + "save by somebody else\n")
+    (going / "trigger").write_text((going / "trigger").read_text() + "save by another program\n")
     end(going)
     withdraw(going, "SaveOnTrigger")
     eventually(lambda: b"the run has ended" in (run.news("") or b""))
-    assert (going / "trigger").read_text() == "save by somebody else\n"
+    assert (going / "trigger").read_text() == "save by another program\n"
 
 
 @pytest.mark.parametrize(
@@ -715,7 +715,7 @@ def status_of(url: str) -> int:
 
 
 def test_the_browser_is_given_an_address_that_opens_once(going: Path, tmp_path: Path) -> None:
-    """And it may stay open: the page is served meanwhile."""
+    """The connection may stay open while the page is served."""
     browser = tmp_path / "browser"
     browser.write_text(
         f'#!/bin/sh\necho "$1" > {tmp_path}/new\n'
@@ -826,7 +826,7 @@ def test_a_run_is_watched_and_asked_in_a_browser(
         page.click("#act-stop")
         page.click("#confirm-stop")
         assert job.wait(60) == 0
-        page.wait_for_selector("header.top:has-text('the run has ended: stopped')")  # a moment earlier nobody listens any more
+        page.wait_for_selector("header.top:has-text('the run has ended: stopped')")  # shortly before, the server stops listening
         page.wait_for_selector("#act-stop:disabled")
         ending = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
         assert (ending["event"], ending["outcome"]) == ("run_end", "stopped")

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def finds(check: str, what: Callable[[], Callback] | Subject, folder: Path) -> str:
-    """What the check found; the message names the callback, the check and the mend."""
+    """Return what the check found; the message names the callback, the check and a hint."""
     with pytest.raises(ConformanceError) as caught:
         CHECKS[check](what, folder)
     error = caught.value
@@ -192,12 +192,12 @@ class Alone(Callback):
     """There may be one in a process."""
 
     running: list[Callback] = []
-    tells = False
+    names_both = False
 
     def on_run_start(self, ctx: Context) -> None:
         if self.running:
             first = self.running[0]
-            raise ConfigError(f"{first.name} is there before {self.name}" if self.tells else "there is one already")
+            raise ConfigError(f"{first.name} is there before {self.name}" if self.names_both else "there is one already")
         self.running.append(self)
 
     def on_run_end(self, ctx: Context) -> None:
@@ -205,7 +205,7 @@ class Alone(Callback):
 
 
 class AloneAndSaysSo(Alone):
-    tells = True
+    names_both = True
 
 
 def test_two_work_in_one_run(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
 
 
 class Stale(Sound):
-    """Goes on counting in a new run."""
+    """Continues counting in a new run."""
 
     def on_checkpoint_load_start(self, ctx: Context) -> None: ...
 
@@ -237,7 +237,7 @@ class Nags(Callback):
 
 class NoPredictions(Callback):
     def on_predict_end(self, ctx: Context) -> None:
-        raise RuntimeError("nobody told me of predictions")
+        raise RuntimeError("predictions are not supported")
 
 
 class DownLogger(Logger):
@@ -253,7 +253,7 @@ class DownLogger(Logger):
         (Stale, r"a used callback in a new run, and a new one: at step 2 sound/count is 12.0 in one, 2.0 in the other"),
         (OnceOnly, "AssertionError: once is enough"),
         (Nags, "in a run of 10 steps it logs 8 times: there is nothing to do"),
-        (NoPredictions, "nobody told me of predictions"),
+        (NoPredictions, "predictions are not supported"),
         (DownLogger, "it failed, and was isolated: OSError: down (at log_table, step 7, rank 0)"),
     ],
 )
@@ -371,7 +371,7 @@ class Impatient(Callback):
 
 
 class Wandering(Sound):
-    """Its state holds something made up anew by each."""
+    """Its state holds a value that differs in each instance."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fake loop tells what a real one does, and carries out what is asked for."""
+"""The fake loop fires the events of a real one, and carries out requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker: what an order spells, which sequences it takes, what its refusals say, and which fields it knows to be readable."""
+"""The checker: the sequences that an order allows, the messages for others, and the fields that are readable."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ ACCEPTED: dict[str, list[str]] = {
     "everything after an epoch": trained(*STEP, after_epoch=("on_log", *EVALUATION, *SAVE)),
     "everything after a round": trained(*STEP, after_round=("on_log", *EVALUATION, "on_log", *SAVE)),
     "published many steps later": trained(*STEP, *SAVE[:-1], *STEP[:6], "on_checkpoint_published", *STEP[6:]),
-    "preempted in the midst of a step": trained(*STEP[:7], "on_preempt", *STEP[7:], *SAVE),
+    "preempted during a step": trained(*STEP[:7], "on_preempt", *STEP[7:], *SAVE),
     "trained twice": [*trained(*STEP)[:-1], *trained(*STEP)[len(SET_UP) :]],
     "standalone calls": [
         *SET_UP,
@@ -202,7 +202,7 @@ def index_after(events: list[str], event: str) -> int:
 
 
 REJECTED: dict[str, tuple[list[str], str, str, str]] = {
-    # the sequence up to the refused event; the event; where it stood; what could have come
+    # the sequence up to the rejected event; the event; its place; what was possible instead
     "a step without a fetch": (trained()[:8], "on_train_step_start", "run > train > round > epoch", "or fetch or"),
     "loss before forward": (trained(*STEP)[:13], "on_loss_start", "forward_backward > microbatch", "forward"),
     "a step without microbatches": (
@@ -468,7 +468,7 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
 def test_the_checker_knows_no_more_than_the_table(name: str) -> None:
-    """`fields_available` goes by an event's place in the canonical order, and the checker by what has been told."""
+    """`fields_available` uses an event's place in the canonical order, and the checker the events that were fired."""
     for event, readable in readable_along(ACCEPTED[name]):
         if event not in ANYWHERE:
             assert readable <= set(fields_available(event)), event

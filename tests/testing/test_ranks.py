@@ -10,13 +10,13 @@ pytestmark = pytest.mark.test_all
 
 
 def recorded() -> tuple[str | None, str | None, str]:
-    return os.environ.get("TOLD"), os.environ.get("TOLD_BEFORE"), os.environ["RANK"]
+    return os.environ.get("GIVEN"), os.environ.get("GIVEN_BEFORE"), os.environ["RANK"]
 
 
 def test_ranks_have_the_environment_of_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server that forks them was started at another one."""
-    monkeypatch.setenv("TOLD_BEFORE", "this")
+    monkeypatch.setenv("GIVEN_BEFORE", "this")
     assert run_ranks(recorded, 2) == [(None, "this", "0"), (None, "this", "1")]
-    monkeypatch.delenv("TOLD_BEFORE")
-    monkeypatch.setenv("TOLD", "that")
+    monkeypatch.delenv("GIVEN_BEFORE")
+    monkeypatch.setenv("GIVEN", "that")
     assert run_ranks(recorded, 2) == [("that", None, "0"), ("that", None, "1")]

@@ -180,7 +180,7 @@ def running(command: list[str], environment: dict[str, str], output: Path) -> It
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         number: int = one.getsockname()[1]

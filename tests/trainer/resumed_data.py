@@ -94,7 +94,7 @@ class ShuffleBuffer(Stream):
 
 
 class CountingStream(Stream):
-    """Another order in each epoch, by a counter that nobody else knows."""
+    """Another order in each epoch, by a private counter."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -187,7 +187,7 @@ class WithGenerator(Eager):
 
 
 class Counting(Eager):
-    """By a counter that nobody else knows."""
+    """Counts with a private counter."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""What one rank asks for acts on all of them at the same step; and who is missing is named."""
+"""A request of one rank acts on all ranks at the same step; and the missing rank is named."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def at_unequal_steps() -> tuple[str, str]:
 def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
     found = run_ranks(at_unequal_steps, 3)
     assert len(set(found)) == 1
-    at_once, in_the_midst = found[0]
+    at_once, in_evaluation = found[0]
     assert at_once == (
         "the ranks are not at the same step: rank 0 at 5, rank 1 at 6, rank 2 at 5; do all of them get the same number of batches?"
     )
-    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_the_midst  # one step of evaluation more
+    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_evaluation  # one step of evaluation more
 
 
 # --- requests and signals ---
@@ -170,7 +170,7 @@ def test_the_period_is_a_tenth_of_a_second_of_rank_zeros_steps() -> None:
 
 
 def change_of_pace() -> tuple[int, int]:
-    """Fast steps, and then slow ones: how far off the next word is, before and after the agreement was told."""
+    """Fast steps and then slow ones: the distance to the next agreement, before and after it knew of the slow steps."""
     rank = Rank()
     for step in range(1, 5000):
         rank.agreement.look(step)
@@ -211,7 +211,7 @@ def test_a_rank_that_does_not_answer_for_a_third_of_the_grace_is_not_waited_for(
     assert "did not answer in time after a preemption signal" in error
 
 
-def go_on_after_a_signal() -> str:
+def continue_after_a_signal() -> str:
     """Saving has taken longer than a third of the grace when the ranks speak again, one of them a little later than the other."""
     rank = Rank(grace=1.5)
     with rank.signals:
@@ -223,10 +223,10 @@ def go_on_after_a_signal() -> str:
 
 
 def test_the_third_counts_from_where_the_waiting_began() -> None:
-    assert run_ranks(go_on_after_a_signal, 2) == ["", ""]
+    assert run_ranks(continue_after_a_signal, 2) == ["", ""]
 
 
-# --- who is missing ---
+# --- the missing rank ---
 
 
 def lose_one(how: str) -> str:

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks is compared where that can be done, and what is not is refused on all of them."""
+"""What must be the same on all ranks is compared if possible, and differences are rejected on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trainer_of(folder: str, **changes: Any) -> Trainer:
     width = changes.pop("width", 4)
     arguments: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        "run_name": "alike",
+        "run_name": "same",
         "runs_folder": folder,
         "timeout_seconds": 6.0,
     }
@@ -66,7 +66,7 @@ def misfit(folder: str) -> list[str]:
     with trainer_of(folder, callbacks=[CheckpointSaver()]) as trainer:
         trainer.fit()
     found = []
-    for resume in ("auto", f"{folder}/alike/checkpoints/ep1-ba6"):
+    for resume in ("auto", f"{folder}/same/checkpoints/ep1-ba6"):
         try:
             trainer_of(folder, resume=resume, width=5)
         except CheckpointError as error:
@@ -79,7 +79,7 @@ def test_another_model_is_rejected_on_all_ranks_and_nothing_is_lost(tmp_path: Pa
     assert len(first) == len(second) == 2
     for recorded in (*first, *second):
         assert "weight '0.weight' has the size [4, 3], and this model's has the size [5, 3]" in recorded
-    assert (tmp_path / "alike" / "checkpoints" / "ep1-ba6" / "manifest.json").exists()
+    assert (tmp_path / "same" / "checkpoints" / "ep1-ba6" / "manifest.json").exists()
 
 
 class StopsSlowly(Callback):

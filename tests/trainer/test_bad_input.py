@@ -1,4 +1,4 @@
-"""What cannot work is refused at once, by name, with the mend."""
+"""What cannot work is rejected at once, by name, with a hint."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_rejection_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -
     assert recorder.values == {"exception": [("on_exception", raised.value)], "span": [("on_exception", "data_init")]}
 
 
-# --- what fit and its like refuse ---
+# --- what fit and similar methods reject ---
 
 
 @pytest.mark.parametrize("missing", ["optimizer", "train_dataloader"])
@@ -326,7 +326,7 @@ CALLS: dict[str, tuple[Callable[[Trainer], object], str]] = {
 
 
 class Calls(Callback):
-    """Calls the trainer at an event, as nobody should."""
+    """Calls the trainer at an event, which is not allowed."""
 
     def __init__(self, event: str, call: Callable[[Trainer], object], *, catches: bool) -> None:
         self.event = event

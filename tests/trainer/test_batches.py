@@ -192,7 +192,7 @@ def with_workers() -> tuple[list[Any], list[Any], int]:
 def test_augmentation_in_workers_is_exact_on_several_ranks() -> None:
     for expected, found, same in run_ranks(with_workers, 2):
         assert found == expected
-        assert same == 0  # persistent workers heard of the second epoch
+        assert same == 0  # persistent workers received the second epoch
 
 
 def until_place(kind: str, batch_size: int, place: int, state: bytes | None, until: int | None) -> tuple[list[Any], bytes]:

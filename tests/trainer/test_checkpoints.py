@@ -1,4 +1,4 @@
-"""Where the Trainer's checkpoints stand, how they are saved behind its back, and the weights alone."""
+"""Where the Trainer's checkpoints are, saves in the background, and the export of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled forwards and checkpointed activations: the same losses, and every span is told."""
+"""Compiled forwards and checkpointed activations: the same losses, and every span fires its events."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Signals(Callback):
 
 
 def train_until_the_signal(folder: Path) -> dict[str, Any]:
-    """Evaluates three datasets after step 3; the signal comes to the last rank only. Then the run goes on."""
+    """Evaluates three datasets after step 3; only the last rank receives the signal. Then the run is resumed."""
     if read_ranks().world_size > 1:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp
     assert (first["outcome"], first["steps"]) == (str(Outcome.PREEMPTED), 3)
     assert first["names"] == [(3, "a"), (3, "b")]
     assert first["results"] == [[]]  # of an evaluation that was cut short nothing counts: all of it is made again
-    assert first["eval_steps"] < 4000 // world_size  # the second dataset was left in its midst
+    assert first["eval_steps"] < 4000 // world_size  # the evaluation of the second dataset was interrupted
     assert first["events"] == [
         "on_eval_all_start",
         *("on_eval_start", "on_eval_end") * 2,

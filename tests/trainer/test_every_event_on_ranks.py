@@ -38,7 +38,7 @@ for _event in EVENTS:  # each overridden, as a user's class would have it
 
 
 class Checker(Callback):
-    """Holds what it is told against the lifecycle's table, and keeps the numbers that all ranks should share."""
+    """Compares each event with the lifecycle's table, and keeps the numbers that all ranks should share."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -119,7 +119,7 @@ def test_every_event_reaches_every_rank_with_its_fields(tmp_path: Path) -> None:
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:
-    """A field whose window is told wrongly in the table would be found."""
+    """A field whose window is wrong in the table would be found."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.fields_available", lambda event: ("batch",))
         checker = Checker()

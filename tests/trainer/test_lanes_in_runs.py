@@ -1,4 +1,4 @@
-"""Callbacks in lanes hear all that the others hear, change nothing, and reach the run from where they are."""
+"""Callbacks in lanes receive the same events as others, do not change training, and can log and make requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .small_run import EPOCHS, STEPS, History, run_small, small_trainer
 
 
 class Ears(Callback):
-    """Writes down everything it hears, and on which thread."""
+    """Records every event, and its thread."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, int]] = []
@@ -59,7 +59,7 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
             self.loops: set[int] = set()
             self.at_once = self.most_at_once = 0
 
-        async def hear(self, ctx: Context) -> None:
+        async def record(self, ctx: Context) -> None:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
             self.loops.add(id(asyncio.get_running_loop()))
@@ -68,10 +68,10 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
             self.at_once -= 1
 
         async def on_train_step_start(self, ctx: Context) -> None:
-            await self.hear(ctx)
+            await self.record(ctx)
 
         async def on_train_step_end(self, ctx: Context) -> None:
-            await self.hear(ctx)
+            await self.record(ctx)
 
     hesitant = Hesitant()
     fit(tmp_path, Background(hesitant))
@@ -489,7 +489,7 @@ def test_it_can_be_removed_by_what_it_holds() -> None:
     assert manager.callbacks == []
 
 
-# --- what is refused ---
+# --- what is rejected ---
 
 
 def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
@@ -685,10 +685,10 @@ def test_what_is_logged_at_the_last_step_is_in_the_last_record(tmp_path: Path) -
 @pytest.mark.test_all
 def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -> None:
     class Hangs(Callback):
-        let_go = threading.Event()
+        release = threading.Event()
 
         def on_train_start(self, ctx: Context) -> None:
-            self.let_go.wait(60)
+            self.release.wait(60)
 
         def state_dict(self) -> dict[str, Any]:
             return {"a": 1}
@@ -703,7 +703,7 @@ def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -
 
         def on_checkpoint_save_end(self, ctx: Context) -> None:
             self.saved = time.monotonic()
-            Hangs.let_go.set()
+            Hangs.release.set()
 
     preempted = Preempted()
     trainer = fit(tmp_path, Background(Hangs(), deadline=40), preempted, grace_seconds=6.0, eval_interval=None)

@@ -1,4 +1,4 @@
-"""Whatever happens in a run, it tells a sequence that the lifecycle allows, its end once, and no field outside its window."""
+"""Whatever happens in a run, its events are a sequence that the lifecycle allows, its end is fired once, and no field is available outside its window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUESTS = ("stop", "save", "evaluate")
 
 @dataclass(frozen=True)
 class Action:
-    """At the nth telling of `event`: ask for something, or raise."""
+    """The nth time that `event` is fired: makes a request, or raises."""
 
     what: str
     event: str
@@ -267,7 +267,7 @@ def run(plan: Plan, folder: Path, acts: Acts, witness: Witness, raised: Raised) 
         for name in calls:
             with pytest.raises(RunEndedError):
                 calls[name](1)
-        assert len(witness.seen) == recorded, "something was told after the run's end"
+        assert len(witness.seen) == recorded, "an event was fired after the run's end"
 
 
 def check_pairs(events: list[str]) -> None:
@@ -293,7 +293,7 @@ def check_pairs(events: list[str]) -> None:
 
 
 def open_span(events: list[str], *, is_raised_by_callback: bool) -> str:
-    """The innermost span that was open where the last of `events` was told, and raised an error if a callback did."""
+    """Return the innermost span that was open when the last of `events` was fired; raise an error if a callback did."""
     stack: list[str] = []
     for event in events:
         if event not in POINTS and event == SPANS[SPAN_OF[event]].start_event:
@@ -368,7 +368,7 @@ def check(plan: Plan) -> list[str]:
     check_pairs(events)
     assert not witness.problems
     checker = GrammarChecker()
-    kept: set[str] = set()  # outputs stay to the step's end for whoever declares so
+    kept: set[str] = set()  # outputs stay to the step's end if a callback declares it
     for seen in witness.seen:
         checker.check(seen.event)
         if seen.event == "on_exception":
@@ -402,7 +402,7 @@ def check(plan: Plan) -> list[str]:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans)
 def test_any_run_follows_the_lifecycle(plan: Plan) -> None:
-    logging.disable(logging.CRITICAL)  # errors in the midst of errors are told there, hundreds of times
+    logging.disable(logging.CRITICAL)  # errors during errors are logged there, hundreds of times
     try:
         check(plan)
     finally:
@@ -479,7 +479,7 @@ def test_stop_from_any_event_of_training_ends_it_at_the_next_boundary(event: str
 
 @pytest.mark.parametrize("event", IN_TRAINING)
 def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tmp_path: Path) -> None:
-    """Control: what the loop cannot carry out is refused when it is asked for, not ignored."""
+    """Control: a request that the loop does not support is rejected when it is made, not ignored."""
     raised, witness = Raised(), Witness()
     # one round and one epoch: what comes at their ends is the last of its kind
     first = (Action("save", "on_train_step_end", 1),) if event.startswith("on_checkpoint_") else ()

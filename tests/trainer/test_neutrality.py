@@ -35,18 +35,18 @@ def same(one: Weights, other: Weights) -> bool:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights of a run that nobody watches, that is not evaluated and not saved."""
+    """Return the weights of a run without callbacks, evaluations and saves."""
     return weights_of(small_trainer(tmp_path_factory.mktemp("bare"), eval_interval=None))
 
 
 class Quiet(Callback):
-    """Hears everything and does nothing."""
+    """Listens to everything and does nothing."""
 
     def on_event(self, ctx: Context) -> None: ...
 
 
 class Reader(Callback):
-    """Reads what it is told, asks for long windows, logs, and keeps things."""
+    """Reads fields, keeps outputs, logs, and stores values."""
 
     keep_fields = ("outputs",)
 

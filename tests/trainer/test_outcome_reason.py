@@ -1,4 +1,4 @@
-"""Why a run ended: known to everybody who reads the run, and to the same command when it is given again."""
+"""Why a run ended: available to readers of the run, and to the same command when it is repeated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AtStep(Callback):
 
 
 class Watch(Callback):
-    """Keeps what the run's end tells."""
+    """Keeps the outcome at the run's end."""
 
     run: RunInfo
     steps: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ def ask(ctx: Context) -> None:
 
 
 def ask_resumably(ctx: Context) -> None:
-    ctx.control.stop("somebody asked", resumable=True)
+    ctx.control.stop("requested", resumable=True)
 
 
 def test_a_run_that_reached_its_duration(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def train_perceptrons(kind: str) -> dict[str, dict[str, Any]]:
         norms = Norms()
         later = [AccumulatesLater(case.later)] if case.later is not None else []
         with Trainer(
-            perceptron(ranks.rank, is_frozen=case.is_frozen),  # rank 0's weights are everybody's
+            perceptron(ranks.rank, is_frozen=case.is_frozen),  # rank 0's weights are broadcast
             mse_loss,
             DataLoader(dataset(case.samples), batch_size=GLOBAL_BATCH // ranks.world_size),
             optimizer=optimizer_of,
@@ -389,7 +389,7 @@ def test_weights_that_blocks_share_stay_one_under_fsdp() -> None:
         assert_same_weights(found, weights_of(model), rtol=1e-5, atol=1e-6)
 
 
-# --- what is chosen, and refused ---
+# --- what is chosen, and rejected ---
 
 
 def chosen() -> list[Any]:
@@ -410,7 +410,7 @@ def test_auto_replicates_what_fits_and_one_rank_shares_nothing() -> None:
 
 
 def rejected() -> dict[str, str]:
-    """What each way that cannot work is told, on a rank."""
+    """Return the error of each choice that cannot work, on a rank."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     data = [(torch.ones(1, 3), torch.ones(1, 1))] * 2
     found = {}

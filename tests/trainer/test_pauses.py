@@ -1,4 +1,4 @@
-"""A callback that is muted until a step is told from that step on, wherever records and other boundaries lie."""
+"""A callback that is muted until a step is called from that step on, wherever records and other boundaries are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pauses(Callback):
 
 
 class Counts(Callback):
-    """Hears every step, so that steps are told in any case."""
+    """Listens to every step, so that the events of steps are always fired."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -37,7 +37,7 @@ class Counts(Callback):
 
 
 class PausesBetweenEpochs(Callback):
-    """Hears nothing of the first half of an epoch but the first."""
+    """Is muted in the first half of each epoch but the first."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -115,7 +115,7 @@ def test_a_pause_that_begins_between_epochs_ends(train: Any, tmp_path: Path) -> 
 def test_a_pause_that_begins_with_a_request_ends(train: Any, tmp_path: Path) -> None:
     pauses = PausesBetweenSaves()
     train(CallbackManager([pauses], costs="off"), tmp_path, "1000ba", steps=150)
-    assert pauses.recorded == [1, 61, 121]  # after the first step that it hears the beginning of
+    assert pauses.recorded == [1, 61, 121]  # after the first step whose start it receives
 
 
 class HearsOneEvaluation(Callback):

@@ -276,7 +276,7 @@ def test_a_sharded_model_computes_in_the_same_type(precision: str, kind: str) ->
 
 
 def losses_of_a_sharded_model() -> list[float]:
-    """Three classes as likely as each other: the loss is log 3, which bf16 would tell as 1.1016."""
+    """Three classes as likely as each other: the loss is log 3, which bf16 would round to 1.1016."""
     found: list[float] = []
 
     class Notes(Callback):

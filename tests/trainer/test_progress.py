@@ -1,4 +1,4 @@
-"""The progress bar that the Trainer shows by itself on a terminal."""
+"""The progress bar that the Trainer shows on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupted anywhere, a run goes on as if nothing had happened: the same losses, records and weights to the last bit."""
+"""Interrupted anywhere, a run resumes as if nothing had happened: the same losses, records and weights to the last bit."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_resuming_from_before_a_risky_evaluation_makes_it(interval: str, which: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluations_are_resumed_exactly(workers: int, tmp_path: Path) -> None:
-    """What they draw, from a generator of their own or in persistent workers, goes on where it was."""
+    """Random numbers from their own generator or in persistent workers continue where they were."""
 
     def evaluation() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(4)
@@ -261,7 +261,7 @@ def test_schedulers_continue_where_they_were(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_at_the_last_round_s_end_has_the_rate_of_the_last_step(tmp_path: Path) -> None:
-    """What was logged before the interruption is told after it, with the rate that was used then."""
+    """What was logged before the interruption is in a record after it, with the learning rate of that time."""
     changes: dict[str, Any] = {"max_duration": "2iter", **NO_EVALUATION}
     straight = run_small(tmp_path, SavesAt("epoch"), **changes)
     resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[-1], **changes)
@@ -357,15 +357,15 @@ def test_a_loaded_checkpoint_has_the_info_of_the_saved_one(tmp_path: Path) -> No
 
 
 def test_loading_is_fired_with_the_checkpoint_or_none(tmp_path: Path) -> None:
-    first_told, second_told = Recorder(fields=("checkpoint",)), Recorder(fields=("checkpoint",))
-    with small_trainer(tmp_path, first_told, resume="auto") as first:
+    first_recorder, second_recorder = Recorder(fields=("checkpoint",)), Recorder(fields=("checkpoint",))
+    with small_trainer(tmp_path, first_recorder, resume="auto") as first:
         first.fit("2ba")
         first.save_checkpoint()
-    small_trainer(tmp_path, second_told, resume="auto").close()
-    assert first_told.values["checkpoint"][0] == ("on_checkpoint_load_end", None)
-    [(event, info)] = second_told.values["checkpoint"]
+    small_trainer(tmp_path, second_recorder, resume="auto").close()
+    assert first_recorder.values["checkpoint"][0] == ("on_checkpoint_load_end", None)
+    [(event, info)] = second_recorder.values["checkpoint"]
     assert (event, info.step, info.kind) == ("on_checkpoint_load_end", 2, "requested")
-    assert second_told.events == [
+    assert second_recorder.events == [
         "on_run_start",
         "on_checkpoint_load_start",
         "on_checkpoint_load_end",
@@ -644,7 +644,7 @@ def test_sigterm_with_persistent_workers_in_the_second_epoch(tmp_path: Path) -> 
 
 
 class Signals(Callback):
-    """Sends this process a signal at the nth telling of an event, as a preemption may come at any moment."""
+    """Sends this process a signal the nth time an event is fired, because a preemption may come at any time."""
 
     def __init__(self, event: str, nth: int, number: int = signal.SIGTERM) -> None:
         self.event = event

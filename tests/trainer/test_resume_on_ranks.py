@@ -1,4 +1,4 @@
-"""Killed and started again on several ranks, a run goes on as if nothing had happened: the same losses on every rank, to the last bit.
+"""Killed and restarted on several ranks, a run resumes as if nothing had happened: the same losses on every rank, to the last bit.
 
 The long form, with more kinds of runs and deaths and a table of them, is `make oracle`.
 """
@@ -51,7 +51,7 @@ def test_killed_damaged_and_preempted(tmp_path: Path) -> None:
     deaths = [Death(in_save=5), Death(in_save=3), Death(signal=signal.SIGTERM, after=0.3)]
     survival = survives(tmp_path / "killed", setting, deaths, between=flip_a_bit)
     assert survival.deaths >= 2
-    check(survival, good, records=False)  # a run that makes way tells what it has logged before it goes
+    check(survival, good, records=False)  # a preempted run fires a record of what it has logged before it ends
 
 
 @pytest.mark.slow

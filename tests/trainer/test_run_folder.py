@@ -93,7 +93,7 @@ def test_a_suspended_run_that_lost_its_folder_ends_with_an_error(start: Starts, 
     assert f"RunLockLostError: this run has lost the lock of {tmp_path}/x" in said
     assert f"process {second.pid}" in said
     step = int(until(second, "step").rpartition("step ")[2])
-    until(second, f"step {step + 5}")  # it goes on
+    until(second, f"step {step + 5}")  # it continues
     lines = (tmp_path / "x" / "events.jsonl").read_text()
     assert "RunLockLostError" not in lines  # these are the second one's
 
@@ -149,7 +149,7 @@ def trainer(folder: Path, *callbacks: Callback, steps: int = 2, **options: Any) 
 
 def test_one_trainer_after_the_other(tmp_path: Path) -> None:
     first = trainer(tmp_path, CheckpointSaver(save_interval="1ba"))
-    first.fit()  # and nobody closes it, as in a notebook
+    first.fit()  # and it is not closed, as in a notebook
     second = trainer(tmp_path, CheckpointSaver(save_interval="1ba"), steps=4, resume="auto")
     second.fit()
     with pytest.raises(RunLockLostError, match="another run of this process"):
@@ -228,7 +228,7 @@ def test_a_run_without_a_name_of_its_own_is_locked_while_it_writes(tmp_path: Pat
 
 
 class Notes(Callback):
-    """A logger of somebody's, which makes the folder before anything is known to work."""
+    """A user's logger that creates the folder before anything is known to work."""
 
     def on_run_start(self, ctx: Context) -> None:
         assert ctx.run.folder is not None

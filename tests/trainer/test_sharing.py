@@ -229,7 +229,7 @@ class Numbers(Dataset[int]):
 
 
 class Counting(IterableDataset[int]):
-    """A stream in its own random order, whose length nobody knows."""
+    """A stream in its own random order, with an unknown length."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -261,7 +261,7 @@ class Uneven(Sampler[list[int]]):
 
 
 class Unmeasured(Shuffles):
-    """A sampler that may go on for ever, for all that one can know."""
+    """A sampler that may be endless."""
 
     def __len__(self) -> int:
         raise TypeError

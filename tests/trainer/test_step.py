@@ -288,7 +288,7 @@ def test_the_rate_is_the_one_that_the_step_used() -> None:
 
 
 def test_a_rate_that_is_a_tensor_is_copied_as_the_step_used_it() -> None:
-    """The scheduler writes over the optimizer's where it stands; records hold floats."""
+    """The scheduler overwrites the optimizer's tensor in place; records hold floats."""
     steps, logged = Steps(), Logged()
     with trainer_of(
         linear(),
@@ -306,7 +306,7 @@ def test_a_rate_that_is_a_tensor_is_copied_as_the_step_used_it() -> None:
 
 
 class TwoLosses(Task):
-    """A loss that is trained on, and one that is only told."""
+    """A loss that is trained on, and one that is only reported."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch[0])
@@ -685,7 +685,7 @@ def test_a_script_that_never_closes_fires_the_end_at_exit(tmp_path: Path) -> Non
         "from callsheet import Callback, Trainer\n"
         "class Last(Callback):\n"
         "    def on_run_end(self, ctx):\n"
-        "        print('told', ctx.run.outcome, ctx.state.timestamp.batch)\n"
+        "        print('ended', ctx.run.outcome, ctx.state.timestamp.batch)\n"
         "data = [(torch.ones(2, 1), torch.ones(2, 1))]\n"
         "trainer = Trainer(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, data, callbacks=[Last()],\n"
         "                  optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))\n"
@@ -693,7 +693,7 @@ def test_a_script_that_never_closes_fires_the_end_at_exit(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "told finished 3\n"
+    assert done.stdout == "ended finished 3\n"
     assert done.stderr == ""
     assert not (tmp_path / "runs").exists()  # nothing asked for a file
 

@@ -1,4 +1,4 @@
-"""A rank that is stopped (SIGSTOP), not dead: its connections stay open, and every wait of the others has to end by itself."""
+"""A rank that is stopped (SIGSTOP), not dead: its connections stay open, so every wait of the others needs a timeout."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def train(case: Case, folder: Path, port: int) -> tuple[str, float]:
 
 
 def survivors(case_ranks: int, stopped: int, ranks: RankProcesses, folder: Path) -> tuple[list[str], float, float]:
-    """Return the messages of the ranks that go on, the seconds until the last of them was out, and until its process had ended."""
+    """Return the messages of the other ranks, and the seconds until the last of them was raised and until its process had ended."""
     others = [rank for rank in range(case_ranks) if rank != stopped]
     for rank in others:
         ranks.processes[rank].join(60)

@@ -1,4 +1,4 @@
-"""Tasks: one function for a whole step, metrics over uneven shares, and what is refused."""
+"""Tasks: one function for a whole step, metrics over uneven shares, and what is rejected."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(what: str, kind: str, parallel: str) -> dict[str, tuple[float, list[float]]]:
-    """The weight after one step, and the loss that was told, by the way of making a step."""
+    """Return the weight after one step, and the reported loss, by the way of making a step."""
     found = {}
     for name, parts in WAYS.items():
         model = nn.Linear(1, 1, bias=False)
