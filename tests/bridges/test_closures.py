@@ -121,7 +121,7 @@ class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are no
         super().__init__()
         self.it, self.net = it, it.model
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if len(self.it.losses) == self.trainer.global_step:
             self.it.losses.append([])
         loss = POINTS.loss(self.net(batch[0]), batch[1])

@@ -300,10 +300,12 @@ class SteppedHooks:
     Args:
         run: the run. Its `step_skipped` is True when a step begins.
         optimizers: the optimizers. The first of them to step ends the step.
+        ended: called when the step has ended.
     """
 
-    def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer], ended: Callable[[], None] = lambda: None) -> None:
         self._run = run
+        self._ended = ended
         self._own = run.driver.parts["optimizer_step"]
         self._hooks = [Hook(each.register_step_post_hook) for each in optimizers]
         self.is_observed = not self._hooks
@@ -324,6 +326,7 @@ class SteppedHooks:
         try:
             if self.has_begun and run.step_skipped:
                 run.step_skipped = False
+                self._ended()
                 if not self._own.has_no_listeners:
                     run.driver.end("optimizer_step")
         except Exception as error:

@@ -200,7 +200,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        self._stepped = SteppedHooks(run, optimizers)
+        # With manual optimization, what runs backward after the step belongs to another optimizer.
+        is_manual = not pl_module.automatic_optimization
+        self._stepped = SteppedHooks(run, optimizers, ended=watch.stop) if is_manual else SteppedHooks(run, optimizers)
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
@@ -277,7 +279,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             if stepped.has_begun:  # the optimizer evaluates its closure again, or this is another optimizer
                 watch.keep_last()
                 return
-            stepped.has_begun, watch.is_on, watch.is_in_closure = True, pl_module.automatic_optimization, True
+            stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
             if not run.driver.parts["clip_gradients"].has_no_listeners:
                 run.driver.start("clip_gradients")
             watch.last, watch.total = watch.total, None

@@ -121,6 +121,11 @@ class ClosureWatch(BackwardWatch):
     last: Tensor | None = None
     """The sum of the losses of the step so far, with the closure's last evaluation."""
 
+    def stop(self) -> None:
+        """Keep the loss of the step, and ignore later calls of `backward`."""
+        self.keep_last()
+        self.is_on = False
+
     def keep_last(self) -> None:
         """Keep the loss of the closure's last evaluation."""
         if self.total is not None:
