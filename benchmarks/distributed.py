@@ -143,7 +143,7 @@ def main() -> None:
     def more(name: str, floor: str) -> float:
         return statistics.median(a / b - 1 for a, b in zip(figures[name], figures[floor], strict=True)) * 100
 
-    print(f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} turns of {STEPS} steps\n")
+    print(f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} rounds of {STEPS} steps\n")
     print("| loop | bare loop, ms per step | Trainer, ms per step | difference |\n| --- | --- | --- | --- |")
     for kind in ("ddp", "fsdp"):
         print(f"| {kind} | {middle[f'{kind}, bare']:.1f} | {middle[kind]:.1f} | {more(kind, f'{kind}, bare'):+.1f} % |")

@@ -216,7 +216,7 @@ def print_hosts(wanted: list[str]) -> None:
     )
     print(f"and Ignite adds {unit.instructions:,.0f} and {unit.cycles:,.0f}\n")
     figures = "instructions added | relative to Ignite | cycles added | relative to Ignite"
-    print(f"| trainer, over the bare loop | {figures} | with ten callbacks for two events: {figures} |\n|{' --- |' * 9}")
+    print(f"| trainer, compared with the bare loop | {figures} | with ten callbacks for two events: {figures} |\n|{' --- |' * 9}")
     for name, none, ten in (("Ignite", ignite, ignite_ten), ("callsheet", ours, ours_ten)):
         print(f"| {name} | {none.over(bare).shown(unit)} | {ten.over(bare).shown(unit)} |")
     print(

@@ -285,7 +285,7 @@ def main() -> None:
     )
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
     (nobody, _), (given, building), (_, reading) = map(clocked_median, ("nobody", "given", "reads"))
-    print(f"{machine()}; medians over {arguments.turns} turns of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
+    print(f"{machine()}; medians over {arguments.turns} rounds of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
     print(
         f"| enqueueing and delivering an event, in a step of {short_step:.0f} µs | µs | relative to two copies of InstructLab's context | target |"
     )

@@ -284,10 +284,10 @@ def main() -> None:
         of_step = f"{step / 1000:.1f} ms between CUDA events ({SHAPES[device]}, bf16)"
     else:
         of_step = (
-            f"{step / 1000:.1f} ms of the training thread, {step / bare:.0f} bare steps "
+            f"{step / 1000:.1f} ms of the training thread, as long as {step / bare:.0f} steps of the bare loop "
             f"({shape['num_hidden_layers']} layers, {sequences} sequences)"
         )
-    print(f"{machine(device)}; {arguments.stretches} stretches of {STRETCH} steps in each state; a step of {of_step}\n")
+    print(f"{machine(device)}; {arguments.stretches} groups of {STRETCH} steps in each state; a step of {of_step}\n")
     print(f"All monitors: {', '.join(shares)}.\n")
     print("| added | µs per step ± standard error | share of the step |\n| --- | --- | --- |")
     for name, differences in (

@@ -94,7 +94,7 @@ def main() -> None:
         figures = in_turns(loops, arguments.turns)
         utilization = mfu(device, steps, folder)
         waits = {name: f"{loop(counts=True) / steps:.2f}" for name, loop in loops.items()} if device == "cuda" else {}
-    print(f"{machine(device)}; medians over {arguments.turns} turns of {steps} steps, bf16; {shape}\n")
+    print(f"{machine(device)}; medians over {arguments.turns} rounds of {steps} steps, bf16; {shape}\n")
     print("| loop | ms per step | tokens per second | device synchronizations per step |\n| --- | --- | --- | --- |")
     for name, found_seconds in figures.items():
         seconds = statistics.median(found_seconds)

@@ -234,7 +234,7 @@ class Beside:
 
 def beside_a_loop(folder: Path, turns: int) -> None:
     """Print each shipped recipe's time beside the loop's."""
-    print(f"\nEach shipped recipe and a plain loop: medians over {turns} turns of {STEPS} steps, one thread\n")
+    print(f"\nEach shipped recipe and a plain loop: medians over {turns} rounds of {STEPS} steps, one thread\n")
     print("| recipe | ms per step | time relative to the plain loop |\n| --- | --- | --- |")
     for name in RECIPES:
         beside = Beside(name, folder)
@@ -270,8 +270,8 @@ def main() -> None:
         job.read_data()
         count = tokens(job)
     print(
-        f"{machine()}; medians over {turns} turns of {STEPS} steps of {BATCH} conversations, {count:,} tokens in total, without padding, "
-        "one thread; the ratio is of the same turn's times\n"
+        f"{machine()}; medians over {turns} rounds of {STEPS} steps of {BATCH} conversations, {count:,} tokens in total, without padding, "
+        "one thread; each ratio compares times of the same round\n"
     )
     print("| loop | ms per step | tokens per second | time relative to the plain loop |\n| --- | --- | --- | --- |")
     for name, found in figures.items():

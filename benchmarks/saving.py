@@ -207,7 +207,7 @@ def tables(runs: list[dict[str, Any]], title: str) -> None:
 
     copy = [statistics.median(each[kind] for each in several("copies")) for kind in (0, 1)]
     print(
-        f"{title}\n\n| blocked by | times | minimum, ms | median, ms | maximum, ms | median, in copies | processor time, ms | in copies |"
+        f"{title}\n\n| what blocks the training thread | times | minimum, ms | median, ms | maximum, ms | median, in copies | processor time, ms | in copies |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, moments in (
@@ -227,7 +227,7 @@ def tables(runs: list[dict[str, Any]], title: str) -> None:
             f"| {used * 1e3:.0f} | {used / copy[1]:.2f} |"
         )
     print(
-        "\n| steps during | saves, steps | step without a save, ms | step during a save, ms | speed, by medians of a round | by the fastest steps | in processor time | until it is on disk, ms |"
+        "\n| steps beside | saves, steps | step without a save, ms | step during a save, ms | relative speed, by the medians of a round | by the fastest steps | in processor time | until it is on disk, ms |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, key, durable in (

@@ -89,7 +89,7 @@ def main() -> None:
     print(
         f"{machine()}; a fake process group, FSDP2 over a tiny model; medians over {arguments.turns} processes of {STEPS} steps\n"
     )
-    print("| ranks | µs per step over the bare loop | kB left after 400 steps | peak kB |\n| --- | --- | --- | --- |")
+    print("| ranks | µs per step more than the bare loop | kB left after 400 steps | peak kB |\n| --- | --- | --- | --- |")
     for size, several in found.items():
         took, left, most = (statistics.median(column) for column in zip(*several, strict=True))
         print(f"| {size} | {took:.0f} | {left / 1e3:.0f} | {most / 1e3:.0f} |")

@@ -137,8 +137,8 @@ def main() -> None:
     else:
         print("Ignite is not installed and is left out", file=sys.stderr)
     figures = in_turns(loops, arguments.turns)
-    print(f"{machine(device)}; medians over {arguments.turns} turns of {STEPS} steps, one thread\n")
-    print("| loop | µs per step over the bare loop |\n| --- | --- |")
+    print(f"{machine(device)}; medians over {arguments.turns} rounds of {STEPS} steps, one thread\n")
+    print("| loop | µs per step more than the bare loop |\n| --- | --- |")
     for name in loops:
         if name != "bare":
             print(f"| {name} | {difference(figures, name, 'bare'):.1f} |")

@@ -191,7 +191,7 @@ HEAD = """# Runs whose ranks died, restarted by the launcher
 
 Made by `make restarts`. Every row is one run of {steps} steps (DDP on gloo, dropout, AdamW, a checkpoint every 2 steps, `resume="auto"`).
 The rank ends itself in the backward pass, the launcher restarts all ranks, and the final weights are compared with those of
-an undisturbed run, bit by bit. *Two machines* are two agents of torchrun on one machine. DDP has `find_unused_parameters=True`, without which it
+an uninterrupted run, bit by bit. *Two machines* are two agents of torchrun on one machine. DDP has `find_unused_parameters=True`, without which it
 changes the layout of its gradient buckets after the first step: on 4 ranks the last bit of a weight may then differ after a restart.
 
 | launcher | ranks | deaths | attempts | seconds | final weights |
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
                     recorded = ", ".join(map(str, deaths))
                     rows.append(f"| {rendezvous} | {ranks} | {recorded} | {found.attempts} | {found.seconds:.0f} | {end} |")
                     print(rows[-1], flush=True)
-    summary = f"\n{len(rows)} runs with {restarts} restarts; {lost} runs did not end with the undisturbed run's weights.\n"
+    summary = f"\n{len(rows)} runs with {restarts} restarts; {lost} runs did not end with the uninterrupted run's weights.\n"
     given.result.write_text(HEAD.format(steps=STEPS) + "\n".join(rows) + "\n" + summary)
     print(summary)
     return 1 if lost else 0
