@@ -1,0 +1,260 @@
+"""InstructLab's callbacks as callbacks of callsheet."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar
+
+from callsheet.bridges.guest_base import Guest, no_guest
+from callsheet.bridges.instructlab.names import (
+    HOOK_NAMES,
+    TrainingContext,
+    awaited,
+    bases,
+    listens_to,
+    log_failure,
+    seen,
+)
+from callsheet.core.callback import Phase
+from callsheet.core.context import Context
+from callsheet.core.lane_options import LaneOptions
+from callsheet.core.run_state import CheckpointInfo
+from callsheet.core.time import TimeUnit
+
+
+def guest(
+    foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
+) -> InstructLabGuest:
+    """Wrap a callback of InstructLab as a callsheet callback in a lane of its own; see `InstructLabGuest`."""
+    return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
+
+
+class InstructLabGuest(Guest):
+    """A callback of InstructLab. It is called in InstructLab's order, on a background thread; no event is dropped.
+
+    Its `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values come from the
+    metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context, else the means
+    since the last record. An error of a hook is logged and not raised.
+
+    Args:
+        foreign: a `TrainerCallback`, of InstructLab or of `callsheet.compat.instructlab`.
+        name: the name under which the callback's state is saved, if it has a `state_dict`; by default that of its class.
+        phase: the callback's phase.
+        strict: has no effect: callsheet fires every event of InstructLab.
+        deadline: how many seconds the end of the run waits for the callback.
+
+    Raises:
+        RegistrationError: `foreign` is not a callback of InstructLab.
+    """
+
+    FRAMEWORK = "InstructLab Training"
+    OWN: ClassVar[Mapping[str, str]] = {
+        "on_train_start": "_train_begins",
+        "on_epoch_start": "_epoch_begins",
+        "on_train_step_start": "_step_begins",
+        "on_forward_start": "_forward_begins",
+        "on_backward_end": "_backward_ends",
+        "on_clip_gradients_start": "_gradients_are_there",
+        "on_optimizer_step_end": "_optimizer_ends",
+        "on_train_step_end": "_step_ends",
+        "on_log": "_logged",
+        "on_eval_all_end": "_evaluated",
+        "on_checkpoint_published": "_saved",
+        "on_epoch_end": "_epoch_ends",
+        "on_run_end": "_run_ends",
+    }
+    ONLY_FOR: ClassVar[Mapping[str, str]] = {
+        "on_forward_start": "on_before_forward",
+        "on_clip_gradients_start": "on_pre_optimizer_step",
+        "on_optimizer_step_end": "on_optimizer_step",
+    }
+    """Events that the guest listens to only if the callback has the hook."""
+
+    lane = "background"
+    snapshot_fields = ("loss", "record", "eval_results", "standalone", "checkpoint")
+
+    def __init__(
+        self, foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
+    ) -> None:
+        if not isinstance(foreign, bases()):
+            raise no_guest(foreign, "an instance of a TrainerCallback of InstructLab's")
+        self.lane_options = LaneOptions(deadline=deadline)
+        super().__init__(foreign, name=name, phase=phase, strict=strict)
+        hooks = [hook for hook in HOOK_NAMES if listens_to(foreign, hook)]
+        self._hooks: dict[str, Callable[[TrainingContext], Any]] = {hook: getattr(foreign, hook) for hook in hooks}
+        for event, hook in self.ONLY_FOR.items():
+            if hook not in self._hooks:
+                delattr(self, event)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.context = TrainingContext()
+        self._is_training = self._ends_step = self._ends_epoch = False
+        self._microbatches = 0
+        self._last = (0, 0, 0, 0.0)  # step, samples, tokens and seconds at the last record
+
+    # --- our events, from which the hooks are called in InstructLab's order ---
+
+    def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
+        ended = self._ended()  # an earlier `fit`
+        self._begin()
+        context, run, now = self.context, ctx.run, ctx.state.timestamp
+        context.step, context.epoch = now.batch + 1, now.epoch
+        context.total_samples, context.total_tokens = now.sample, now.token
+        context.output_dir, context.model_name_or_path = self.output_dir(ctx), _model_path(run.config)
+        longest = ctx.state.max_duration
+        context.max_epochs = int(longest.value) if longest is not None and longest.unit is TimeUnit.EPOCH else 0
+        context.world_size = run.world_size
+        context.is_local_process_zero, context.is_world_process_zero = run.is_local_process_zero, run.is_world_process_zero
+        self._last = now.batch, now.sample, now.token, now.seconds
+        self._is_training = True
+        return self._call(*ended, self._hook_call("on_train_begin"))
+
+    def _epoch_begins(self, ctx: Context) -> Awaitable[None] | None:
+        ended = self._boundary()
+        self.context.epoch = ctx.epoch - 1
+        return self._call(*ended, self._hook_call("on_epoch_begin"))
+
+    def _step_begins(self, ctx: Context) -> Awaitable[None] | None:
+        ended = self._boundary()
+        self.context.step, self._microbatches = ctx.step, 0
+        return self._call(*ended, self._hook_call("on_step_begin"))
+
+    def _forward_begins(self, ctx: Context) -> Awaitable[None] | None:
+        return self._call(self._hook_call("on_before_forward"))
+
+    def _backward_ends(self, ctx: Context) -> Awaitable[None] | None:
+        self._microbatches += 1
+        return self._call(self._hook_call("on_after_backward"))
+
+    def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
+        if ctx.run.world_size == 1:  # with several ranks the loss is known when the record has averaged it
+            self.context.loss = float(ctx.loss)
+        return self._call(self._hook_call("on_pre_optimizer_step"))
+
+    def _optimizer_ends(self, ctx: Context) -> Awaitable[None] | None:
+        return self._call(self._hook_call("on_optimizer_step"))
+
+    def _step_ends(self, ctx: Context) -> None:
+        self._ends_step = True
+
+    def _logged(self, ctx: Context) -> Awaitable[None] | None:
+        values = ctx.record.values
+        if "train/loss" not in values:  # the record of an evaluation: there was no step since the last record
+            return None
+        context, now, last = self.context, ctx.state.timestamp, self._last
+        steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
+        context.total_samples, context.total_tokens = now.sample, now.token
+        context.loss, context.learning_rate = values["train/loss"], values.get("train/learning_rate")
+        context.grad_norm = values.get("train/grad_norm")
+        context.elapsed_time = seconds / max(1, steps)
+        context.overall_throughput = ctx.record.samples_per_second
+        if ctx.run.device.startswith("cuda"):
+            context.cuda_mem_allocated = ctx.record.memory_bytes / 2**30
+        context.batch_metrics = {
+            "total_samples": now.sample - last[1],
+            "total_length": now.token - last[2],
+            "num_loss_counted_tokens": int(values.get("train/label_tokens", now.token - last[2])),
+            "grad_accum_steps": self._microbatches,
+            "num_minibatches": self._microbatches,
+        }
+        self._last = ctx.record.step, now.sample, now.token, ctx.record.elapsed_seconds
+        return self._call(self._hook_call("on_log"))
+
+    def _evaluated(self, ctx: Context) -> Awaitable[None] | None:
+        results = ctx.eval_results
+        if ctx.standalone or not self._is_training or not results:
+            return None
+        first = next(iter(results.values()))
+        self.context.val_metrics = {f"val_{name}": value for name, value in first.items()}
+        if len(results) > 1:
+            self.context.val_metrics |= {
+                f"{name}/{metric}": value for name, found in results.items() for metric, value in found.items()
+            }
+        return self._call(self._hook_call("on_evaluate"))
+
+    def _saved(self, ctx: Context) -> Awaitable[None] | None:
+        if ctx.checkpoint is None or not self._is_training:
+            return None
+        return self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
+
+    def _epoch_ends(self, ctx: Context) -> None:
+        self._ends_epoch = True
+
+    def _run_ends(self, ctx: Context) -> Awaitable[None] | None:
+        return self._call(*self._ended())
+
+    # --- paths in the context ---
+
+    def output_dir(self, ctx: Context) -> str:
+        """Return the run's folder."""
+        return str(ctx.run.folder or "")
+
+    def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
+        """Return the checkpoint's folder."""
+        return info.path
+
+    # --- calling the hooks ---
+
+    def _boundary(self) -> list[_HookCall]:
+        """Return the calls for the ends of the last step and epoch: what was evaluated and saved there is over."""
+        ended: list[_HookCall] = []
+        if self._ends_step:
+            self._ends_step = False
+            ended.append(self._hook_call("on_step_end"))
+        if self._ends_epoch:
+            self._ends_epoch = False
+            ended.append(self._hook_call("on_epoch_end"))
+        return ended
+
+    def _ended(self) -> list[_HookCall]:
+        if not self._is_training:
+            return []
+        ended = [*self._boundary(), self._hook_call("on_train_end")]
+        self._is_training = False
+        return ended
+
+    def _hook_call(self, hook: str, **changes: Any) -> _HookCall:
+        method = self._hooks.get(hook)
+        return None if method is None else (method, seen(self.context, hook, **changes))
+
+    def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
+        """Call the hooks one after the other. At the first `async` hook, return an awaitable that finishes it and calls the rest."""
+        left = deque(call for call in calls if call is not None)
+        while left:
+            if (waits := _called(*left[0])) is not None:
+                return _rest(left, waits)
+            left.popleft()
+        return None
+
+
+_HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
+
+
+def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
+    """Call the hook. Return what it returned if that has to be awaited, else None. An error is logged."""
+    try:
+        result = method(context)
+        return result if inspect.isawaitable(result) else None
+    except BaseException as error:  # SystemExit too: a hook cannot end training
+        log_failure(method, context, error)
+        return None
+
+
+async def _rest(left: deque[Any], waits: Any) -> None:
+    while left:
+        method, context = left.popleft()
+        try:
+            if waits is not None:
+                await awaited(waits)
+        except BaseException as error:
+            log_failure(method, context, error)
+        waits = _called(*left[0]) if left else None
+
+
+def _model_path(config: Mapping[str, Any]) -> str:
+    """Return the model's path in a recipe's configuration, or an empty string."""
+    model = config.get("model")
+    return str(model.get("path") or "") if isinstance(model, Mapping) else ""

@@ -1,0 +1,288 @@
+"""The host for InstructLab Training: it turns InstructLab's hooks into the events of the lifecycle.
+
+Everything here runs on the thread on which InstructLab calls its callbacks, while training continues. So the model is not available,
+requests are not supported, and collectives are not possible.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from callsheet.bridges.host_base import HostBase, end_run, in_a_run, observing
+from callsheet.bridges.instructlab import names
+from callsheet.bridges.instructlab.events import NOT_FIRED, NOT_SEEN
+from callsheet.bridges.instructlab.names import TrainingContext
+from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
+from callsheet.bridges.support_check import SupportCheck, events_of
+from callsheet.core.background import inner
+from callsheet.core.callback import Callback
+from callsheet.core.lifecycle import EVENTS
+from callsheet.core.manager import CallbackManager
+from callsheet.core.ranks import read_ranks
+from callsheet.errors import NotSupported
+from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.transport.payload import open_payload, pack
+
+logger = logging.getLogger("callsheet")
+
+_WITHOUT_HOOK = frozenset({"loss", "backward"})
+"""Spans of a microbatch that InstructLab has no hooks for. The driver synthesizes their events between two hooks."""
+
+
+def host_of(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+) -> Any:
+    """Return the callback of InstructLab; see `callsheet.bridges.instructlab.host`."""
+    try:
+        base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
+    except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
+        base = names.TrainerCallback
+    return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
+
+
+@functools.cache
+def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
+    """Return the callback class for InstructLab.
+
+    InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So outside its
+    methods the class uses no name except that of its base."""
+
+    class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
+        """The callback of InstructLab that calls the host."""
+
+        def __init__(self, host=None):  # type: ignore[no-untyped-def]
+            if host is None:  # InstructLab creates the callback on a rank
+                from callsheet.bridges.instructlab.hook_host import InstructLabHost
+
+                host = InstructLabHost.arrived()
+            self.host = host
+
+        def sent(self):  # type: ignore[no-untyped-def]
+            return self.host.sent()
+
+        def on_train_begin(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_train_begin(context)
+
+        def on_epoch_begin(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_epoch_begin(context)
+
+        def on_step_begin(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_step_begin(context)
+
+        def on_before_forward(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_before_forward(context)
+
+        def on_after_backward(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_after_backward(context)
+
+        def on_pre_optimizer_step(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_pre_optimizer_step(context)
+
+        def on_optimizer_step(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_optimizer_step(context)
+
+        def on_log(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_log(context)
+
+        def on_evaluate(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_evaluate(context)
+
+        def on_save(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_save(context)
+
+        def on_step_end(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_step_end(context)
+
+        def on_epoch_end(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_epoch_end(context)
+
+        def on_train_end(self, context):  # type: ignore[no-untyped-def]
+            self.host.on_train_end(context)
+
+    return CallsheetCallback
+
+
+class InstructLabHost(HostBase):
+    """Turn InstructLab's hooks into the events of the lifecycle. A run lasts from one `on_train_begin` to its `on_train_end`."""
+
+    def __init__(
+        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+    ) -> None:
+        super().__init__(callbacks, strict=strict)
+        self._check = SupportCheck(
+            self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
+        )
+        self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
+        self._saved: TrainingContext | None = None  # of a checkpoint after an epoch's last step, until the epoch is over
+        self._is_between = False  # whether training is between two steps
+        self._reject()
+
+    # --- sending the callbacks to the ranks ---
+
+    @contextmanager
+    def sent(self) -> Iterator[None]:
+        """Send the callbacks' arguments and states to the ranks that are started within this context, by callsheet's transport."""
+        for event in EVENTS:
+            for each in self.manager.list_callbacks(event):
+                if not isinstance(each, Callback):
+                    raise NotSupported(
+                        f"the function {getattr(each, '__name__', each)} cannot be sent to the ranks; make it a method of a Callback"
+                    )
+        before = dict(os.environ)
+        extra = {"strict": self._strict, "lock_timeout_seconds": self._lock_timeout_seconds}
+        with pack(self.manager.callbacks, extra=extra).post() as variables:
+            os.environ.update(variables)
+            try:
+                yield
+            finally:
+                for name in variables:
+                    os.environ.pop(name, None)
+                    if name in before:
+                        os.environ[name] = before[name]
+
+    @classmethod
+    def arrived(cls) -> InstructLabHost:
+        """Create the host on a rank, with the callbacks that were sent."""
+        arrived = open_payload(os.environ)
+        extra: Any = arrived.extra
+        return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
+
+    # --- what is not supported ---
+
+    def _reject(self) -> None:
+        is_served = self._check.served((*NOT_FIRED, *NOT_SEEN))
+        for event in (*NOT_SEEN, *NOT_FIRED):
+            for each in self._check.listeners(event):
+                if event in NOT_SEEN or not is_served(each):
+                    self._check.reject([each], f"listens to {event}, which {HOST} does not fire")
+        for each in self.manager.callbacks:
+            if missing := [name for name in NOT_GIVEN if name in inner(each).required_fields]:
+                self._check.reject([each], f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
+            if asks := inner(each).requests:
+                self._check.reject([each], f"may call ctx.control.{', ctx.control.'.join(asks)}, but {HOST} supports no requests")
+            if each.collective and read_ranks().world_size > 1:
+                self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
+
+    def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
+        """After the first step, reject listeners of events that no hook has caused."""
+        self._is_checked = True
+        for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
+            for each in self._check.listeners(event):
+                self._check.reject([each], f"listens to {event}, which {HOST} did not fire in its first step")
+
+    # --- InstructLab's hooks ---
+
+    @observing
+    def on_train_begin(self, context: TrainingContext) -> None:
+        """Begin a run."""
+        self._forget_earlier_run()
+        self._saved = None
+        self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
+        self._ends = weakref.finalize(self, end_run, run, [])
+        run.begin(context)
+
+    def _handle(self, method: Callable[..., None], context: TrainingContext) -> None:
+        run = self._run
+        if run is not None:
+            run.context = context
+            method(self, run, context)
+
+    @in_a_run
+    def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
+        """Start the epoch's span."""
+        run.go_to(context)
+        run.driver.start("epoch")
+
+    @in_a_run
+    def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
+        """Start the step's span."""
+        run.go_to(context)
+        self._is_between = False
+        run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
+        run.listen()
+        driver = run.driver
+        driver.start_and_end("fetch")
+        driver.start_step()
+
+    @in_a_run
+    def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
+        """Start the spans of a microbatch and its forward."""
+        run.driver.start("microbatch")
+        run.driver.start("forward")
+
+    @in_a_run
+    def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
+        """End the microbatch, with its forward, loss and backward."""
+        run.driver.end("microbatch")
+
+    @in_a_run
+    def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
+        """Start clipping: all microbatches are done, and the step's loss is known."""
+        if context.loss is not None and run.has_listeners():
+            run.loss = torch.tensor(context.loss)
+        run.driver.start("clip_gradients")
+
+    @in_a_run
+    def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
+        """End clipping, and fire the events of the optimizer's step, which is over."""
+        run.driver.end("clip_gradients")
+        run.driver.start_and_end("optimizer_step")
+
+    @in_a_run
+    def on_log(self, run: HookedRun, context: TrainingContext) -> None:
+        """End the step, whose metrics are known now, and fire its metrics record."""
+        run.driver.end_step()
+        if not self._is_checked:
+            self._reject_listeners_of_not_fired(run)
+        run.fire_record(context)
+
+    @in_a_run
+    def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
+        """Fire the events of an evaluation, which is over."""
+        run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
+
+    @in_a_run
+    def on_save(self, run: HookedRun, context: TrainingContext) -> None:
+        """Add the callbacks' states to a checkpoint that was written.
+
+        A checkpoint after an epoch's last step belongs to the epoch's boundary: its events are fired after the epoch's end.
+        """
+        if not run.driver.is_open("epoch"):
+            run.driver.end("round")
+            run.fire_checkpoint(context, "round")
+        elif self._is_between:
+            self._saved = context
+        else:
+            run.fire_checkpoint(context, "step")
+
+    @in_a_run
+    def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """Note that what follows is between two steps. The step itself has ended at `on_log`."""
+        self._is_between = True
+
+    @in_a_run
+    def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """End the epoch, and fire the events of a checkpoint that was written at its end."""
+        if run.driver.is_open("epoch"):
+            run.driver.end("train_step")  # one whose end was not reported counts in this epoch
+            run.state.timestamp = run.state.timestamp.next_epoch()
+            run.driver.end("epoch")
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            run.fire_checkpoint(saved, "epoch")
+
+    @in_a_run
+    def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
+        """End the run."""
+        run.finish(context)
+        self._release()
