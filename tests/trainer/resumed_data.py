@@ -1,6 +1,7 @@
 """Random dataloaders, each gone through undisturbed and with a stop somewhere: what must be the same, or said not to be.
 
-The campaign: `python -m trainer.resumed_data RESULT.md [--cases N]`, which `make resume` runs; `test_resumed_data.py` runs some cases.
+The campaign: `python -m trainer.resumed_data RESULT.md [--cases N] [--attach]`, which `make resume` runs; `test_resumed_data.py` and
+`bridges/test_bare.py` run some cases.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import collections
 import logging
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from callsheet import Callback, Context, attach
 from callsheet.checkpoint import flatten, unflatten
 from callsheet.core.randomness import seed_all
 from callsheet.errors import ConfigError
@@ -422,6 +425,73 @@ def resumed(case: Case) -> list[Any]:
     return second.seen
 
 
+# --- a loop by hand, with attach ---
+
+
+class Scale(nn.Module):
+    """The same regression with dropout, as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch * (torch.rand(batch.shape) > 0.3)).square().mean()
+
+
+class Stop(Callback):
+    """Save a checkpoint and stop after the case's batch; before the first batch of an epoch, at the end of the epoch before it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.taken = case, 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.epoch == self.case.epoch - 1:
+            self.taken += 1
+            if self.taken == self.case.place:
+                self.stop(ctx)
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        if self.case.place == 0 and ctx.epoch == self.case.epoch - 2:
+            self.stop(ctx)
+
+    def stop(self, ctx: Context) -> None:
+        ctx.control.save("the case")
+        ctx.control.stop("the case")
+
+
+def attached(case: Case, folder: str, callbacks: list[Callback], resume: str | None = None) -> list[Any]:
+    model, seen = Scale(), []
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=1e-9), case.loader()
+    owners = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, resume=resume) as run:
+        for epoch in run.epochs(EPOCHS):
+            for owner in owners:
+                if hasattr(owner, "set_epoch"):
+                    owner.set_epoch(epoch)
+            for batch in run.steps(loader):
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append((epoch, batch.tolist(), loss.item().hex()))
+    return seen
+
+
+def undisturbed_attached(case: Case) -> list[Any]:
+    seed_all(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return attached(case, folder, [])
+
+
+def resumed_attached(case: Case) -> list[Any]:
+    seed_all(1)
+    with tempfile.TemporaryDirectory() as folder:
+        first = attached(case, folder, [Stop(case)])
+        seed_all(random.randrange(100, 1000))
+        return first + attached(case, folder, [], resume="auto")
+
+
 class Warnings(logging.Handler):
     """What callsheet warned of."""
 
@@ -441,12 +511,17 @@ class Result:
     message: str = ""
 
 
-def result_of(case: Case) -> Result:
+TRAINER = (undisturbed, resumed)
+ATTACH = (undisturbed_attached, resumed_attached)
+
+
+def result_of(case: Case, loops: tuple[Callable[[Case], list[Any]], Callable[[Case], list[Any]]] = TRAINER) -> Result:
+    """Return what came of a case: `loops` train without a stop, and with one."""
     handler, logger = Warnings(), logging.getLogger("callsheet")
     logger.addHandler(handler)
     try:
-        wanted = undisturbed(case)
-        found = resumed(case)
+        wanted = loops[0](case)
+        found = loops[1](case)
     except ConfigError as error:
         return Result("rejected", str(error))
     finally:
@@ -491,13 +566,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attach", action="store_true", help="train with attach instead of the Trainer's batches")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("callsheet").propagate = False
     rng, results, began = random.Random(given.seed), [], time.monotonic()
     for number in range(given.cases):
         case = random_case(rng, contexts=number % 40 == 39)
-        results.append((case, result_of(case)))
+        results.append((case, result_of(case, ATTACH if given.attach else TRAINER)))
         if results[-1][1].outcome == "SILENT":
             print(f"SILENT {case!r}", flush=True)
     given.result.write_text(table(results, given.seed))

@@ -1,4 +1,4 @@
-"""The way `own`: each rank's dataloader gives its own share already. A single process uses it too."""
+"""The way `own`: each rank's dataloader already yields only that rank's part of the data. A single process uses this way too."""
 
 from __future__ import annotations
 
@@ -38,29 +38,31 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The rank's own dataloader, unchanged, or with parts replaced so that a resumed run gets the same batches.
+    """The rank's own dataloader. Parts of it may be replaced, so that a resumed run gets the same batches.
 
-    A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. Any other is restarted with the
-    random states of the epoch's start, and the batches already taken are drawn again and discarded. If a DataLoader's dataset is
-    a `SeededDataset`, they are skipped instead.
+    A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
+    run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
+    dataset of a DataLoader is a `SeededDataset`, they are skipped instead.
 
-    Persistent workers keep their random states from one epoch to the next, and a DataLoader uses the training's random state only
-    when it starts them. So the dataset of a DataLoader with persistent workers is wrapped in a `SeededDataset` or a
-    `SeededStream`, and its workers' seeds come from their own generator. An `Order` draws the order, also for the user's own
-    sampler.
+    Persistent workers keep their random states from one epoch to the next. A DataLoader uses the random state of the training
+    process only when it starts its workers. So if workers are persistent, the dataset is wrapped in a `SeededDataset` or a
+    `SeededStream`, and the seeds of the workers come from a generator of their own. An `Order` draws the order, even for a
+    sampler of the user.
 
     Args:
-        seed: of augmentation in persistent workers.
+        seed: the seed of augmentation in persistent workers.
+        sets_epoch: call `set_epoch` of the user's samplers and datasets. In a loop written by hand, the loop does.
     """
 
     way = "own"
     in_all = None
 
-    def __init__(self, loader: Any, world: ProcessGroups, argument: str, seed: int = 0) -> None:
+    def __init__(self, loader: Any, world: ProcessGroups, argument: str, seed: int = 0, *, sets_epoch: bool = True) -> None:
         self._given = loader
         self._world = world
         self._argument = argument
         self._seed = seed
+        self._sets_epoch = sets_epoch
         self._order: Order | None = None
         self._wrapper: SeededDataset | SeededStream | None = None
         self._loader = self._repeatable(loader)
@@ -70,7 +72,7 @@ class PreshardedData:
         self.length = self._agreed_length()
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch, and keep the random states that it starts with."""
+        """Begin an epoch, and keep the random states at its start."""
         if start is None:
             return self._shared_out(self._open(epoch), 0)
         restore_random_state_of(self._given, start)
@@ -82,10 +84,10 @@ class PreshardedData:
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch; the class describes how."""
+        """Return the rest of an epoch, in the way that the class describes."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
-        if place["has_ended"]:  # on this rank; other ranks had more batches
+        if place["has_ended"]:  # the epoch has ended on this rank, but other ranks had more batches
             self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
         if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(place["loader"]):
@@ -116,11 +118,11 @@ class PreshardedData:
         }
 
     def left(self, taken: int) -> int | None:
-        """Return how many batches are left of the agreed length, or None if it is unknown."""
+        """Return how many batches are left of the length on which the ranks agreed, or None if the length is unknown."""
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """Return the loader, or one built from its parts that can be resumed in any epoch."""
+        """Return the loader, or a new one built from its parts that can be resumed in any epoch."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -157,7 +159,8 @@ class PreshardedData:
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
         """Open the dataloader. `restored` holds the random states of an epoch for which a sampler loaded its state."""
         if epoch is not None:
-            set_loader_epoch(self._given, epoch)
+            if self._sets_epoch:
+                set_loader_epoch(self._given, epoch)
             if self._wrapper is not None:
                 self._wrapper.set_epoch(epoch - 1)
         self._at_start = random_state_of(self._given)
@@ -176,12 +179,12 @@ class PreshardedData:
         return batches
 
     def _draw_again(self, batches: Iterator[Any], taken: int, epoch: int, now: Mapping[str, Any]) -> None:
-        """Draw the batches already taken again, and warn if they may not be the same."""
+        """Draw the batches again that were already trained on. Warn if they may differ."""
         drop(batches, min(taken, 1), epoch)
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return  # samples do not affect each other, and the order is checked separately
+            return  # samples do not affect each other, and the order was checked
         last, then = cpu_random_state(), now["global"]
         shared = [
             _NAMES[name]
@@ -197,8 +200,10 @@ class PreshardedData:
             )
 
     def _must_redraw(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a StatefulDataLoader without workers would only redraw its stateless dataset: then we redraw it, and
-        check."""
+        """Return whether a StatefulDataLoader without workers would only draw its stateless dataset again.
+
+        The caller then draws the batches itself, and checks them.
+        """
         loader = self._given
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
             return False
@@ -217,7 +222,7 @@ class PreshardedData:
         )
 
     def _warn_of_workers(self, *, is_new_epoch: bool) -> None:
-        """Warn if a resumed run cannot get the same batches from its workers."""
+        """Warn if a resumed run cannot get the same batches from its workers as before."""
         loader = self._given
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             return
@@ -257,7 +262,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the first batch of the current epoch again, after this rank has drawn all of its batches."""
+        """Return the first batch of the current epoch once more, after this rank has drawn all of its batches."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -275,11 +280,13 @@ class PreshardedData:
 
 
 class _OwnBatches(SharedBatches):
-    """A rank's own batches and then, until all ranks have run out, its first batch as a filler. A resumed run can find that one
-    again.
+    """The batches of one rank, followed by fillers until all ranks have run out.
 
-    If all lengths are known, the ranks agree on the length at the first batch. Otherwise they exchange at every batch whether any
-    rank has one. A rank with a batch continues at once, since it knows the answer. Only ranks without a batch wait for it.
+    The filler is the rank's first batch, because a resumed run can find that batch again.
+
+    If all lengths are known, the ranks agree on the length at the first batch. Otherwise, at every batch, they exchange whether
+    any rank has one. A rank that has a batch continues at once, because it knows the answer. Only ranks without a batch wait for
+    it.
     """
 
     def __init__(
@@ -301,7 +308,7 @@ class _OwnBatches(SharedBatches):
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
-        """How many own batches this rank had; None until that is known."""
+        """How many batches of its own this rank had; None until that is known."""
 
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
@@ -327,7 +334,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # the exchange for the previous batch, complete by now
+            self._answer.wait()  # this is the exchange for the previous batch, which is complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

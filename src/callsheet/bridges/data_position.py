@@ -1,0 +1,165 @@
+"""The position in the data of a loop that takes its batches from us, and the way back to it after a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from callsheet.bridges.epoch_position import length_of
+from callsheet.core.randomness import restore_random_state, same_random_state
+from callsheet.core.ranks import Ranks
+from callsheet.errors import mark_as_users
+from callsheet.run.process_groups import ProcessGroups
+from callsheet.trainer.data.loaders import generators_of, random_state_of, restore_random_state_of
+from callsheet.trainer.data.presharded import PreshardedData
+from callsheet.trainer.data.seeded import mixed
+
+logger = logging.getLogger("callsheet")
+
+_ARGUMENT = "run.steps(dataloader)"
+_LARGEST = (1 << 63) - 1
+
+
+class DataPosition:
+    """How many batches of the epoch were taken, and what a resumed run needs to get the others.
+
+    Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. So the states of generators and samplers are saved, and
+    persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.is_exhausted = False
+        self._length: int | None = None
+        self._loader: Any = None  # of the latest epoch
+        self._data: PreshardedData | None = None  # of the latest epoch's loader
+        self._is_inside = False  # an epoch
+        self._seed: int | None = None
+        self._first: list[Any] = []  # the states of the loader's generators, when it was given for the first time
+        self._epochs = 0  # how many epochs have been begun with this loader
+        self._is_renewed = False  # the loop makes a new loader for each epoch
+        self._restored: Mapping[str, Any] | None = None
+
+    def begin(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Return the batches of epoch `epoch`, counted from 0, without those that were taken before a resume."""
+        restored, self.is_exhausted = self._restored, False
+        try:
+            self._length = length_of(loader)
+        except Exception as error:
+            mark_as_users(error)
+            raise
+        if restored is not None:
+            try:
+                return self._restore(loader, restored, epoch)
+            except Exception as error:
+                mark_as_users(error)  # an error of the loader, or one that prevents the resume that was asked for
+                raise
+        self._set(loader)
+        self._is_inside = True
+        if self._data is None:
+            return _iterator(loader)
+        try:
+            return self._data.begin(epoch + 1)
+        except Exception as error:
+            mark_as_users(error)  # training is impossible without data
+            raise
+
+    def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Do the same after the host has given up."""
+        return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
+
+    def end(self) -> None:
+        """Reset the position: the epoch has ended."""
+        self.taken, self._length, self._is_inside = 0, None, False
+
+    def release(self) -> None:
+        """Let go of the dataloader and its workers: the run has ended."""
+        self._loader = self._data = None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every batch of the epoch has been taken."""
+        return self.is_exhausted or self.taken == self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
+        if self._restored is not None:  # no batch has been taken since
+            return dict(self._restored)
+        return {
+            "taken": self.taken,
+            "now": random_state_of(self._loader),
+            "place": self._data.place(self.taken) if self._is_inside and self._data is not None else None,
+            "seed": self._seed,
+            "first": self._first,
+            "epochs": self._epochs,
+            "is_renewed": self._is_renewed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next epoch continue from there."""
+        self._restored = state
+
+    def _set(self, loader: Any) -> None:
+        """Note the loader of an epoch."""
+        if self._seed is None:  # reading it does not change the random states
+            self._seed = mixed(torch.initial_seed()) & _LARGEST
+        if loader is self._loader:
+            self._epochs, self._is_renewed = self._epochs + 1, False
+            return
+        self._is_renewed = self._loader is not None
+        self._loader, self._first, self._epochs = loader, generators_of(loader), 1
+        self._data = None
+        if self._length != 0:
+            world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)  # each rank has its own dataloader
+            self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
+
+    def _restore(self, loader: Any, restored: Mapping[str, Any], epoch: int) -> Iterator[Any]:
+        self._seed = restored["seed"]
+        self._set(loader)
+        fresh, self._restored = self._first, None
+        self._first, self._is_renewed = restored["first"], restored["is_renewed"]
+        self._epochs = restored["epochs"] + (restored["place"] is None)
+        now, data = restored["now"], self._data
+        self._is_inside = True
+        if data is None:
+            restore_random_state(now["global"])
+            return iter(loader)
+        if restored["place"] is not None:
+            self.taken = restored["taken"]
+            batches = data.resume(epoch + 1, self.taken, restored["place"], now)
+            restore_random_state_of(loader, now)  # last: opening the data has used them
+            return batches
+        if self._continues_loader(fresh, restored):
+            return data.begin(epoch + 1, now)
+        restore_random_state(now["global"])
+        return data.begin(epoch + 1)
+
+    def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
+        """Return whether the loader of a resumed epoch continues where that of the epoch before ended, as one that the loop makes once."""
+        if restored["is_renewed"] or not restored["epochs"]:
+            return False
+        if restored["epochs"] > 1 or _same(fresh, restored["first"]):
+            return True
+        logger.warning(
+            "%s: the resumed run may not get the batches that an unbroken one would: the generator of the dataloader begins with another "
+            "state than in the run's first process, so it is left as it is. Seed it with the same number each time",
+            _ARGUMENT,
+        )
+        return False
+
+
+def _same(fresh: list[Any], first: list[Any]) -> bool:
+    return len(fresh) == len(first) and all(
+        same_random_state({"state": one}, {"state": other}) for one, other in zip(fresh, first, strict=True)
+    )
+
+
+def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
+    try:
+        return iter(loader)
+    except Exception as error:
+        mark_as_users(error)  # training is impossible without data
+        raise
