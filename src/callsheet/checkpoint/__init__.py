@@ -1,4 +1,7 @@
-"""Checkpoints: sealed folders of JSON and safetensors. Many ranks write one, any number can read it, and reading runs no code."""
+"""Checkpoints: sealed folders of JSON and safetensors.
+
+Many ranks can write one, any number of ranks can read it, and reading it runs no code from it.
+"""
 
 from callsheet.core.optional import needed_by
 

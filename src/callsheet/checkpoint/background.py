@@ -23,8 +23,8 @@ from callsheet.errors import CheckpointError
 class AsyncWriter:
     """Writes checkpoints on a thread. Training waits only until its state has been copied to host memory.
 
-    The copy's buffers are reused for the next checkpoint. A process that exits normally first finishes writing. On Linux the
-    thread has a lower priority than training.
+    The buffers of the copy are reused for the next checkpoint. At a normal exit, the process first finishes writing. On Linux,
+    the thread has a lower priority than training.
 
     Args:
         group: a gloo group that nothing else uses while a checkpoint is written; None for one process.
@@ -34,16 +34,17 @@ class AsyncWriter:
         self._ranks = RankGroup(group)
         self._staging = Staging()
         self._thread = disk_thread("callsheet-checkpoint")
-        # Checking what is written uses one torch thread, not a second pool beside training's.
+        # The checks of the written data use a single torch thread, and not a second pool of threads in addition to that of
+        # training.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # the call on the thread also changed the default of new threads
+        torch.set_num_threads(threads)  # the call in the other thread has also changed the default for new threads
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to allocate buffers for these tensors on the thread, so that the first `begin` need not. Does not wait."""
+        """Begin to allocate buffers for these tensors on the thread, so that the first `begin` need not. This does not wait."""
         kinds = [Kind.of(local_part(tensor)) for tensor in tensors]
         self._prepared = self._thread.submit(self._staging.prepare, kinds)
 
@@ -60,12 +61,11 @@ class AsyncWriter:
     ) -> None:
         """Copy the state and begin to write it, as `write_checkpoint` does; `result` raises the errors.
 
-        If a checkpoint is still being written, wait for it, and raise its `CheckpointError` unless `result` has already raised
-        it.
+        If a checkpoint is still being written, wait for it. Raise its `CheckpointError`, unless `result` has already raised that.
         """
         self._settle()
         if self._prepared is not None:
-            wait([self._prepared])  # if it failed, the copy fails too, and reports the error
+            wait([self._prepared])  # if the allocation failed, the copy fails too and reports the error
             self._prepared = None
         copied: Future[Draft] = Future()
         try:
@@ -79,7 +79,7 @@ class AsyncWriter:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write. Never waits. Other ranks may still be writing."""
+        """Return whether this rank has nothing left to write. Other ranks may still be writing. This never waits."""
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
@@ -96,7 +96,7 @@ class AsyncWriter:
         return self._written.result()
 
     def close(self) -> None:
-        """Finish writing and release the buffers; raises as `begin` does. Can be called twice."""
+        """Finish writing and release the buffers. Raises as `begin` does. This can be called twice."""
         try:
             self._settle()
         finally:

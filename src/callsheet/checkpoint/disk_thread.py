@@ -9,19 +9,25 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _NICENESS = 5
-"""Added to that of the process. More would make a save very slow where many processes compete for the processor."""
+"""This is added to the niceness of the process.
+
+A higher value would make a save very slow if many processes compete for the processor.
+"""
 
 _deleter: ThreadPoolExecutor | None = None
 _deletions: list[Future[None]] = []
 
 
 def disk_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, on Linux with a lower priority than training. The interpreter's end waits for it."""
+    """Return an executor with one thread, which on Linux has a lower priority than training.
+
+    The interpreter waits for it at its end.
+    """
     return ThreadPoolExecutor(1, name, initializer=_lower_priority)
 
 
 def begin_deletion(delete: Callable[[], None]) -> None:
-    """Call `delete` in a thread, since deleting a large file takes longer than copying it."""
+    """Call `delete` in a thread, because deleting a large file takes longer than copying it."""
     global _deleter  # made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
@@ -30,11 +36,11 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that were begun: before their space or their names are needed."""
+    """Wait for the deletions that were begun. Call this before using their space or their names again."""
     for each in tuple(_deletions):  # another thread may begin one
         each.result()
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # on other systems a thread has no priority of its own
+    if sys.platform == "linux":  # on other systems, a thread has no priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)

@@ -1,4 +1,7 @@
-"""The data that one rank writes to a checkpoint. The training thread collects it, and copies it if a background thread writes it."""
+"""The data that one rank writes to a checkpoint.
+
+The training thread collects the data. If a background thread writes it, the training thread also copies it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """The documents, the tensors by their names in the checkpoint, and this rank's part of each."""
+    """The documents, the tensors by their names in the checkpoint, and the part of each tensor that this rank holds."""
 
     state: Json
     local: Json
@@ -32,8 +35,10 @@ class Draft:
     @classmethod
     @torch.no_grad()  # otherwise a DTensor's shard would have a graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
-        """Return the draft of a state. Raise `CheckpointError` for anything but plain data, or for a tensor that a file cannot
-        hold."""
+        """Return the draft of a state.
+
+        Raise `CheckpointError` for values that are not plain data, and for a tensor that a file cannot hold.
+        """
         state, shared_tensors = flatten(shared)
         document, own_tensors = flatten(local)
         tensors = {SHARED + name: tensor for name, tensor in shared_tensors.items()}
@@ -44,7 +49,9 @@ class Draft:
         return cls(state, document, plain_info(info), tensors, parts)
 
     def plan(self) -> SavePlan:
-        """Return what DCP plans for this rank to write: the shard of a DTensor, and the whole of any other tensor."""
+        """Return what torch's distributed checkpoint (DCP) plans for this rank: the shard of a DTensor, and the whole of any
+        other tensor.
+        """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self.tensors)
         plan = planner.create_local_plan()
@@ -58,8 +65,10 @@ class Draft:
 
 
 class Kind(NamedTuple):
-    """The properties that a buffer shares with the tensors that can be copied into it. For a tensor on a GPU it is
-    page-locked."""
+    """The properties that a buffer shares with the tensors that can be copied into it.
+
+    The buffer for a tensor on a GPU is page-locked.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -76,7 +85,7 @@ class Kind(NamedTuple):
 
 
 class Staging:
-    """Buffers on the host, reused for every copy: a copy is valid until the next one is made."""
+    """Buffers on the host that are reused for every copy. A copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Kind, Tensor]] = []
@@ -90,7 +99,10 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of the tensors by name, page-locked for tensors on a GPU. Release buffers that are not needed."""
+        """Return a copy of the tensors by name. It is page-locked for tensors on a GPU.
+
+        Buffers that are not needed are released.
+        """
         free: dict[Kind, list[Tensor]] = defaultdict(list)
         for kind, buffer in reversed(self._buffers):
             free[kind].append(buffer)

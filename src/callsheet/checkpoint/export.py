@@ -1,4 +1,4 @@
-"""Exports the full weights of a model, also of one that is sharded over the ranks."""
+"""Exports the full weights of a model, which may be sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from callsheet.errors import CheckpointError
 def export_weights(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, overwrite: bool = False
 ) -> FileSeal:
-    """Write the model's full state to one safetensors file. A collective over `group`, in which rank 0 writes.
+    """Write the model's full state to one safetensors file. This is a collective over `group`, in which rank 0 writes.
 
-    Shards are gathered one tensor at a time, on their device, so no rank holds more than that. Tied weights are stored once, and
-    the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the file.
+    Shards are gathered one tensor at a time, on their device, so no rank holds more than one full tensor. Tied weights are stored
+    once, and the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the
+    file.
 
     Raises `CheckpointError` on all ranks if the file exists (unless `overwrite`), cannot be written, or cannot hold a tensor.
     """
@@ -47,7 +48,8 @@ def export_weights(
             if is_there and not overwrite:
                 raise CheckpointError(f"{os.fspath(path)} already exists; choose a new path or pass overwrite=True")
             data = (tensor for _, tensor in turns)
-            # The old weights remain until the new ones are complete; a remote file appears when it is closed.
+            # The old weights stay until the new file is complete. For a remote store nothing is needed, because a file appears
+            # there only when it is closed.
             is_beside = is_there and isinstance(folder, LocalFolder)
             draft = f"{name}.new" if is_beside else name
             if draft in folder.entries():
@@ -57,7 +59,7 @@ def export_weights(
                 os.replace(f"{os.fspath(path)}.new", path)
             return seal
         finally:
-            for _ in turns:  # after an error: take part in the remaining gathers
+            for _ in turns:  # after an error, take part in the remaining gathers
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
@@ -68,15 +70,17 @@ def export_weights(
 def export_huggingface(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, processor: Any = None
 ) -> None:
-    """Write a folder that `from_pretrained` loads, for a model of transformers. A collective over `group`, in which rank 0
-    writes.
+    """Write a folder that `from_pretrained` loads, for a model of transformers.
+
+    This is a collective over `group`, in which rank 0 writes.
 
     Rank 0 holds the full weights in host memory. Existing files with the same names are overwritten.
 
     Args:
         processor: the model's tokenizer or processor, saved with it.
 
-    Raises `CheckpointError` on all ranks for any other model, for a folder of another machine, and if it cannot be written.
+    Raises `CheckpointError` on all ranks if the model is not one of transformers, the path is a URL, or the folder cannot be
+    written.
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _of_transformers(model, path))
@@ -91,7 +95,7 @@ def export_huggingface(
                 if processor is not None:
                     processor.save_pretrained(os.fspath(path))
         finally:
-            for _ in turns:  # after an error: take part in the remaining gathers
+            for _ in turns:  # after an error, take part in the remaining gathers
                 pass
 
     ranks.together(write)
@@ -111,9 +115,9 @@ def _of_transformers(model: nn.Module, path: str | os.PathLike[str]) -> tuple[di
 
 @torch.no_grad()
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state's tensors by name, and for each further name of a tied tensor the name that it is stored under.
+    """Return the tensors of the state by name, and for each additional name of a tied tensor the name under which it is stored.
 
-    Tensors are tied if they are the same object. Memory addresses do not show it for shards, which may be empty.
+    Tensors are tied if they are the same object. Memory addresses would not show this for shards, because a shard may be empty.
     """
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

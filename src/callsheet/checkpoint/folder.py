@@ -44,7 +44,9 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """The checkpoints under a root, newest first; other folders with the reason; and what killed writers left."""
+    """The checkpoints under a root, newest first; other folders, with the reason why each is not a checkpoint; and what killed
+    writers left.
+    """
 
     checkpoints: list[Checkpoint]
     skipped: list[tuple[str, str]]
@@ -54,7 +56,7 @@ class Found(NamedTuple):
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Return the folder at a path of this machine, or at a URL such as `s3://bucket/run`.
 
-    Raises `CheckpointError` for a URL whose protocol is unknown, or needs a package that is not installed.
+    Raises `CheckpointError` for a URL whose protocol is unknown or needs a package that is not installed.
     """
     name = os.fspath(path)
     protocol, _, rest = name.partition("://")
@@ -64,11 +66,13 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> Found:
-    """Return the checkpoints directly under `root`, newest first. They are sorted by the time they were sealed: a run that
-    resumed from an earlier checkpoint leaves later steps behind that are obsolete.
+    """Return the checkpoints directly under `root`, newest first.
 
-    Digests are checked only when a checkpoint is read; a resume tries the list until one is valid. Links are ignored. A root that
-    does not exist has no checkpoints.
+    They are sorted by the time at which they were sealed and not by step: after a run has resumed from an earlier checkpoint,
+    checkpoints with later steps remain that are obsolete.
+
+    Digests are checked only when a checkpoint is read; a resume tries the checkpoints in order until one is valid. Links are
+    ignored. A root that does not exist has no checkpoints.
     """
     parent, found = open_folder(root), Found([], [], [])
     for name in parent.folders():
@@ -90,16 +94,18 @@ def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Seal:
-    """Return the manifest of the checkpoint at `path`, checked against its own digest only. Raise `Unsealed` if there is no valid
-    one."""
+    """Return the manifest of the checkpoint at `path`, checked against its own digest only.
+
+    Raise `Unsealed` if it is not valid.
+    """
     return manifest_of(open_folder(path))
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, or what a killed writer or deleter left of one.
+    """Delete a checkpoint, or the rest of one whose writer or deleter was killed.
 
-    The manifest is deleted first, so a process killed in the middle leaves no checkpoint. Raises `CheckpointError` for a folder
-    that is not a checkpoint's, for a link, and if the disk reports an error.
+    The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint. Raises `CheckpointError`
+    if the folder is not that of a checkpoint or is a link, and if the disk reports an error.
     """
     folder = open_folder(path)
     if not folder.is_folder() or not _is_ours(folder):
@@ -108,7 +114,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete what a killed writer or deleter left. Call this only if no other process can be writing there.
+    """Delete what a killed writer or deleter left. Call this only if no other process can be writing to the folder.
 
     Raises `CheckpointError` for any other folder, and if the disk reports an error.
     """
@@ -119,8 +125,10 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Call `delete_checkpoint` or `delete_abandoned` on a thread; `finish_deletions` waits for it. An error is logged as a
-    warning."""
+    """Call `delete_checkpoint` or `delete_abandoned` on a thread; `finish_deletions` waits for it.
+
+    An error is logged as a warning.
+    """
 
     def delete() -> None:
         try:
@@ -132,15 +140,19 @@ def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) ->
 
 
 def point_latest(path: str | os.PathLike[str]) -> None:
-    """Write the name of the sealed checkpoint `path` to the file `latest` beside it, for people and scripts; no code here reads
-    it."""
+    """Write the name of the sealed checkpoint `path` to the file `latest` beside it.
+
+    The file is for people and scripts; callsheet does not read it.
+    """
     folder = open_folder(path)
     checkpoint = Checkpoint(folder.path, manifest_of(folder))
     folder.parent().replace(LATEST, f"{checkpoint.name}\n".encode())
 
 
 def cleared(folder: Folder, overwrite: bool) -> Seal | None:
-    """Create the folder if needed, and remove everything from it but a sealed checkpoint. Return that checkpoint's seal, or None.
+    """Create the folder if needed, and remove everything from it except a sealed checkpoint.
+
+    Return that checkpoint's seal, or None.
 
     Raises `CheckpointError` if the folder holds anything that must not be removed.
     """
@@ -159,7 +171,10 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove everything that the folder's manifest does not list, or everything if there is no manifest. The marker remains."""
+    """Remove everything that the folder's manifest does not list, except the marker.
+
+    If there is no manifest, remove everything else.
+    """
     kept = {MARKER}
     with contextlib.suppress(Unsealed):
         kept |= {MANIFEST, *manifest_of(folder).files}
@@ -169,7 +184,7 @@ def clear(folder: Folder) -> None:
 
 
 def remove(folder: Folder) -> None:
-    """Remove the folder: the manifest first and the marker last."""
+    """Remove the folder. The manifest is removed first, and the marker last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
         folder.sync()  # otherwise a crash could restore the manifest without its files
@@ -180,7 +195,10 @@ def remove(folder: Folder) -> None:
 
 
 def _is_draft(folder: Folder) -> bool:
-    """Return whether it has no manifest, and is empty or has our marker: it was never committed, or its deletion has begun."""
+    """Return whether the folder has no manifest, and is empty or has callsheet's marker.
+
+    Such a checkpoint was never committed, or its deletion has begun.
+    """
     found = folder.entries()
     return MANIFEST not in found and (not found or found.get(MARKER) is not None)
 

@@ -1,10 +1,10 @@
-"""`index.json`: the dtype of every tensor, its size over all ranks, and which file holds which part of it.
+"""The file `index.json`: the dtype of every tensor, its size over all ranks, and which file holds which part of it.
 
     {"state.model.weight": {"dtype": "F32", "size": [8, 4], "chunks": [
         {"file": "shard-00000.safetensors", "offsets": [0, 0], "sizes": [4, 4]},
         {"file": "shard-00001.safetensors", "offsets": [4, 0], "sizes": [4, 4]}]}}
 
-In its file, a chunk has the tensor's name.
+A chunk is stored in its file under the tensor's name.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What DCP's planner needs to know of the tensors, and the location of each chunk, by the tensor's name and the chunk's
-    offsets."""
+    """The description of the tensors that DCP's planner needs, and the location of each chunk by the tensor's name and the
+    chunk's offsets.
+    """
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[tuple[str, torch.Size], ShardLocation]
@@ -50,13 +51,15 @@ class Index:
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """Return the index of the ranks' plans, each written to `file_of(rank)`. Raise `CheckpointError` for a tensor with a missing
-    part."""
+    """Return the index for the plans of all ranks. Each plan is written to `file_of(rank)`.
+
+    Raise `CheckpointError` if a part of a tensor is missing.
+    """
     tensors: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = item.tensor_data
-            assert data is not None  # our plans contain only tensors
+            assert data is not None  # callsheet's plans contain only tensors
             entry = {"dtype": DTYPES[data.properties.dtype], "size": list(data.size), "chunks": []}
             chunks = tensors.setdefault(item.index.fqn, entry)["chunks"]
             if math.prod(data.chunk.sizes):
@@ -70,10 +73,10 @@ def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> 
 
 
 def read_index(content: bytes, files: Mapping[str, FileSeal], source: str) -> Index:
-    """Return the index in the bytes of `source`. `files` are those that the manifest lists.
+    """Return the index from the bytes of `source`. `files` are the files that the manifest lists.
 
-    Raises `CheckpointError` with the name of the first tensor whose chunks do not cover it exactly, or that does not fit into
-    those files.
+    Raises `CheckpointError` if the chunks of a tensor do not cover it exactly or do not fit into those files. The message names
+    the first such tensor.
     """
     index, room = Index({}, {}), {name: file.size_bytes for name, file in files.items()}
     document = parse(content, source)
@@ -130,8 +133,10 @@ def _size(values: list[Any], dimensions: int) -> torch.Size:
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Return whether chunks overlap. Sweep along the dimension with the most cuts, so FSDP shards are only compared with
-    neighbours."""
+    """Return whether chunks overlap.
+
+    The chunks are sorted along the dimension with the most cuts, so that FSDP shards are compared only with their neighbours.
+    """
     if len(chunks) < 2 or not chunks[0].offsets:
         return len(chunks) > 1
     cut = max(range(len(chunks[0].offsets)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))

@@ -7,8 +7,8 @@
     index.json                  which file holds which part of which tensor (`index`)
     manifest.json               the seal, written last (`seal`)
 
-An overwritten checkpoint remains complete until the new one is sealed. The new files are written beside the old ones, under other
-names (`state.2.json`, ...). The manifest, which lists the valid files, is then replaced atomically.
+When a checkpoint is overwritten, the old one stays complete until the new one is sealed. The new files are written next to the
+old ones, under other names (`state.2.json`, ...). Then the manifest, which lists the valid files, is replaced atomically.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one of the two sets of files that a folder can hold."""
+    """The names of one of the two sets of files that may be in a folder."""
 
     infix: str
 
@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of names that these files have, or None if they are not a checkpoint's."""
+    """Return the set of names that these files have. Return None if they are not the files of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 

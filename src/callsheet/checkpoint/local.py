@@ -1,4 +1,4 @@
-"""A folder of this machine: files are durable once written, and links are not followed."""
+"""A folder on this machine. Files are durable once they are written, and links are not followed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LocalFolder(Folder):
                 os.fsync(file.fileno())
             except BaseException:
                 with contextlib.suppress(OSError):
-                    file.close()  # closing may flush, and fail again
+                    file.close()  # closing may flush the file and fail again
                 with contextlib.suppress(OSError):
                     path.unlink()
                 raise
@@ -89,7 +89,7 @@ class LocalFolder(Folder):
     def replace(self, name: str, content: bytes) -> FileSeal:
         draft = f"{plain_name(self.path, name)}.new"
         with os_errors("write", self._path / name):
-            (self._path / draft).unlink(missing_ok=True)  # left by a killed writer
+            (self._path / draft).unlink(missing_ok=True)  # remove the draft of a killed writer
             seal = self.write(draft, [content])
             os.replace(self._path / draft, self._path / name)
         return seal
@@ -135,7 +135,7 @@ def _size(found: os.stat_result) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    """Sync a folder; do nothing if the system cannot (Windows, some network disks)."""
+    """Sync a folder. Do nothing on systems that cannot do this (Windows, some network disks)."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Converts state trees to JSON and tensors, and back. Reading one runs no code.
+"""Converts trees of plain data and tensors to JSON and tensors, and back. Reading runs no code from the data.
 
-JSON values are stored unchanged. A value that JSON lacks is an object with one key that starts with `$`:
+JSON values are stored unchanged. A value that JSON lacks becomes an object with one key, which starts with `$`:
 
     {"$tensor": name}          a tensor, stored beside the document under its path ("model.layers.0.weight")
     {"$tuple": [...]}          {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}
@@ -8,7 +8,7 @@ JSON values are stored unchanged. A value that JSON lacks is an object with one 
     {"$int": "0x..."}          an integer of more than 64 bits, which other readers would round
     {"$bytes": base64}         and of NumPy: {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
 
-A dict with string keys is a JSON object; one with other keys, or with a key that starts with `$`, is a `$dict`.
+A dict with string keys becomes a JSON object. A dict with other keys, or with a key that starts with `$`, becomes a `$dict`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 
-_DEEPEST = 100  # levels; a tree deeper than this is a mistake, and JSON readers recurse
-# NumPy dtypes whose bytes are their values: no objects, no records.
+_DEEPEST = 100  # levels; a deeper tree is a mistake, and JSON readers use recursion
+# NumPy dtypes whose bytes are plain values. Objects and records are not among them.
 _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
 
 def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Split a state tree into a JSON document and its tensors, named by their paths.
+    """Split a state tree into a JSON document and its tensors. The tensors are named by their paths.
 
-    Accepts None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and times; in lists, tuples,
-    Counters and dicts, whose keys may be plain values and tuples of them. Tensors that are the same view of the same storage
-    (tied weights) are stored once. The tensors are not copied or moved. An OrderedDict is read back as a dict.
+    The tree may contain None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and times. They may
+    be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these. Tensors that are the same view of the
+    same storage (tied weights) are stored once. The tensors are not copied or moved. An OrderedDict is read back as a dict.
 
     Raises `CheckpointError` for anything else, including subclasses of these, and for a tree that contains itself.
     """
@@ -50,7 +50,7 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def plain_copy(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state that shares nothing with it. Raise `CheckpointError` if a checkpoint cannot hold it."""
+    """Return a copy of a state that shares no objects with it. Raise `CheckpointError` if a checkpoint cannot hold it."""
     document, tensors = flatten(tree)
     for name, tensor in tensors.items():
         check_storable(name, local_part(tensor))
@@ -64,7 +64,7 @@ def dump(document: Json) -> bytes:
 
 
 def parse(content: bytes, source: str) -> Json:
-    """Return the JSON in the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
+    """Return the JSON value in the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
     try:
         return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
@@ -80,7 +80,7 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattening:
-    """One walk over a tree: the tensors found so far, and the containers on the way to the current value."""
+    """One walk over a tree. It holds the tensors found so far, and the containers that enclose the current value."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -138,24 +138,24 @@ class _Flattening:
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         view = _view(tensor)
         if view not in self._names:
-            name = path = path.encode(errors="backslashreplace").decode() or "tensor"  # lone surrogates have no UTF-8
+            name = path = path.encode(errors="backslashreplace").decode() or "tensor"  # UTF-8 cannot encode lone surrogates
             nth = 1
-            while name in self.tensors or name == "__metadata__":  # {"a.b": t, "a": {"b": t}}; a reserved key of safetensors
+            while name in self.tensors or name == "__metadata__":  # as in {"a.b": t, "a": {"b": t}}; `__metadata__` is reserved
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
         return self._names[view]
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two tensors if one of them can be stored for both."""
+    """Return a key that is equal for two tensors if storing one of them is enough for both."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return id(tensor)  # no address, or a meaningless one
+        return id(tensor)  # such a tensor has no address or a meaningless one
     if type(tensor) is DTensor:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return id(tensor)  # a subclass may keep its data elsewhere
-    # A conjugate shares the storage and differs in one flag: without it `z` and `z.conj()` would look the same.
+        return id(tensor)  # a subclass may keep its data in another place
+    # A conjugate view has the same storage and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 
@@ -179,7 +179,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
         values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
-    if depth > 2 * _DEEPEST:  # a tagged container has at most two levels of JSON
+    if depth > 2 * _DEEPEST:  # a container with a `$` key takes at most two levels of JSON
         raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
     try:
         match document:

@@ -1,4 +1,4 @@
-"""The ranks that write or read one checkpoint: an error on one of them is raised on all, with the reason."""
+"""The ranks that write or read one checkpoint. An error on one rank is raised on all ranks, with the reason."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ R = TypeVar("R")
 
 
 class RankLost(CheckpointError):
-    """A rank died, or did not answer within the group's timeout. It is not known what the others have done."""
+    """A rank died, or did not answer within the group's timeout. It is not known how far the other ranks have come."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The errors by rank."""
+    """The errors of the ranks that failed, by rank."""
 
     reasons: dict[int, str]
 
@@ -47,11 +47,14 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks and pass the results to `answer` on rank 0. Return this rank's item of the list that it returns.
+        """Run `act` on all ranks, and pass the results to `answer` on rank 0.
 
-        Results and answers are pickled.
+        `answer` returns a list with one item for each rank. Return this rank's item.
 
-        Raises `CheckpointError` on all ranks if `act` raises on any of them, or `answer` on rank 0; `RankLost` if a rank is lost.
+        Results and answers are sent as pickles.
+
+        Raises `CheckpointError` on all ranks if `act` raises on any rank or `answer` raises on rank 0, and `RankLost` if a rank
+        is lost.
         """
         mine, error = _tried(act)
         gathered = self._gather(_Failed({self.rank: _reason(error)}) if error is not None else mine)
@@ -73,13 +76,13 @@ class RankGroup:
         return answered
 
     def together(self, act: Callable[[], T]) -> T:
-        """Run `act` on all ranks, and return this rank's result once it has succeeded on all."""
+        """Run `act` on all ranks. Return this rank's result after all ranks have succeeded."""
         given: list[T] = []
         self.exchange(lambda: given.append(act()), lambda done: done)
         return given[0]
 
     def all(self, value: bool) -> bool:
-        """Return whether the value is true on all ranks, with one reduction."""
+        """Return whether the value is true on all ranks. This takes one reduction."""
         if self._group is None:
             return value
         flag = torch.tensor(int(value))
@@ -117,7 +120,7 @@ class RankGroup:
 def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
-    except BaseException as error:  # also KeyboardInterrupt: the other ranks are waiting
+    except BaseException as error:  # including KeyboardInterrupt, because the other ranks are waiting
         return None, error
 
 

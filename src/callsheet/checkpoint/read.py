@@ -1,4 +1,4 @@
-"""Reads checkpoints on any number of ranks, into any sharding."""
+"""Reads checkpoints, on any number of ranks and into any sharding."""
 
 from __future__ import annotations
 
@@ -54,16 +54,18 @@ def read_checkpoint(
     target: Target | None = None,
     device: torch.device | str = "cpu",
 ) -> Loaded:
-    """Read a checkpoint. A collective over `group`. It runs no code from the files.
+    """Read a checkpoint. This is a collective over `group`.
 
-    First the ranks divide the files among them and check their digests, and each checks its targets against the files. Tensors
-    are filled only after that has succeeded on every rank.
+    It runs no code from the files.
+
+    First the ranks divide the files among them and check their digests, and each rank checks its target tensors against the
+    files. Tensors are filled only after these checks have succeeded on every rank.
 
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`.
-        group: a gloo group; None for one process. It may have more or fewer ranks than wrote the checkpoint. Additional ranks get
-            rank 0's own tree.
-        target: see `Target`. The tensor that it returns is filled in place, cast to its dtype, and becomes part of the tree.
+        group: a gloo group; None for one process. It may have more or fewer ranks than those that wrote the checkpoint.
+            Additional ranks get rank 0's own tree.
+        target: see `Target`. The tensor that it returns is filled in place, in its own dtype, and becomes part of the tree.
         device: the device of new tensors.
 
     Raises `CheckpointError` on all ranks, with the reason, if the checkpoint is invalid for one of them, or a target has another
@@ -77,7 +79,7 @@ def read_checkpoint(
 
 
 def _verified(folder: Folder, ranks: RankGroup) -> Seal:
-    """Return the seal, after checking this rank's part of the files."""
+    """Return the seal, after checking those files that this rank must check."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
         raise CheckpointError(
@@ -89,18 +91,18 @@ def _verified(folder: Folder, ranks: RankGroup) -> Seal:
 
 
 def _the_same(seals: list[Seal]) -> list[Seal]:
-    # `info` is not compared: a NaN in it would not equal itself.
+    # `info` is not compared, because it may contain a NaN, which does not equal itself.
     if any((seal.sealed_at, seal.files) != (seals[0].sealed_at, seals[0].files) for seal in seals):
         raise CheckpointError("the ranks see different checkpoints at this path; is it a folder that all of them share?")
     return seals
 
 
 class _Reading:
-    """What one rank reads: first planned and checked against the files, then filled."""
+    """What one rank reads. It is first planned and checked against the files, and then filled."""
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
-        assert names is not None  # it was verified
+        assert names is not None  # the seal was verified
         self._folder = folder
         self._seal = seal
         rank = rank if rank < seal.world_size else 0
@@ -142,13 +144,15 @@ class _Reading:
             raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
 
     def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
-        """Return what to read from each file, as DCP's planner cuts it from the saved chunks, checked against the files'
-        headers."""
+        """Return what to read from each file.
+
+        DCP's planner derives this from the saved chunks. It is checked against the headers of the files.
+        """
         items: dict[str, list[tuple[ReadItem, Entry]]] = defaultdict(list)
         headers: dict[str, dict[str, Entry]] = {}
         for item in self._planner.create_local_plan().items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
-            assert offsets is not None  # it is a tensor
+            assert offsets is not None  # the item is a tensor
             place = index.places[name, offsets]
             source = f"{self._folder.path}/{place.file}"
             if place.file not in headers:
@@ -162,7 +166,7 @@ class _Reading:
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Read the rows that contain the item, directly into the destination if possible."""
+    """Read the rows that contain the item. If possible, read them directly into the destination."""
     start, count = (item.storage_offsets[0], item.lengths[0]) if entry.size else (0, 1)
     size = torch.Size((count, *entry.size[1:]) if entry.size else ())
     is_direct = destination.shape == size and destination.dtype == entry.dtype and destination.is_contiguous()

@@ -1,4 +1,4 @@
-"""A folder that is accessed through fsspec, such as `s3://bucket/run`. Files are written in place; nothing is renamed."""
+"""A folder that is accessed through fsspec, such as `s3://bucket/run`. Files are written in place and never renamed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from callsheet.errors import CheckpointError
 
 
 class RemoteFolder(Folder):
-    """See `Folder`. A file is durable once the store has accepted it.
+    """See `Folder`. A file is durable as soon as the store has accepted it.
 
     Args:
         files: the fsspec file system.
-        root: the folder's path in it.
-        path: its URL.
+        root: the folder's path in that file system.
+        path: the folder's URL.
     """
 
     def __init__(self, files: Any, root: str, path: str) -> None:
@@ -27,8 +27,10 @@ class RemoteFolder(Folder):
 
     @classmethod
     def at(cls, url: str) -> RemoteFolder:
-        """Return the folder at a URL. Raise `CheckpointError` if its protocol is unknown or needs a package that is not
-        installed."""
+        """Return the folder at a URL.
+
+        Raise `CheckpointError` if its protocol is unknown or needs a package that is not installed.
+        """
         with _errors("open", url):
             import fsspec
 
@@ -70,7 +72,7 @@ class RemoteFolder(Folder):
 
     def replace(self, name: str, content: bytes) -> FileSeal:
         with _errors("write", f"{self.path}/{name}"):
-            # One request: a file that is opened becomes visible only when it is closed.
+            # This takes one request. A file that is opened becomes visible only when it is closed.
             self._files.pipe_file(self._at(name), content)
         return FileSeal(len(content), hashlib.sha256(content).hexdigest())
 
@@ -88,14 +90,14 @@ class RemoteFolder(Folder):
             self._files.rmdir(self._root)
 
     def sync(self) -> None:
-        """Do nothing: a name is durable once its file is."""
+        """Do nothing, because in a store a file's name is durable as soon as the file is."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{plain_name(self.path, name)}"
 
     def _listed(self) -> list[dict[str, Any]]:
         with _errors("read", self.path):
-            self._files.invalidate_cache()  # other ranks write there too
+            self._files.invalidate_cache()  # other ranks write to this folder too
             try:
                 found = self._files.ls(self._root, detail=True)
             except FileNotFoundError:
@@ -105,7 +107,7 @@ class RemoteFolder(Folder):
 
 @contextlib.contextmanager
 def _errors(verb: str, path: str) -> Iterator[None]:
-    """Convert any error of a store, such as botocore's, aiohttp's or a timeout, to a `CheckpointError`."""
+    """Convert any error of a store to a `CheckpointError`, whichever library raises it, such as botocore or aiohttp."""
     try:
         yield
     except CheckpointError:

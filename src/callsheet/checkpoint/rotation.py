@@ -1,8 +1,8 @@
 """Checkpoint rotation: which checkpoints to keep.
 
-Every callback that requested a checkpoint has a claim on it, under its own name, and keeps its newest claims only. A checkpoint
-is deleted when its last claim is dropped, so one that was also requested by a callback that never drops claims is kept for good.
-The claims are in `ctx.user_state`, so a resume restores them.
+Every callback that requested a checkpoint has a claim on it, under its own name, and keeps only its newest claims. A checkpoint
+is deleted when its last claim is dropped. So a checkpoint that was also requested by a callback which never drops claims is never
+deleted. The claims are in `ctx.user_state`, so a resume restores them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _CLAIMS = "checkpoint_claims"  # in `ctx.user_state`: for each checkpoint, oldes
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If `ctx.checkpoint` was requested under the name `by`, add a claim, and drop claims beyond `keep`. Return whether it was.
+    """If `ctx.checkpoint` was requested under the name `by`, add a claim, and drop the claims beyond `keep`.
 
-    Claims on checkpoints that are not finite are dropped first, so that they do not displace good ones, then the oldest. With
-    `keep=None` no claim is dropped.
+    Return whether it was requested under that name.
+
+    Claims on checkpoints that are not finite are dropped first, so that they do not push out good ones. After them, the oldest
+    are dropped. With `keep=None` no claim is dropped.
     """
     info = ctx.checkpoint
     if info is None or by not in info.requested_by:
@@ -40,13 +42,16 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
 
 
 def held_by(ctx: Context, by: str) -> list[str]:
-    """Return the checkpoints claimed under the name `by`, oldest first, without those that were deleted by hand."""
+    """Return the checkpoints that are claimed under the name `by`, oldest first.
+
+    Checkpoints that were deleted by hand are left out.
+    """
     claims: dict[str, dict[str, Any]] = ctx.user_state.get(_CLAIMS, {})
     return [name for name, claim in claims.items() if by in claim["by"] and open_folder(_path(ctx, name)).is_folder()]
 
 
 def forget(ctx: Context) -> None:
-    """Drop all claims: they belong to another run."""
+    """Drop all claims, because they belong to another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 
@@ -56,7 +61,10 @@ def is_of_run(ctx: Context, path: str) -> bool:
 
 
 def _name(ctx: Context, path: str) -> str:
-    """Return the path relative to the run's checkpoint folder, which may move; absolute if it is outside."""
+    """Return the path relative to the run's checkpoint folder, because that folder may move.
+
+    A path outside the folder is returned as absolute.
+    """
     return _whole(path).removeprefix(f"{_whole(ctx.run.checkpoints)}/")
 
 

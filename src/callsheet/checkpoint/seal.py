@@ -1,8 +1,8 @@
-"""The seal of a checkpoint: `manifest.json`, written last. A folder without a manifest is not a checkpoint.
+"""The seal of a checkpoint is the file `manifest.json`, which is written last. A folder without it is not a checkpoint.
 
 The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
-begins with the digest of all its following bytes, so that any change is detected. It is written in place after all files are
-durable: an incomplete manifest is invalid, and no rename is needed (object stores have none).
+begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
+durable. No rename is needed, which object stores do not have, because an incomplete manifest is invalid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _MANY_RANKS = 1 << 24
 
 
 class Unsealed(CheckpointError):
-    """There is no manifest, or it does not match its own digest: what a killed writer leaves. The folder is not a checkpoint."""
+    """The folder has no manifest, or one that does not match its own digest, so it is not a checkpoint.
+
+    A killed writer leaves such a folder.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info` as it will be read back. Raise `CheckpointError` if it is not plain data, or holds a tensor."""
+    """Return a copy of `info` as it will be read back. Raise `CheckpointError` if it is not plain data or contains a tensor."""
     document, tensors = flatten(dict(info))
     if tensors:
         raise CheckpointError(f"info.{next(iter(tensors))}: a manifest cannot hold a tensor; give its .item()")
@@ -66,7 +69,7 @@ def write_seal(
 ) -> Seal:
     """Write the manifest, which makes `folder` a checkpoint. All files must be written and durable.
 
-    `info` may hold everything that `plain.flatten` accepts, except tensors. With `replace`, an existing manifest is replaced
+    `info` may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an existing manifest is replaced
     atomically.
 
     Raises `CheckpointError` if the folder is sealed already, a file is missing or has another size, or the disk reports an error.
@@ -80,7 +83,7 @@ def write_seal(
         1:
     ].encode()
     content = b'{"sha256": "%s",' % hashlib.sha256(body).hexdigest().encode() + body
-    folder.sync()  # the files' directory entries, before the manifest lists them
+    folder.sync()  # make the files' directory entries durable before the manifest lists them
     if replace:
         folder.replace(MANIFEST, content)
     else:
@@ -90,9 +93,9 @@ def write_seal(
 
 
 def manifest_of(folder: Folder) -> Seal:
-    """Return the manifest, checked against its own digest, but not against the files.
+    """Return the manifest. It is checked against its own digest, but not against the files.
 
-    Raises `Unsealed` if there is no valid one, and `CheckpointError` if it cannot be read or parsed.
+    Raises `Unsealed` if there is no valid manifest, and `CheckpointError` if it cannot be read or parsed.
     """
     try:
         with folder.open(MANIFEST) as file:
@@ -102,7 +105,7 @@ def manifest_of(folder: Folder) -> Seal:
             raise Unsealed(
                 f"{folder.path} is not a checkpoint: it has no {MANIFEST}, so its writer never finished; use another"
             ) from None
-        raise  # it may exist: a temporary disk error must not make the checkpoint look abandoned
+        raise  # the manifest may exist; after a temporary disk error, the checkpoint must not look abandoned
     parts = _SEALED.fullmatch(content)
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")
@@ -113,7 +116,9 @@ def manifest_of(folder: Folder) -> Seal:
 
 
 def seal_of(folder: Folder) -> Seal:
-    """Return the manifest, checked against the files: all exist, are regular, and have the right size (digests are not checked).
+    """Return the manifest, checked against the files.
+
+    All files must exist, be regular files, and have the right size. Digests are not checked.
 
     Raises `CheckpointError` with the reason if the checkpoint is not valid.
     """

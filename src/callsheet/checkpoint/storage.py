@@ -1,4 +1,4 @@
-"""The folder interface that stores a checkpoint's files, on this machine or through fsspec."""
+"""The interface of a folder that stores a checkpoint's files, on this machine or through fsspec."""
 
 from __future__ import annotations
 
@@ -24,47 +24,55 @@ class FileSeal:
 
 
 class Folder(Protocol):
-    """A folder and the files directly in it. Errors are `CheckpointError`s with the file, the reason and a hint."""
+    """A folder, and the files directly in it.
+
+    Errors are `CheckpointError`s that name the file and give the reason and a hint.
+    """
 
     path: str
     """The path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
-        """Return the folder `name` in it, which need not exist."""
+        """Return the folder `name` inside this one. It need not exist."""
 
     def parent(self) -> Folder:
-        """Return its parent folder."""
+        """Return the parent folder."""
 
     def is_folder(self) -> bool:
-        """Return whether it exists and is not a link."""
+        """Return whether the folder exists and is not a link."""
 
     def entries(self) -> dict[str, int | None]:
-        """Return everything in it by name: the size of a regular file in bytes, None for anything else. Empty if it does not
-        exist."""
+        """Return everything in the folder by name: the size in bytes for a regular file, None for anything else.
+
+        The result is empty if the folder does not exist.
+        """
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in it, without links. Empty if it does not exist."""
+        """Return the names of the folders inside this one. Links are left out.
+
+        The result is empty if the folder does not exist.
+        """
 
     def make(self) -> None:
-        """Create it, and its parents."""
+        """Create the folder and its parents."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> FileSeal:
-        """Write a new file, durably, and return its seal. If that fails, remove what was written."""
+        """Write a new file durably, and return its seal. If writing fails, remove what was written."""
 
     def replace(self, name: str, content: bytes) -> FileSeal:
-        """Replace a file atomically: a reader sees either the old or the new one."""
+        """Replace a file atomically, so that a reader sees either the old or the new one."""
 
     def open(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a regular file for reading. Links are not followed, and pipes do not block."""
+        """Open a regular file for reading. Links are not followed, and a pipe does not make this wait."""
 
     def remove(self, name: str) -> None:
-        """Remove an entry with everything in it."""
+        """Remove an entry and everything in it."""
 
     def remove_itself(self) -> None:
-        """Remove the empty folder."""
+        """Remove the folder, which must be empty."""
 
     def sync(self) -> None:
-        """Make its directory entries durable."""
+        """Make the folder's entries durable."""
 
 
 def plain_name(folder: str, name: str) -> str:
@@ -75,7 +83,7 @@ def plain_name(folder: str, name: str) -> str:
 
 
 def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
-    """Yield the chunks and compute their digest; at the end, append the seal to `seal`."""
+    """Yield the chunks and compute their digest. At the end, append the seal to the list `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk)
@@ -94,12 +102,12 @@ def measure(folder: Folder, name: str) -> FileSeal:
 
 
 def verify(folder: Folder, name: str, expected: FileSeal) -> None:
-    """Check the digest of a sealed file, reading it piece by piece. Raise `CheckpointError` if it has changed."""
+    """Check the digest of a sealed file by reading it piece by piece. Raise `CheckpointError` if the file has changed."""
     _compare(folder, name, measure(folder, name), expected)
 
 
 def read_verified(folder: Folder, name: str, expected: FileSeal) -> bytes:
-    """Return the content of a sealed file. It is read once, so the returned bytes are those that were checked."""
+    """Return the content of a sealed file. The file is read only once, so the returned bytes are the ones that were checked."""
     with folder.open(name) as file:
         content = file.read(expected.size_bytes + 1)
     _compare(folder, name, FileSeal(len(content), hashlib.sha256(content).hexdigest()), expected)

@@ -1,8 +1,8 @@
-"""Tensor files: safetensors, written one tensor at a time, and read in parts.
+"""Tensor files in the safetensors format. They are written one tensor at a time, and can be read in parts.
 
 The library's `save_file` and `safe_open` are not used. `save_file` needs all tensors in host memory at once, reports a full disk
-only as text, makes files that only their owner can read, renames, and writes dtypes (F8_E8M0, F4) that its own reader rejects.
-`safe_open` reads only from this machine's disks.
+only as text, makes files that only their owner can read, renames files, and writes dtypes (F8_E8M0, F4) that its own reader
+rejects. `safe_open` reads only from this machine's disks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callsheet.checkpoint.ranks import RankGroup
 from callsheet.checkpoint.storage import FileSeal, Folder
 from callsheet.errors import CheckpointError
 
-DTYPES = {  # those that the safetensors library can read
+DTYPES = {  # the dtypes that the safetensors library can read
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -45,15 +45,15 @@ DTYPES = {  # those that the safetensors library can read
 }
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
-_LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
-# Bytes. A piece stays in the CPU cache while it is checked, digested and written. Each of these steps takes the interpreter lock
-# once, which may wait for training: smaller pieces would wait more often.
+_LONGEST_HEADER = 100_000_000  # bytes; this is also the library's limit
+# The unit is bytes. A piece of this size stays in the CPU cache while it is checked, digested and written. Each of these
+# operations acquires the interpreter lock once, and may have to wait for training; smaller pieces would wait more often.
 _PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file; `start` is the position of its first byte in the file."""
+    """One tensor in a file. `start` is the position of its first byte."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -69,12 +69,13 @@ def write_tensors(
     data: Iterable[Tensor] | None = None,
     look: Callable[[str, Tensor], None] | None = None,
 ) -> FileSeal:
-    """Write `tensors` to the new safetensors file `name`, durably. This needs host memory for only one tensor at a time.
+    """Write `tensors` durably to the new safetensors file `name`. Only one tensor at a time is copied to host memory.
 
     Args:
         metadata: strings for the file's header.
-        data: the tensors in the order of `file_order`, if each is to be made only when it is written.
-        look: called with the name and each piece of a tensor, flat and on the CPU, before the piece is written.
+        data: an iterable of the tensors in the order of `file_order`; given if each tensor should be made only when it is
+            written.
+        look: called with the name and each piece of a tensor before that piece is written. Pieces are flat and on the CPU.
 
     Raises `CheckpointError` if the disk reports an error. `check_storable` checks what a file can hold.
     """
@@ -100,13 +101,16 @@ def write_tensors(
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names sorted by the size of their dtypes, largest first, so that each tensor is aligned in a memory-mapped
-    file."""
+    """Return the names sorted by the size of their dtypes, largest first.
+
+    In this order, each tensor is aligned in a memory-mapped file.
+    """
     return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for a tensor that a file cannot hold: sparse, quantized, meta, complex128, or a subclass.
+    """Raise `CheckpointError` for a tensor that a file cannot hold: one that is sparse, quantized, meta, complex128, or of a
+    subclass.
 
     For a DTensor, pass the local part.
     """
@@ -124,7 +128,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
     """Return the tensors in a safetensors file of `size_bytes`; `source` is its name for error messages.
 
-    Raises `CheckpointError` unless the entries fill the file without gaps, each with the bytes that its dtype and size need.
+    Raises `CheckpointError` unless the entries fill the file without gaps and each has as many bytes as its dtype and size need.
     """
     try:
         length = int.from_bytes(file.read(8), "little")
@@ -149,47 +153,51 @@ def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry
 
 
 def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
-    """Fill `rows`, contiguous on the CPU, with a tensor's rows from `start` on; a tensor without dimensions is read whole."""
+    """Fill `rows`, which is contiguous and on the CPU, with a tensor's rows from `start` on.
+
+    A tensor without dimensions is read whole.
+    """
     file.seek(entry.start + start * math.prod(entry.size[1:]) * entry.dtype.itemsize)
     memory = memory_of(rows)
     while memory:
-        got = file.readinto(memory)  # type: ignore[attr-defined]  # all files that we open have it
+        got = file.readinto(memory)  # type: ignore[attr-defined]  # all files that callsheet opens have this method
         if not got:
             raise EOFError("the file ends too early")
         memory = memory[got:]
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU. The tensor must outlive it."""
+    """Return the memory of a contiguous tensor on the CPU. The tensor must be kept alive as long as the memory is used."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: the shard of a DTensor, or the whole of any other."""
+    """Return this rank's part of a tensor: the shard of a DTensor, or the whole of any other tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
-    """Return whether no floating-point or complex tensor holds NaN or infinity, on any rank of `group`. With a group it is a
-    collective.
+    """Return whether all floating-point and complex tensors are free of NaN and infinity, on all ranks of `group`.
 
-    Of a DTensor each rank checks its shard. Waits once per device, whatever the number of tensors.
+    With a group this is a collective.
+
+    Each rank checks its own shard of a DTensor. This waits once for each device, whatever the number of tensors.
     """
     parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             part = local_part(tensor)
-            parts[part.device].append(part.float() if part.itemsize == 1 else part)  # float8 has no sum and no isfinite
+            parts[part.device].append(part.float() if part.itemsize == 1 else part)  # float8 supports neither sum nor isfinite
     return RankGroup(group).all(all(map(_are_finite, parts.values())))
 
 
 def _are_finite(parts: list[Tensor]) -> bool:
-    """Return whether all elements are finite; all parts must be on one device.
+    """Return whether all elements are finite. All parts must be on one device.
 
-    A finite sum implies finite elements, and takes a tenth of the time of `isfinite`. A sum of finite numbers can overflow, so a
-    sum that is not finite is followed by `isfinite`.
+    If the sum is finite, all elements are, and computing it takes a tenth of the time of `isfinite`. The sum of finite numbers
+    can overflow, so if the sum is not finite, `isfinite` decides.
     """
     sums = [part.sum(dtype=torch.float32 if part.itemsize == 2 else None) for part in parts]
     if len(sums) == 1 and cmath.isfinite(sums[0].item()):

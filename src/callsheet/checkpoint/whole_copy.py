@@ -1,4 +1,4 @@
-"""Copies a model to host memory, also one that is sharded over the ranks."""
+"""Copies a model to host memory. The model may be sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use
 
 @torch.no_grad()
 def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
-    """Return a full copy of `model` on the CPU; the model is unchanged. If it is sharded, this is a collective that every rank
-    must call.
+    """Return a full copy of `model` on the CPU. The model is unchanged.
 
-    It needs no more device memory than for one gathered tensor. The copy of a sharded model has the modules' original classes,
-    and of their forward hooks only the user's.
+    If it is sharded, this is a collective that every rank must call.
+
+    It needs device memory for only one gathered tensor. In the copy of a sharded model, the modules have their original classes,
+    and only those forward hooks that the user added.
 
     Args:
-        keep: whether this rank gets the copy; if False, it only takes part, and gets None.
+        keep: whether this rank gets the copy. If False, the rank only takes part in the collective, and gets None.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # so that the modules hold their shards
+    for module in sharded:  # then the modules hold their shards, not gathered parameters
         module.reshard()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -40,7 +41,7 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
 
 
 def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Do what `copy.deepcopy` does, which sharded modules do not support, without the attributes that make them sharded."""
+    """Copy a sharded model, which `copy.deepcopy` does not support. The attributes that make it sharded are left out."""
     copies = [(module, _unsharded(type(module))) for module in model.modules()]
     made = [(module, kind.__new__(kind)) for module, kind in copies]
     memo.update((id(module), empty) for module, empty in made)
@@ -64,6 +65,8 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether it is a hook of torch's or of ours that synchronizes ranks: in a copy on one rank it would wait for the
-    others."""
+    """Return whether the hook is one of torch or callsheet that synchronizes ranks.
+
+    In a copy on one rank, it would wait for the other ranks.
+    """
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "callsheet."))

@@ -1,4 +1,4 @@
-"""Writes checkpoints, on all ranks together."""
+"""Writes checkpoints. All ranks write together."""
 
 from __future__ import annotations
 
@@ -41,33 +41,34 @@ def write_checkpoint(
     check_owner: Callable[[], None] | None = None,
     is_good: Check | None = None,
 ) -> Seal:
-    """Write a checkpoint to the folder `path`, and seal it with `info`. A collective over `group`.
+    """Write a checkpoint to the folder `path`, and seal it with `info`. This is a collective over `group`.
 
-    What a killed writer left at `path` is cleared first. An existing checkpoint is an error; with `overwrite` it remains readable
-    until the new one is sealed, and is then removed.
+    What a killed writer left at `path` is removed first. If a checkpoint exists there, this is an error. With `overwrite`, the
+    existing one can be read until the new one is sealed, and is then removed.
 
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`; the same storage on all ranks.
-        shared: a tree that is the same on all ranks. Each of its tensors is written once; of a DTensor every rank writes its
-            shard.
+        shared: a tree that is the same on all ranks. Each of its tensors is written once; for a DTensor, every rank writes its
+            own shard.
         local: this rank's own tree.
-        info: rank 0's is written to the manifest.
+        info: the data for the manifest; only that of rank 0 is used.
         group: a gloo group; None for one process.
-        check_owner: called on rank 0 before anything is cleared, and again before the checkpoint is committed; it raises if
-            another process has taken over the run. Nothing is written or removed after that.
-        is_good: called with the name and the flat pieces of every shared tensor as it is written, each on one rank only. `info`
-            then gets the entry `is_finite`: True if every call returned True, on all ranks, and `info` did not already say False.
+        check_owner: called on rank 0 before anything is removed, and again before the checkpoint is committed. It raises if
+            another process has taken over the run; nothing is written or removed after that.
+        is_good: called with the name and the flat pieces of every shared tensor while it is written, for each piece on one rank
+            only. `info` then gets the entry `is_finite`. It is True if all calls on all ranks returned True and `info` did not
+            already say False.
 
-    Raises `CheckpointError` on all ranks if one of them fails: the state is not plain data, `path` holds anything else, or the
-    disk reports an error. Nothing of the new checkpoint remains then. Raises `RankLost` if a rank is lost: the next writer clears
-    what remains.
+    Raises `CheckpointError` on all ranks if one of them fails, because the state is not plain data, `path` holds other files, or
+    the disk reports an error. Nothing of the new checkpoint is left then. Raises `RankLost` if a rank is lost; the next writer
+    then removes what is left.
     """
     ranks = RankGroup(group)
     return Writing(path, ranks, overwrite, check_owner, is_good).run(lambda: Draft.of(shared, local, info, ranks.rank))
 
 
 class Writing:
-    """The writing of one checkpoint, on one rank."""
+    """The work of writing one checkpoint, on one rank."""
 
     def __init__(
         self,
@@ -85,12 +86,15 @@ class Writing:
         self._is_bad_here = False
         self._draft: Draft
         self._folder: Folder
-        self._index: Json  # this and the following are used on rank 0
+        self._index: Json  # this and the following attributes are used only on rank 0
         self._old: Seal | None = None
         self._is_to_clear = False
 
     def run(self, draft: Callable[[], Draft]) -> Seal:
-        """Write and seal. A collective. An error that `draft` raises on one rank is raised on all."""
+        """Write and seal the checkpoint. This is a collective.
+
+        An error that `draft` raises on one rank is raised on all ranks.
+        """
         try:
             names, mine = self._ranks.exchange(lambda: self._plan(draft), self._assign)
             return self._ranks.exchange(lambda: self._write(names, mine), self._seal)
@@ -109,7 +113,10 @@ class Writing:
         return self._draft.plan()
 
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
-        """Rank 0: choose the file names, and each rank's tensors. DCP distributes the tensors that several ranks hold."""
+        """On rank 0, choose the file names and the tensors that each rank writes.
+
+        DCP divides among the ranks the tensors that several of them hold.
+        """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         assigned, _ = planner.create_global_plan(_fitting(plans))
         self._check_owner()
@@ -122,7 +129,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files. Return them, and whether all that it wrote was good."""
+        """Write this rank's files. Return them, and whether all tensors in them were good."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -136,12 +143,12 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Check a piece that is written, unless an earlier one was not good."""
+        """Check a piece that is being written, unless an earlier piece was not good."""
         if self._is_good is not None and not self._is_bad_here and name.startswith(SHARED):
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED), piece)
 
     def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
-        """Rank 0: seal what all ranks have written."""
+        """On rank 0, seal what all ranks have written."""
         files = {name: file for by_rank, _ in written for name, file in sorted(by_rank.items())}
         info, replaces = self._draft.info, self._old is not None
         if self._is_good is not None:
@@ -149,15 +156,15 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        with contextlib.suppress(CheckpointError):  # it is committed; the next writer clears what remains of the old one
+        with contextlib.suppress(CheckpointError):  # the new one is committed; the next writer removes the rest of the old one
             clear(self._folder)
         return [sealed] * self._ranks.size
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans without the names that rank 0 does not know. Raise `CheckpointError` if the shared trees differ.
+    """Return the plans without names that rank 0 does not know. Raise `CheckpointError` if the shared trees differ.
 
-    The document is rank 0's. A rank with an empty shard cannot detect tied DTensors, and plans all of them.
+    The document is that of rank 0. A rank whose shard is empty cannot detect tied DTensors, so its plan contains all of them.
     """
     shared = {item.index.fqn: _data(item) for item in plans[0].items}
 

@@ -252,13 +252,16 @@ class LaneSet:
         return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
-        """Copy the state of a callback from its old lane to its new one."""
+        """Copy the state of a callback from its old lane to its new lane."""
         states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
 
     def _state_deadline(self, registration: Registration) -> float:
-        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`; few if its lane has hung before."""
+        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`.
+
+        They are few if its lane has hung before.
+        """
         lane = self._lanes.get(registration)
         own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
         return min(
@@ -272,7 +275,7 @@ class LaneSet:
 
 
 def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
-    """Return whether both are the same callback, in whatever lane, or the same function."""
+    """Return whether both are the same function, or the same callback even if in different lanes."""
     if isinstance(one, Callback) and isinstance(other, Callback):
         return inner(one) is inner(other)
     return one == other
@@ -286,7 +289,7 @@ def _log_not_ready(registration: Registration, error: Exception) -> None:
 
 
 def _is_logger(registration: Registration) -> bool:
-    """Return whether the callback is a logger: it takes tables, images, files or hyperparameters."""
+    """Return whether the callback is a logger, which means that it has a method for tables, images, files or hyperparameters."""
     thing = inner(registration.thing) if isinstance(registration.thing, Callback) else None
     methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
     return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)

@@ -46,7 +46,7 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks."""
+        """Whether `wait` would return at once. This never waits."""
         # torch's FakeWork never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
@@ -287,7 +287,7 @@ class _Notes:
         """Return `act()`, a call that uses the store.
 
         Raises:
-            TimeoutError: the store does not answer, or did not answer earlier.
+            TimeoutError: the store does not answer, or failed to answer an earlier call.
             RuntimeError: the store has ended.
         """
         if self.is_silent:

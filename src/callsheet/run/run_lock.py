@@ -8,10 +8,10 @@ time, and the last heartbeat.
 How a run acquires the lock:
 
 1. List the claims. If there are none, the next number is 1. If the claim with the highest number belongs to a process that is
-  gone, the next number is one more. Otherwise the run is in use.
+   gone, the next number is one more. Otherwise the run is in use.
 2. Create the file of the next number with `O_EXCL`. Only one of several waiters succeeds; the others start again at 1.
 3. Read all other claims again. If one of them has changed since the first step, withdraw the new claim and start again: the old
-  owner may have released its claim in the meantime, and another process may have begun with number 1.
+   owner may have released its claim in the meantime, and another process may have begun with number 1.
 4. Delete the older claims.
 
 A process that makes a claim never removes or overwrites an owner's file before its own file exists. So two processes cannot both
@@ -82,9 +82,9 @@ class Claim:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the claim belongs to a process of this machine that is gone.
+        """Whether the claim's process is known to run.
 
-        False for other machines, whose processes cannot be seen.
+        It is if it runs on this machine, or if it has written a heartbeat recently by this machine's clock.
         """
         if self.machine_id == machine_id():
             return not self.is_of_dead_process
@@ -92,16 +92,19 @@ class Claim:
 
     @property
     def is_of_dead_process(self) -> bool:
-        """Whether a process of this machine made it that is gone; False for other machines, whose processes are unknown."""
+        """Whether the claim belongs to a process of this machine that is gone.
+
+        False for other machines, whose processes cannot be seen.
+        """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # this process, or what it was before an `exec`
+        if self.pid == os.getpid():  # this process, which may have called `exec` since
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
 
 def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that owns the run in `folder`; None if nobody does, or if it cannot be read. Reads only."""
+    """Return the claim that owns the run in `folder`; None if there is none or it cannot be read. This writes nothing."""
     try:
         path = _path_of(Path(os.path.abspath(folder)))
         numbers = [int(name) for name in os.listdir(path) if name.isdecimal()]
@@ -118,8 +121,8 @@ def _path_of(folder: Path) -> Path:
 class RunLock:
     """The lock of one run's folder, for one run of this process.
 
-    A second run of the same process takes the lock over without waiting if the first one is not busy; the first one has then lost it. This
-    happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
+    If the first run of a process is not busy, a second run of the same process takes its lock over without waiting, and the first
+    run loses it. This happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
 
     In a process that was forked from the owner's process, every method does nothing.
 
@@ -149,7 +152,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run owned its folder at the last check; `check` reads the claims again."""
+        """Whether this run owned its folder at the last check. To check now, call `check`, which reads the claims again."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -159,7 +162,7 @@ class RunLock:
 
     @property
     def was_acquired(self) -> bool:
-        """Whether this run owns its folder, or has lost it."""
+        """Whether this run owns its folder, or owned it and lost it."""
         return self._ownership is not None or bool(self._lost)
 
     def acquire(self, timeout: float) -> None:
@@ -177,7 +180,10 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock if it is free, else return its owner. Does not wait for the owner. Raises `OSError` as `acquire` does."""
+        """Acquire the lock if it is free; otherwise return its owner.
+
+        This does not wait for the owner. Raises `OSError` as `acquire` does.
+        """
         with _registry:
             holder = _held.get(str(self._path))
             if holder is self:
@@ -215,7 +221,7 @@ class RunLock:
         return message
 
     def check(self) -> None:
-        """Raise if another run has taken over the folder; do nothing if the lock was never acquired.
+        """Raise if another run has taken over the folder. If this run never acquired the lock, do nothing.
 
         Raises:
             RunLockLostError: this process was suspended or disconnected for too long, and another one trains in the folder.
@@ -231,7 +237,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the folder; may be called twice."""
+        """Release the lock of the folder. This may be called twice."""
         if os.getpid() != self._pid:
             return
         with _registry:
@@ -258,7 +264,7 @@ class RunLock:
             self._on_loss()
 
     def _claim(self) -> Owner | None:
-        """Run one round of the protocol in the module's docstring."""
+        """Carry out one round of the protocol in the module's docstring."""
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
@@ -305,7 +311,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a lock; `claim` is None if it cannot be read yet."""
+    """The owner of a lock. `claim` is None if it cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -325,7 +331,7 @@ class _Ownership:
         self._file = path / str(number)
         self._number = number
         self._descriptor = descriptor
-        self._created = created  # folders that were created for it
+        self._created = created  # folders that were created for the claim
         self._is_over = threading.Event()
         self._has_warned = False
         self._thread: threading.Thread | None = None
@@ -336,7 +342,7 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # Remove a claim that did not get the lock.
+        os.fsync(self._descriptor)  # so that other machines see it
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
@@ -358,7 +364,7 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Remove a claim that did not win."""
+        """Remove a claim that did not get the lock."""
         os.close(self._descriptor)
         self._remove()
 
@@ -368,7 +374,7 @@ class _Ownership:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(
                 HEARTBEAT_SECONDS
-            )  # it may hang in a file system that does not answer; then it keeps its descriptor
+            )  # the thread may hang in a file system that does not answer; it then keeps its descriptor
             if self._thread.is_alive():
                 return
         os.close(self._descriptor)
@@ -380,7 +386,7 @@ class _Ownership:
         _tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # another process waits there
+        with contextlib.suppress(OSError):  # the folder is not empty while another process waits
             self._path.rmdir()
             for folder in reversed(self._created):
                 folder.rmdir()
@@ -428,7 +434,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def machine_id() -> str:
-    """Return an id of the machine's process-id namespace. The host name alone is not enough, since containers share names."""
+    """Return an id of the machine's process-id namespace.
+
+    The host name is not enough, because containers may have the same name.
+    """
     return _machine_id()
 
 
@@ -445,9 +454,12 @@ def _machine_id() -> str:
 
 
 def process_started(pid: int) -> str:
-    """Return the start time of a process of this machine, in the system's own count; empty if there is no such process.
+    """Return the start time of a process of this machine, in the system's own unit.
 
-    Outside Linux, where there is no such count, the result is the same for every living process, so a reused process id looks alive.
+    Return an empty string if there is no such process.
+
+    Outside Linux, where this time is not available, the result is the same for every living process, so a reused process id looks
+    alive.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -471,7 +483,7 @@ def _new_claim() -> Claim:
 
 
 def _created(path: Path, folders: list[Path]) -> int | None:
-    """Create a file and the folders above it, and return its descriptor; return None if the file exists already."""
+    """Create a file and the folders above it, and return its descriptor. Return None if the file already exists."""
     for _ in range(100):
         missing = path.parent
         new: list[Path] = []
@@ -509,7 +521,7 @@ def _claims(path: Path) -> dict[int, bytes]:
 
 
 def _parsed(content: bytes) -> Claim | None:
-    """Return the claim, or None for a file that is only half written, or not ours."""
+    """Return the claim. Return None for a file that is only half written, or was not written by callsheet."""
     try:
         return Claim(**json.loads(content))
     except (ValueError, TypeError, RecursionError):

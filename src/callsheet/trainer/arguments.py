@@ -1,8 +1,9 @@
-"""Checks of the Trainer's arguments, before anything runs. Every error names the argument and says what to do."""
+"""Checks of the Trainer's arguments, before a run begins. Every error names the argument and says what to do."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 import time
@@ -31,8 +32,18 @@ _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callback
 
 
 def duration(given: str | int | Time, epochs_per_round: int | None, argument: str = "max_duration") -> Time:
-    """Return how long to train. Reject a number without a unit: some frameworks would count epochs, others batches."""
+    """Return how long to train.
+
+    A number without a unit is rejected, because some frameworks would count epochs and others batches.
+    """
     bare = str(given).strip()
+    if not isinstance(given, (Time, bool)) and re.fullmatch(r"\d+\.\d*", bare):
+        whole, _, fraction = bare.partition(".")
+        if fraction.strip("0"):
+            raise ConfigError(
+                f"{argument}={given!r} has no unit: give whole epochs, such as '3ep', or whole batches, such as '3ba'"
+            )
+        bare = whole
     if not isinstance(given, (Time, bool)) and bare.isdecimal() and int(bare):
         raise ConfigError(f"{argument}={given!r} has no unit: give '{bare}ep' for epochs, or '{bare}ba' for batches")
     try:
@@ -47,7 +58,7 @@ def duration(given: str | int | Time, epochs_per_round: int | None, argument: st
 
 
 def log_boundary(given: str | int | Time) -> Interval:
-    """Return how often a record is made. Only units that advance between log boundaries are valid."""
+    """Return how often a metrics record is made. Only units that advance between log boundaries are valid."""
     every = Interval.of("log_interval", given)
     if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
         raise ConfigError(
@@ -59,11 +70,12 @@ def log_boundary(given: str | int | Time) -> Interval:
 def check_same_on_all_ranks(
     world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
-    """Raise ConfigError if arguments differ between the ranks, which would later wait for each other in different places. A
-    collective.
+    """Raise ConfigError if arguments differ between the ranks. This is a collective.
 
-    Arguments that are not plain values must be given on all ranks or on none. Callbacks that need all ranks must be on all of
-    them.
+    Ranks with different arguments would later wait for each other in different places.
+
+    Arguments that are not plain values must be given on all ranks or on none. A callback that needs all ranks must be given on
+    every rank.
     """
     here = {name: _text_of(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
     here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])
@@ -87,8 +99,7 @@ def _text_of(value: Any) -> str:
 
 
 def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a progress bar, as a list of one, if stderr is a terminal and no callback shows progress already; else an empty
-    list."""
+    """Return a list with a progress bar if stderr is a terminal and no callback shows progress already; otherwise an empty list."""
     if not is_wanted or ranks.rank != 0 or not sys.stderr.isatty() or any(map(_shows_progress, callbacks)):
         return []
     return [ProgressBarLogger()]
@@ -96,12 +107,12 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # for a guest, the class of the other framework
+    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # for a guest, use the class of the other framework's callback
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
 
 def check_run_name(run_name: str | None, resume: object) -> None:
-    """Raise ConfigError for a name that cannot be a folder's, or for `resume="auto"` without a name."""
+    """Raise ConfigError for a name that cannot be used for a folder, or for `resume="auto"` without a name."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
     if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
@@ -111,7 +122,10 @@ def check_run_name(run_name: str | None, resume: object) -> None:
 
 
 def new_name() -> str:
-    """Return a name for a run without one: the time, and random digits, since two runs may begin within a second."""
+    """Return a name for a run that was given none.
+
+    It is the time with random digits, because two runs may begin within a second.
+    """
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -123,7 +137,7 @@ def run_info(
     device: torch.device,
     config: Mapping[str, Any] | None,
 ) -> RunInfo:
-    """Return what is known of a run before it begins."""
+    """Return what is known about a run before it begins."""
     return RunInfo(
         name,
         config=dict(config or {}),
@@ -136,7 +150,10 @@ def run_info(
 
 
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
-    """Return the device of this rank: `auto` is CUDA if there is any; `cuda` among several ranks is the rank's own."""
+    """Return the device of this rank.
+
+    `auto` is CUDA if it is available. `cuda` with several ranks is the rank's own device.
+    """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given)
     except RuntimeError as error:
@@ -156,15 +173,15 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
 
 
 def _check_usable(device: torch.device) -> None:
-    """Raise ConfigError if the device cannot be used here."""
+    """Raise ConfigError if the device is not available on this machine."""
     if device.type == "cuda" and torch.cuda.is_available():
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # do not initialize CUDA before the rank's own device is set
+        return  # CUDA must not be initialized before the rank's own device is set
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # AssertionError, RuntimeError, NotImplementedError: it depends on the device
+    except Exception as error:  # the class depends on the device: AssertionError, RuntimeError, NotImplementedError
         why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(
             f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' to use what is available"
@@ -192,7 +209,10 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return the value: None or a number above zero, a whole one if `kind` is int. Raise ConfigError for others."""
+    """Return the value if it is None or a number above zero, which must be whole if `kind` is int.
+
+    Raise ConfigError for any other value.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(value, (int, kind)) or not value > 0:
@@ -201,13 +221,16 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
-    """Return the dataloaders by name; a single one is called `validation`."""
+    """Return the dataloaders by name. A single one is named `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
-    """Return the optimizer, or what its factory makes of the trained parameters. Raise ConfigError if it is unsuitable."""
+    """Return the optimizer, or the one that its factory makes from the trainable parameters.
+
+    Raise ConfigError if it cannot be used.
+    """
     optimizer = given
     if not isinstance(given, Optimizer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -228,7 +251,7 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """Return the scheduler, or what its factory makes of the optimizer. Raise ConfigError if it is unsuitable."""
+    """Return the scheduler, or the one that its factory makes from the optimizer. Raise ConfigError if it cannot be used."""
     if optimizer is None:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given

@@ -1,4 +1,4 @@
-"""Batches: the training data epoch by epoch, the position of a run in it, and moving batches to the device."""
+"""Batches: the training data epoch by epoch, a run's position in the data, and moving batches to the device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from callsheet.trainer.data.strategies import CountSamples
 
 
 class TrainBatches:
-    """The training batches, epoch by epoch, and the position in them, so that a resumed run gets the batches that an unbroken run
-    would.
+    """The training batches, epoch by epoch, and the position in them.
 
-    `callsheet.trainer.data` describes how the ranks share the batches and return to a position. A single process uses its
-    dataloader directly.
+    With the position, a resumed run gets the same batches as a run without interruption.
+
+    `callsheet.trainer.data` describes how the ranks share the batches and how a resumed run returns to a position. A single
+    process uses its dataloader directly.
 
     Args:
         world: the ranks that share the data; None: a single process.
-        seed: of order and augmentation where data is shared; the same on all ranks.
-        shard: False if each rank's dataloader gives its own share already.
+        seed: the seed of order and augmentation if the ranks share the data; the same on all ranks.
+        shard: False if each rank's dataloader already yields only that rank's part of the data.
         count_samples: returns how many samples a batch holds.
     """
 
@@ -42,7 +43,7 @@ class TrainBatches:
     ) -> None:
         self._world = world or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
         self.seed = seed
-        """The seed of order and augmentation; after a resume, that of the resumed run."""
+        """The seed of order and augmentation. After a resume, it is that of the resumed run."""
         self._shard = shard
         self._count_samples = count_samples
         self._loader: Iterable[Any] | None = None
@@ -51,7 +52,7 @@ class TrainBatches:
         self._epoch: Iterator[Any] | None = None  # the current epoch
         self._resumed: Mapping[str, Any] | None = None  # the loaded state, until its epoch begins
         self.taken = 0
-        """How many batches of the current epoch this rank has trained on, fillers included. The loop counts them."""
+        """How many batches of the current epoch this rank has trained on, including fillers. The loop counts them."""
 
     @property
     def loader(self) -> Iterable[Any] | None:
@@ -64,7 +65,7 @@ class TrainBatches:
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
-        """Set the dataloader, or what its factory returns. A collective.
+        """Set the dataloader, or call the factory that returns it. This is a collective.
 
         Raises:
             ConfigError: it cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
@@ -77,7 +78,7 @@ class TrainBatches:
 
     @property
     def length(self) -> int | None:
-        """How many batches a rank takes in an epoch, if that is known."""
+        """How many batches a rank trains on in an epoch, if that is known."""
         return self._sharing.length if self._sharing is not None else None
 
     @property
@@ -86,32 +87,33 @@ class TrainBatches:
         return self._sharing is not None and self._sharing.left(self.taken) == 0
 
     def epoch(self, number: int) -> Iterator[Any]:
-        """Return the batches of epoch `number`, counted from 1, without those already trained on: the dataloader's own iterator
-        or, if data is shared, `SharedBatches`.
+        """Return the batches of epoch `number`, counted from 1, except those that were already trained on.
+
+        They are the dataloader's own iterator or, if the ranks share the data, `SharedBatches`.
 
         Raises:
             ConfigError: the data has changed since the checkpoint, and ends before the checkpoint's position.
         """
         assert self._loader is not None
         assert self._sharing is not None
-        if self._epoch is not None:  # an earlier fit stopped in the middle of it
+        if self._epoch is not None:  # an earlier `fit` stopped in the middle of this epoch
             return self._epoch
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            restore_random_state_of(self._loader, resumed["now"])  # last: opening the data has used them
+            restore_random_state_of(self._loader, resumed["now"])  # last, because opening the data has drawn from them
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
         return self._epoch
 
     def end_epoch(self) -> None:
-        """End the epoch: there is no position in it to return to."""
+        """End the epoch. After this, there is no position in it to return to."""
         self._epoch = None
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random states and the position in the epoch, as plain data and tensors."""
-        if self._resumed is not None:  # no batch has been drawn since
+        if self._resumed is not None:  # no batch has been drawn since the state was loaded
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
         return {
@@ -124,9 +126,9 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to the saved position when the next epoch begins; random states are restored once the data has been opened.
+        """Return to the saved position when the next epoch begins. The random states are restored after the data has been opened.
 
-        The position may come from another world size. The random states are then those of one of its ranks.
+        The position may have been saved with another world size. The random states are then those of one of its ranks.
         """
         self._resumed = state
         self.taken, self.seed = state["taken"], state["seed"]
@@ -164,7 +166,7 @@ class TrainBatches:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device. Containers are copied; objects without a device are returned as they are."""
+    """Return the batch on the device. Containers are copied; objects that have no device are returned unchanged."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):

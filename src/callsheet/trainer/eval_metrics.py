@@ -12,9 +12,10 @@ from callsheet.trainer.tasks import Task
 
 
 class EvalMetrics:
-    """Updates torchmetrics batch by batch, and computes them at the end: a collective, if there are several ranks.
+    """Updates torchmetrics batch by batch, and computes them at the end. With several ranks, the end is a collective.
 
-    A filler counts nothing. A rank that has seen only fillers must still have states of the right types for the other ranks.
+    A filler is not counted. But a rank that has seen only fillers still needs states of the same types as those of the other
+    ranks.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -53,7 +54,10 @@ class EvalMetrics:
 
 
 def _forget(metric: Any) -> None:
-    """Reset a metric, but keep empty tensors in its list states: they show the type, which an empty list would not."""
+    """Reset a metric, but keep empty tensors in its list states.
+
+    They keep the type, which an empty list would lose.
+    """
     for state, default in metric._defaults.items():
         if isinstance(default, list):
             setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])

@@ -1,4 +1,4 @@
-"""Evaluation, test and prediction: the loops that do not train."""
+"""Evaluation, test and prediction: the loops that run the model without training it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Evaluator:
 
     Args:
         dataloader: an iterable of batches, or a function that returns one.
-        interval: how often to evaluate, such as `"500ba"`; also when training ends. A whole number means batches. None: the
-            Trainer's `eval_interval`.
+        interval: how often to evaluate, such as `"500ba"`; an evaluation also runs when training ends. A whole number means
+            batches. None: the Trainer's `eval_interval`.
     """
 
     dataloader: Loader
@@ -45,7 +45,7 @@ class Evaluator:
 
 
 def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
-    """Return the evaluators by name; a single one is called `validation`."""
+    """Return the evaluators by name. A single one is named `validation`."""
     named = given if isinstance(given, Mapping) else {"validation": given}
     for name in named:
         if not isinstance(name, str) or not name or "/" in name:
@@ -60,19 +60,19 @@ def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator
 
 
 class Schedule:
-    """Decides when one evaluator is due: at its interval and at the end of training, at most once per step."""
+    """Decides when one evaluator is due. It is due at its interval and at the end of training, but at most once per step."""
 
     def __init__(self, every: Interval | None) -> None:
         self.every = every
-        self._passed = 0  # how many intervals have been evaluated
+        self._passed = 0  # the number of intervals after which it was evaluated
         self._last_step = 0
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
-        """Return whether to evaluate at the boundary after `step`."""
+        """Return whether the evaluator is due at the boundary after `step`."""
         return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
     def done(self, step: int, state: TrainState) -> None:
-        """Note that it was evaluated."""
+        """Record that the evaluation was done."""
         self._last_step = step
         self._passed = self._index(state)
 
@@ -88,19 +88,19 @@ class Schedule:
 
 
 class Evaluation:
-    """Runs the model over data without training it, and fires the events with a context of its own.
+    """Runs the model over data without training it, and fires the events on a context of its own.
 
-    Mean losses are weighted by the task's weights, the samples or labels of all ranks, and not by batches. Afterwards the random
-    states and the modules' modes are restored, so evaluation does not affect training. A signal ends an evaluation early;
-    datasets that were not finished by then have no results.
+    Mean losses are weighted by the task's weights, which are the samples or labels of all ranks; batches do not count equally.
+    Afterwards the random states and the modules' modes are restored, so evaluation does not affect training. A signal ends an
+    evaluation early, and datasets that are not finished then have no results.
 
     Args:
-        every: the interval of evaluators without their own; None: only on request.
-        module: the module to call in forward.
+        every: the interval for evaluators that have none of their own; None: these are evaluated only on request.
+        module: the module that is called in the forward pass.
     """
 
     is_resumed = True
-    """True: checkpoints hold the evaluation that is due, and a resumed run performs it."""
+    """It is always True: checkpoints store the evaluation that is due, and a resumed run carries it out."""
 
     def __init__(
         self,
@@ -123,8 +123,10 @@ class Evaluation:
         self.schedules: dict[str, Schedule] = {}
         self.ctx = main.sibling(self.metrics)
         self.undone: DueEvaluation | None = None
-        """The evaluation that is due at the current boundary and not done yet. Checkpoints hold it; a resumed run begins with
-        it."""
+        """The evaluation that is due at the current boundary and not done yet.
+
+        Checkpoints store it, and a resumed run begins with it.
+        """
         self._logged: dict[str, float] = {}
         self._every = every
         self._main = main
@@ -135,14 +137,14 @@ class Evaluation:
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
-        self._may_be_called_off = False  # False for evaluations that the user calls
+        self._may_be_called_off = False  # False for evaluations that the user calls directly
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
         self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders, in a single process
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
-        """Load the evaluator's data and begin its schedule. A collective."""
+        """Load the evaluator's data and begin its schedule. This is a collective."""
         argument = f"eval_dataloader {name!r}"
         whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
         self.loaders[name] = self._share(whole, argument)
@@ -156,26 +158,31 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return the dataloader, or what its factory returns, as this rank's share of it. A collective.
+        """Return this rank's part of the dataloader, or of the one that the factory returns. This is a collective.
 
         Raises:
-            ConfigError: it cannot be iterated over, is known to be empty, or cannot be shared.
+            ConfigError: it cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
         """
         return self._share(made(loader, argument, may_be_empty=self._world.size > 1), argument)
 
     def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
-        """Return this rank's share. One process uses the dataloader itself, unless its workers keep random states between
-        evaluations."""
+        """Return this rank's part.
+
+        A single process uses the dataloader itself, unless its workers keep random states from one evaluation to the next.
+        """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
         return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the same in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the evaluators that are due at the current boundary. A request makes all of them due; otherwise those are due
-        whose interval has passed, and those that a resumed run had left."""
+        """Return the evaluators that are due at the current boundary.
+
+        A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
+        due in the checkpoint of a resumed run.
+        """
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
-                ctx.control.done("evaluate")  # there is nothing to carry out
+                ctx.control.done("evaluate")  # there is nothing to evaluate
             return list(self.loaders)
         left = self.undone.names if self.undone is not None and self.undone.step == ctx.step else []
         return [
@@ -183,14 +190,17 @@ class Evaluation:
         ]
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """Note that these evaluators are done. Not earlier: a checkpoint that is saved before the evaluation must not say so."""
+        """Record that these evaluators are done.
+
+        This must not be called before the evaluation, because a checkpoint that is saved before it must not say so.
+        """
         ctx.control.done("evaluate")
         self.undone = None
         for name in names:
             self.schedules[name].done(ctx.step, ctx.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which evaluations have been done, their results, and which was still due."""
+        """Return which evaluations have been done, their results, and which one was still due."""
         return {
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "results": {name: dict(result) for name, result in self.results.items()},
@@ -199,17 +209,18 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; evaluators that are added later get their part."""
+        """Load what `state_dict` returned. Evaluators that are added later receive their part of it."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
         self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate every dataset. Return its losses and metrics by the dataset's name; they are also logged as
-        `<dataset>/<name>`.
+        """Evaluate every dataset.
 
-        Metrics that a callback logs during the evaluation as `<dataset>/<metric>` are added to the results.
+        Return its losses and metrics by the dataset's name; they are also logged as `<dataset>/<name>`.
+
+        Metrics that a callback logs during the evaluation under a name `<dataset>/<metric>` are added to the results.
         """
         ctx, spans = self.ctx, self._spans
         results: dict[str, dict[str, float]] = {}
@@ -227,7 +238,7 @@ class Evaluation:
                     if self._is_called_off:
                         break
                 if self._is_called_off:
-                    results = {}  # a resumed run repeats the whole evaluation
+                    results = {}  # after a signal, a resumed run repeats the whole evaluation
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -238,7 +249,7 @@ class Evaluation:
         return results
 
     def take(self) -> dict[str, float]:
-        """Return what was logged since the last call, for a record."""
+        """Return the values that were logged since the last call, for a metrics record."""
         logged, self._logged = self._logged | self.metrics.take(), {}
         return logged
 
@@ -250,7 +261,7 @@ class Evaluation:
                 results[dataset].setdefault(metric, value)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Return the mean losses and metrics over a test set; they are also logged as `test/<name>`."""
+        """Return the mean losses and metrics over a test set. They are also logged as `test/<name>`."""
         self._may_be_called_off = False
         with self._not_training():
             with self._spans.test:
@@ -260,7 +271,7 @@ class Evaluation:
         return results
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
-        """Return the model's outputs for this rank's share of the data, one per batch, on the device."""
+        """Return the model's outputs for this rank's part of the data, one item per batch, on the device."""
         outputs: list[Any] = []
 
         def keep(is_filler: bool) -> None:
@@ -278,8 +289,10 @@ class Evaluation:
         return self._may_be_called_off and self._agreement.signal is not None
 
     def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the mean losses over all ranks as tensors, and as floats with the task's metrics; both empty if a signal ended
-        it early."""
+        """Return the mean losses over all ranks as tensors, and the same as floats together with the task's metrics.
+
+        Both are empty if a signal ended the evaluation early.
+        """
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
         metrics = EvalMetrics(self._task, self._device)
@@ -291,7 +304,7 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # a batch without any weight has the mean NaN
+                counts = weight > 0  # the mean of a batch without any weight is NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )
@@ -309,7 +322,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run every batch of this rank's share, or stop at a signal. All ranks run equally many steps."""
+        """Run every batch of this rank's part, or stop at a signal. All ranks run the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():
@@ -327,8 +340,10 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """Set the model to evaluation mode and update the context; restore the modes and random states, also after an
-        exception."""
+        """Set the model to evaluation mode and update the context.
+
+        At the end, even after an exception, restore the modes of the modules and the random states.
+        """
         self.ctx.step, self.ctx.epoch = self._main.step, self._main.epoch
         for name in ("optimizer", "scheduler"):
             if self._main.has(name):
@@ -339,7 +354,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_called_off:  # called by the user, so no later code reads the pending reduction
+            if not self._may_be_called_off:  # the user called it, so no later code reads the pending reduction
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

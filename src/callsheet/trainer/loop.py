@@ -18,7 +18,7 @@ from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # the end of the data
+_END: Any = object()  # marks the end of the data
 
 
 class TrainLoop:
@@ -27,7 +27,7 @@ class TrainLoop:
     Args:
         run: the run, whose boundaries are connected.
         microbatch_size: samples per microbatch, or None for whole batches.
-        gradient_accumulation_steps: how many batches are fetched for a step; the last step of an epoch may have fewer.
+        gradient_accumulation_steps: how many batches are fetched for one step; the last step of an epoch may have fewer.
         clip_grad_norm: see `Trainer`.
         epochs_per_round: see `Trainer`.
     """
@@ -62,7 +62,7 @@ class TrainLoop:
         self._precision = precision
         self._batches = batches
         self._compute = device
-        self._device = device if device.type != "cpu" else None  # None: batches need not be moved
+        self._device = device if device.type != "cpu" else None  # None means that batches need not be moved
         self._microbatch_size = microbatch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._clip_grad_norm = clip_grad_norm
@@ -97,7 +97,7 @@ class TrainLoop:
             self._records.tally.stop()
 
     def _epoch(self) -> bool:
-        """Train the current epoch, or the rest of it, until the data or the training ends. Return whether the data has ended."""
+        """Train the current epoch, or the rest of it, until the data or training ends. Return whether the data has ended."""
         ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
         state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
         precision, batches, size, listens = self._precision, self._batches, self._microbatch_size, self._has_listeners
@@ -121,10 +121,10 @@ class TrainLoop:
                 fetched, is_exhausted = self._fetch_rest(epoch)
                 if not fetched:
                     del ctx.batch
-                    return False  # preempted: a resumed run fetches these batches again
+                    return False  # the run is preempted; a resumed run fetches these batches again
                 plan = MicrobatchPlan(fetched, size, task, self._world, self._compute, same_number=self._model.forward_meets)
                 parts, taken = plan.parts, len(fetched)
-            else:  # one batch, one microbatch, one rank: no weights needed
+            else:  # with one batch, one microbatch and one rank, no weights are needed
                 plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
             ctx.step += 1
             with spans.train_step:
@@ -153,10 +153,10 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # A single loss keeps its used graph until the next one, as in a bare loop: allocating the next graph is then
-                    # faster.
+                    # The graph of a single loss stays alive until the next loss, as in a plain loop. This makes the allocation of
+                    # the next graph faster.
                     if type(losses) is not Tensor:
-                        del losses  # some may hold graphs without a backward pass
+                        del losses  # some losses may hold a graph without a backward pass
                     precision.unscale(optimizer)
                 with spans.clip_gradients:
                     ctx.grad_norm = None
@@ -166,7 +166,7 @@ class TrainLoop:
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0]["lr"]
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # the scheduler changes it in place
+                    rate = rate.clone()  # the scheduler changes the tensor in place
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
@@ -179,7 +179,7 @@ class TrainLoop:
                     records.tally.count(*plan.counts(task))
                     records.add(means, plan.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                # Only the record's last step needs the count.
+                # The count is needed only at the last step before a record.
                 if ctx.step >= next_boundary and listens.on_log and records.are_due(ctx):
                     labels = task.label_tokens(ctx.batch) if plan is None else plan.label_tokens(task)
                     if labels is not None:
@@ -203,7 +203,7 @@ class TrainLoop:
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # it would look like the end of the data
+            if batch is None:  # None would look like the end of the data
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
@@ -215,10 +215,10 @@ class TrainLoop:
         return batch is not _END
 
     def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
-        """Return all batches of the step whose first batch is `ctx.batch`, and whether the epoch has ended.
+        """Return all batches of the step that begins with `ctx.batch`, and whether the epoch has ended.
 
-        Return no batches if a signal came while they were fetched and they can be fetched again. They can in a single process, if
-        the dataloader has no state of its own.
+        Return no batches if a signal came while they were fetched, and they can be fetched again after a resume. That is so in a
+        single process whose dataloader has no state of its own.
         """
         ctx = self._ctx
         fetched = [self._fetched(epoch)]
@@ -238,13 +238,13 @@ class TrainLoop:
         return Fetched(self._ctx.batch)
 
     def _accumulate(self, batches: int) -> None:
-        """Apply the number of batches per step that a callback asked for during the last step."""
+        """Use the number of batches per step that a callback requested during the last step."""
         self.gradient_accumulation_steps = batches
         self._ctx.control.accumulation = None
         self.set_epoch_length()
 
     def set_epoch_length(self) -> None:
-        """Set the number of steps of the epoch, if the data's length is known."""
+        """Set the epoch's number of steps, if the length of the data is known."""
         ctx, length = self._ctx, self._batches.length
         if length is not None:
             left = max(0, length - self._batches.taken)

@@ -1,4 +1,4 @@
-"""Microbatches: splits a batch, and computes means over the parts that equal those over the whole batch."""
+"""Microbatches: splits a batch, and weights its parts so that their mean equals the mean over the whole batch."""
 
 from __future__ import annotations
 
@@ -57,16 +57,18 @@ def _part(batch: Any, where: slice) -> Any:
 
 
 def _is_structure(batch: Any) -> bool:
-    """Return whether it is a list or tuple of things to split, and not of one value per sample."""
+    """Return whether the batch is a list or tuple of things to split, rather than a list of one value per sample."""
     return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
 @dataclass(slots=True)
 class Fetched:
-    """One fetched batch. A filler replaces data that this rank has run out of, and has no weight.
+    """One fetched batch.
 
-    The sample counts, here and on all ranks, are those of the original data. If a callback changes the batch, its weight stays
-    the same: a new weight would have to be sent to the other ranks.
+    A rank that has run out of data gets a filler instead, which has no weight.
+
+    The sample counts on this rank and on all ranks are those of the original data. If a callback changes the batch, its weight
+    stays the same, because a new weight would have to be sent to the other ranks.
     """
 
     batch: Any
@@ -76,16 +78,18 @@ class Fetched:
 
 
 class MicrobatchPlan:
-    """One step's microbatches, with their weights in the step's mean over the samples or labels of all ranks, as the task
-    defines.
+    """The microbatches of one step, with their weights in the step's mean.
 
-    `parts` are triples: the fetched batch, the microbatch, and its share in this rank's mean, or None if it is the only one.
-    `scale` is the weight of this rank's mean relative to the other ranks', or None if all are equal. If it needs a reduction,
-    that begins here, and the first read of `scale`, after the first forward, waits for it.
+    The mean is over the samples or labels of all ranks, as the task defines.
+
+    `parts` are triples of the fetched batch, the microbatch, and its fraction of this rank's mean; the fraction is None if there
+    is only one microbatch. `scale` is the weight of this rank's mean relative to those of the other ranks, or None if all are
+    equal. If computing it takes a reduction, the reduction begins in the constructor, and the first read of `scale`, after the
+    first forward pass, waits for it.
 
     Args:
-        same_number: whether every rank must run the same number of microbatches, because the ranks synchronize in each forward.
-            This takes a collective if batches are split.
+        same_number: whether every rank must run the same number of microbatches, because the ranks synchronize in each forward
+            pass. This takes a collective if batches are split.
     """
 
     __slots__ = ("_fetched", "_scale", "_work", "parts")
@@ -108,7 +112,7 @@ class MicrobatchPlan:
         lacking = 0
         if same_number and size is not None:
             lacking = int(world.max([len(pieces)])[0]) - len(pieces)
-            pieces += pieces[-1:] * lacking  # repeated as fillers
+            pieces += pieces[-1:] * lacking  # repeat the last one as fillers
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
             return
@@ -124,7 +128,7 @@ class MicrobatchPlan:
             self._scale = None if here * world.size == in_all else here * world.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
-            # not `as_tensor`, which would wait for the device
+            # `as_tensor` would wait for the device.
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
             self._scale = mine * world.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
@@ -145,12 +149,15 @@ class MicrobatchPlan:
         return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
 
     def label_tokens(self, task: Task) -> Any:
-        """Return how many labelled tokens this rank has in the step, or None."""
+        """Return how many labelled tokens this rank has in the step; None if the task does not count them."""
         counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
         return None if any(count is None for count in counted) else sum(counted)
 
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
-        """Return the loss to call `backward` on. Its gradients add up to those of the step's mean; the ranks average them."""
+        """Return the loss on which `backward` is called.
+
+        Its gradients add up to those of the step's mean; the ranks average them.
+        """
         if share is not None:
             loss = loss * share
         return loss if self.scale is None else loss * self.scale
@@ -158,12 +165,12 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        return torch.where(total > 0, weight / total, 0.0)  # a step without labels has no mean, and trains nothing
+        return torch.where(total > 0, weight / total, 0.0)  # a step without labels has no mean and does not train
     return weight / total if total else 1 / parts
 
 
 def trained_on(losses: Losses) -> Tensor:
-    """Return the loss to train on from what a task's `loss` returned, if that is not simply a tensor.
+    """Return the loss to train on from the result of a task's `loss`, if that is not a single tensor.
 
     Raises:
         ConfigError: no loss is called `loss`, or it is not a scalar tensor.
@@ -177,8 +184,10 @@ def trained_on(losses: Losses) -> Tensor:
 
 
 def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
-    """Return the step's means with one more microbatch's losses added, detached. `loss` was trained on; `losses` are the
-    task's."""
+    """Return the step's means with the losses of one more microbatch added, detached.
+
+    `loss` was trained on; `losses` are all losses of the task.
+    """
     if share is None and type(losses) is Tensor:
         return {"loss": loss.detach()}
     named = {**(losses if isinstance(losses, Mapping) else {}), "loss": loss}

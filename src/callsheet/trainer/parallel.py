@@ -21,9 +21,9 @@ from callsheet.run.process_groups import ProcessGroups
 KINDS = ("auto", "single", "ddp", "fsdp")
 
 _STATE_PER_PARAMETER = 4
-"""The memory of weights, gradients and the optimizer's two moments, in multiples of the weights."""
+"""The memory of weights, gradients and the optimizer's two moments together, as a multiple of the weights' memory."""
 _ROOM_FOR_STATE = 0.6
-"""The share of a device's memory for this state; the rest is for activations."""
+"""The fraction of a device's memory that this state may take. The rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Parallel:
     """How the model is distributed over the ranks.
 
     Args:
-        kind: `"ddp"` keeps the whole model on every rank; `"fsdp"` shards weights, gradients and optimizer state; `"single"` is
+        kind: `"ddp"` keeps the whole model on every rank; `"fsdp"` shards weights, gradients and optimizer state; `"single"` uses
             one process; `"auto"` is `"ddp"` if the model fits on a device, else `"fsdp"`.
-        shard_size: for `"fsdp"`: how many ranks share one copy of the model; the copies are replicas of each other. None: all
-            ranks.
+        shard_size: for `"fsdp"`: the number of ranks over which one copy of the model is sharded. If there are more ranks, they
+            hold further copies (replicas). None: all ranks.
         blocks: for `"fsdp"`: class names of the modules that are gathered and freed as units. None: those that a Hugging Face
             model names, else the children of the model's `ModuleList`s and `Sequential`s.
         options: passed to `DistributedDataParallel` or `fully_shard`.
@@ -54,7 +54,7 @@ class Parallel:
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
     def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
-        """Return `single`, `ddp` or `fsdp`. `frozen` are further models that must fit on the device.
+        """Return `single`, `ddp` or `fsdp`. `frozen` are additional models that must fit on the device.
 
         Raises:
             ConfigError: the kind does not fit the number of ranks.
@@ -64,7 +64,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # the same script works on one rank
+            return "single"  # so the same script also works on one rank
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -73,15 +73,15 @@ class Parallel:
 
 
 class ParallelModel:
-    """The model as it is trained: the module that a task calls, and the synchronization of gradients.
+    """The model in the form in which it is trained: the module that a task calls, and the synchronization of gradients.
 
-    `module` is what forward calls. The model itself keeps its class and its names. With `"fsdp"` its parameters become DTensors,
-    so optimizers must be created afterwards.
+    `module` is what a forward pass calls. The model itself keeps its class and its names. With `"fsdp"` its parameters become
+    DTensors, so the optimizer must be created afterwards.
 
     Args:
-        dtype: the type that a sharded model computes in; None is the type of its weights.
-        frozen: further models that are not trained. They are put into evaluation mode, and sharded if the model is, by their own
-            blocks.
+        dtype: the type in which a sharded model computes; None is the type of its weights.
+        frozen: additional models that are not trained. They are put into evaluation mode. If the model is sharded, they are too,
+            by their own blocks.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ParallelModel:
         """The module that a task calls."""
         self._wrapped: Any = model
         self.forward_meets = False
-        """Whether the ranks synchronize in every forward, and so need equally many of them."""
+        """Whether the ranks synchronize in every forward pass. All ranks must then run the same number of them."""
         self._meet = True
         for beside in frozen:
             beside.eval().requires_grad_(False)
@@ -116,12 +116,15 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            for beside in frozen:  # without a backward pass the root need not stay gathered
+            for beside in frozen:  # without a backward pass, the root module need not stay gathered
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state, with rank 0's buffers on every rank, as the next forward would set them. A collective."""
+        """Return the model's state. This is a collective.
+
+        Every rank gets rank 0's buffers, because the next forward pass would also set them.
+        """
         if self.kind != "single":
             for buffer in self._model.buffers():
                 distributed.broadcast(buffer, src=0)
@@ -131,23 +134,31 @@ class ParallelModel:
         self._model.load_state_dict(state)
 
     def compile(self, options: Mapping[str, Any]) -> None:
-        """Compile the module that a task calls; the model itself is unchanged. (`Module.compile` would skip torch's own
-        wrapper.)"""
+        """Compile the module that a task calls. The model itself is unchanged.
+
+        `Module.compile` is not used, because it would not compile torch's own wrapper.
+        """
         self.module = torch.compile(self._wrapped, **options)
 
     def gradients_meet(self, meet: bool) -> None:
-        """Set whether the next forward and backward reduce the gradients over the ranks. Only a step's last one does."""
+        """Set whether the next forward and backward pass reduces the gradients over the ranks.
+
+        Only the last one of a step does.
+        """
         if meet == self._meet:
             return
         self._meet = meet
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            self._wrapped.set_requires_gradient_sync(meet)  # fully_shard made it an FSDPModule
+            self._wrapped.set_requires_gradient_sync(meet)  # `fully_shard` has changed its class to an FSDPModule
 
 
 def clip_gradients(parameters: Iterable[Tensor], longest: float) -> Tensor:
-    """Scale the gradients to a total norm of at most `longest`. Return the norm before, over all shards, as a scalar tensor."""
+    """Scale the gradients so that their total norm is at most `longest`.
+
+    Return the norm before scaling, over all shards, as a scalar tensor.
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
     if isinstance(norm, DTensor):
@@ -168,15 +179,20 @@ def _size(model: nn.Module) -> int:
 
 
 def _same_on_all_ranks(model: nn.Module) -> None:
-    """Broadcast rank 0's weights: shards of differently initialized models would not form one model."""
+    """Broadcast rank 0's weights.
+
+    Without this, each rank would shard a model with its own initial weights, and the shards would not fit together.
+    """
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             distributed.broadcast(tensor, src=0)
 
 
 def _share_statistics(model: nn.Module) -> None:
-    """Broadcast rank 0's running statistics at every forward, as DistributedDataParallel does; `fully_shard` does not sync
-    buffers."""
+    """Broadcast rank 0's running statistics at every forward pass.
+
+    DistributedDataParallel does this too, but `fully_shard` does not synchronize buffers.
+    """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
 
@@ -201,7 +217,7 @@ def _shard(model: nn.Module, blocks: tuple[str, ...] | None, options: dict[str, 
 
 
 def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
-    """Return the modules that are sharded as units, the innermost first."""
+    """Return the modules that are sharded as units, innermost first."""
     named = names if names is not None else tuple(getattr(model, "_no_split_modules", None) or ())
     if named:
         found = [module for module in model.modules() if type(module).__name__ in named]
@@ -218,6 +234,9 @@ def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
 
 
 def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether the block shares no parameters with the rest of the model. Shared parameters are gathered by the root."""
+    """Return whether the block shares no parameters with the rest of the model.
+
+    Shared parameters are gathered with the root module.
+    """
     own = Counter(id(parameter) for module in block.modules() for parameter in module._parameters.values())
     return all(uses[parameter] == number for parameter, number in own.items())

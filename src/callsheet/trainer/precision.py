@@ -1,4 +1,4 @@
-"""Precision: the type in which forward and loss are computed, and loss scaling for fp16."""
+"""Precision: the type in which forward pass and loss are computed, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """The precision of a step. The weights, their gradients and the optimizer keep the model's type.
 
-    `bf16` and `fp16` compute forward and loss under torch's autocast. `fp16` multiplies the loss by a scale that grows while
-    possible, and skips steps whose gradients overflowed (`torch.amp.GradScaler`). Checking for an overflow waits for the device.
+    `bf16` and `fp16` compute the forward pass and the loss under torch's autocast. `fp16` also multiplies the loss by a scale,
+    which grows as long as gradients stay finite, and skips steps whose gradients overflowed (`torch.amp.GradScaler`). Checking
+    for an overflow waits for the device.
 
     Args:
         name: `"fp32"`, `"bf16"` or `"fp16"`.
@@ -33,7 +34,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
         self.casts = name in _TYPES
-        """Whether autocast is needed; not if a sharded model casts its parameters itself."""
+        """Whether autocast is needed. It is not needed if a sharded model casts its parameters itself."""
         self._device = device
         self.scaler: Any = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._stepped = False
@@ -41,31 +42,33 @@ class Precision:
 
     @property
     def type(self) -> torch.dtype | None:
-        """The type that forward computes in, or None for the model's own type."""
+        """The type in which the forward pass is computed, or None for the model's own type."""
         return _TYPES.get(self.name)
 
     @property
     def casting(self) -> AbstractContextManager[Any]:
-        """The context in which forward is computed."""
+        """The context manager for the forward pass."""
         return torch.autocast(self._device.type, self.type) if self.casts else _NO_CAST
 
     @property
     def casting_loss(self) -> AbstractContextManager[Any]:
-        """The context in which the loss is computed. It casts for a sharded model too: its outputs have that type, and losses
-        need more digits."""
+        """The context manager for the computation of the loss.
+
+        It casts for a sharded model too, because the outputs have a low precision and losses need a higher one.
+        """
         return torch.autocast(self._device.type, self.type) if self.type is not None else _NO_CAST
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call `backward` on."""
+        """Return the loss on which `backward` is called."""
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Remove the scale from the complete gradients, so that clipping sees their true values."""
+        """Remove the scale from the complete gradients, so that clipping uses their true values."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer, unless gradients overflowed. Return whether it stepped, the same on all ranks."""
+        """Step the optimizer unless gradients overflowed. Return whether it stepped, which is the same on all ranks."""
         if self.scaler is None:
             optimizer.step()
             return True
@@ -78,16 +81,16 @@ class Precision:
         return self._stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its age."""
+        """Return the scale, and the number of steps since it was last changed."""
         return {"precision": self.name, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. A run may continue in another precision, with a new scale."""
+        """Load what `state_dict` returned. A run may continue in another precision; it then gets a new scale."""
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # fused optimizers are always stepped, and check for overflow themselves
+        found = getattr(optimizer, "found_inf", None)  # a fused optimizer is always stepped, and checks for overflow itself
         self._stepped = found is None or not found.item()
 
 

@@ -1,4 +1,4 @@
-"""Tasks: a task defines forward, loss and metrics, and what a batch counts."""
+"""Tasks: a task defines the forward pass, the loss and the metrics, and how to count a batch's samples and tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ IGNORED_LABEL = -100
 class Task:
     """The base of all tasks: override `forward` and `loss`, and other methods if their defaults do not fit.
 
-    `metrics` are torchmetrics by name, computed over each evaluated dataset and all ranks, and logged as `<dataset>/<name>`.
-    `frozen_models` are further models that the task calls, such as a teacher. The Trainer moves them to the device, shards them
-    like the model, and leaves them out of training, checkpoints and exports. Call them under `torch.no_grad()`.
+    `metrics` are torchmetrics by name. They are computed over each evaluated dataset and all ranks, and logged as
+    `<dataset>/<name>`. `frozen_models` are additional models that the task calls, such as a teacher. The Trainer moves them to
+    the device and shards them like the model, but does not train, save or export them. Call them under `torch.no_grad()`.
     """
 
     metrics: Mapping[str, Any] = {}
@@ -32,31 +32,33 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not define forward; override forward()")
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the mean loss as a scalar tensor, or losses by name, of which `loss` is the one to train on."""
+        """Return the mean loss as a scalar tensor, or several losses by name. The one that is called `loss` is trained on."""
         raise NotImplementedError(f"{type(self).__name__} does not define a loss; override loss()")
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the predictions and targets to update the metrics with."""
+        """Return the predictions and targets with which the metrics are updated."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define what its metrics compare; override predictions_and_targets()"
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples and tokens the batch holds; by default with `counts_of`."""
+        """Return how many samples and tokens the batch holds. By default, this calls `counts_of`."""
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of a (micro)batch's mean among others and among the ranks: a number, or a scalar tensor on the
-        device.
+        """Return the weight of a batch or microbatch in a mean over several and over the ranks.
 
-        By default it is the number of samples, or 1 if the batch does not show it. If a task overrides this method, the ranks
-        exchange their weights at every step.
+        It is a number, or a scalar tensor on the device.
+
+        By default it is the number of samples, or 1 if that cannot be read from the batch. If a task overrides this method, the
+        ranks exchange their weights at every step.
         """
         return _leading_length(batch) or 1
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """Return how many tokens the loss of the batch is a mean over, as a scalar tensor on the device, or None if it is not
-        over tokens.
+        """Return the number of tokens over which the batch's loss is a mean, as a scalar tensor on the device.
+
+        Return None if the loss is not a mean over tokens.
 
         It is logged as `train/label_tokens`.
         """
@@ -69,7 +71,7 @@ class Task:
 
 
 _NO_PAIR = (KeyError, IndexError, TypeError, AttributeError)
-"""What `batch[0]` may raise if the batch is not a pair."""
+"""The errors that `batch[0]` may raise if the batch is not a pair."""
 
 
 def _described(batch: Any) -> str:
@@ -122,7 +124,7 @@ class HuggingFaceTask(Task):
     """Batches are dictionaries of the model's arguments, including `labels`; the loss is the model's own.
 
     Hugging Face models average over labelled tokens or, if the labels have one dimension, over samples. Means over microbatches
-    and evaluation batches use the same weights, so they equal the mean over the whole batch.
+    and evaluation batches use the same weights, so they equal the mean over all their samples.
 
     Args:
         shifts_labels: whether the model compares its output at one token with the label of the next, as causal language models
@@ -144,32 +146,38 @@ class HuggingFaceTask(Task):
                 f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or give the Trainer a task with a loss"
             )
         if loss.dim() == 0 and isinstance(weight := self.weight(batch), Tensor):
-            return torch.where(weight > 0, loss, 0.0)  # without any labels the model's own mean is NaN
+            return torch.where(weight > 0, loss, 0.0)  # the model's own mean is NaN if there are no labels
         return loss
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return `outputs.logits` and the labels. If labels are shifted, drop the last logit and the first label, so that they
-        line up."""
+        """Return `outputs.logits` and the labels.
+
+        If labels are shifted, drop the last logit and the first label, so that each logit is in the place of its label.
+        """
         logits, labels = outputs.logits, batch["labels"]
         return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels and labels.dim() > 1 else (logits, labels)
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """Return the number of labels that count. If labels are shifted, the first label of each sequence does not: no output
-        predicts it."""
+        """Return the number of labels that are not ignored.
+
+        If labels are shifted, the first label of each sequence is not counted, because no output predicts it.
+        """
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() < 2:
             return None
         return ((labels[:, 1:] if self.shifts_labels else labels) != IGNORED_LABEL).sum()
 
     def weight(self, batch: Any) -> Any:
-        """Return the number of labels that count, or of samples if each sample has one label."""
+        """Return the number of labels that are not ignored, or the number of samples if each sample has one label."""
         labels = self.label_tokens(batch)
         return labels if labels is not None else super().weight(batch)
 
 
 class ForwardStepTask(Task):
-    """One function for the whole step, as in Megatron: `forward_step(model, batch)` returns `(outputs, loss_function)`, and
-    `loss_function(outputs)` returns the mean loss, or `(loss, other losses by name)`.
+    """One function for the whole step, as in Megatron.
+
+    `forward_step(model, batch)` returns `(outputs, loss_function)`, and `loss_function(outputs)` returns the mean loss, or
+    `(loss, other losses by name)`.
 
     Means are weighted by samples. If the loss is a mean over tokens, override `weight`.
 
@@ -191,7 +199,7 @@ class ForwardStepTask(Task):
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the outputs of `forward_step`, and keep its loss function for `loss`."""
+        """Return the outputs of `forward_step`, and keep the loss function that it returned for `loss`."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(
@@ -213,7 +221,9 @@ class ForwardStepTask(Task):
 def resolve_task(
     task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Any] | None = None
 ) -> Task:
-    """Return `task` as a Task: for a loss function a `SupervisedTask`; for None with a Hugging Face model a `HuggingFaceTask`.
+    """Return `task` as a Task.
+
+    A loss function becomes a `SupervisedTask`. None becomes a `HuggingFaceTask` if the model is a Hugging Face model.
 
     Raises:
         ConfigError: the task is None and the model does not look like a Hugging Face model, or metrics are invalid or given
@@ -235,7 +245,10 @@ def resolve_task(
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return `HuggingFaceTask.shifts_labels` for a model. transformers chooses the loss by class, and by default a causal one."""
+    """Return `HuggingFaceTask.shifts_labels` for a model.
+
+    transformers chooses the loss by the model's class; its default is a causal loss.
+    """
     kind = getattr(model, "loss_type", None)
     return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)
 
@@ -249,13 +262,15 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def counts_of(batch: Any) -> tuple[int, int]:
-    """Return how many samples and tokens the batch holds: the length of its first tensor, and the size of `input_ids` with
-    padding."""
+    """Return how many samples and tokens the batch holds.
+
+    The samples are the length of its first tensor; the tokens are the size of `input_ids`, including padding.
+    """
     if type(batch) is dict:
         if (ids := batch.get("input_ids")) is not None:
             return ids.size(0), ids.numel()
         batch = tuple(batch.values())
-    if type(batch) in (list, tuple) and batch:  # the fast path: called at every step
+    if type(batch) in (list, tuple) and batch:  # a fast path, because this is called at every step
         first = batch[0]
         if type(first) is Tensor and first.ndim and (length := first.size(0)):
             return length, 0

@@ -65,16 +65,16 @@ class Trainer:
     """Trains a model and fires the lifecycle's events.
 
     The constructor fires `on_run_start`, restores the checkpoint that `resume` names, and loads the data. `fit`, `evaluate`,
-    `test` and `predict` fire their own events. The run ends with `close()`, at the end of the `with` block, at the interpreter's
-    exit, or when an exception leaves the trainer.
+    `test` and `predict` fire their own events. The run ends when `close()` is called, the `with` block ends, the interpreter
+    exits, or an exception leaves the trainer.
 
     Args:
         model: the model to train; it is moved to `device`.
         task: defines forward, loss and metrics: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for
             Hugging Face models, which compute their own loss.
         train_dataloader: an iterable of batches, or a function that returns one, called inside `data_init`.
-        eval_dataloader: likewise, or a dictionary of several by name. A value can be an `Evaluator` with its own interval. A
-            single dataloader is called `validation`.
+        eval_dataloader: the same, or a dictionary of several by name. A value can be an `Evaluator` with its own interval. A
+            single dataloader is named `validation`.
         optimizer: an optimizer over the model's parameters, or a function that takes the parameters. The function is called when
             the parameters are final, after sharding.
         scheduler: a learning rate scheduler, stepped after every optimizer step, or a function that takes the optimizer.
@@ -87,39 +87,39 @@ class Trainer:
             its proper weight.
         precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
         parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` with further options. torchrun starts the ranks.
-        shard_data: True if the dataloaders give the same data on every rank, and the Trainer divides the batches among the ranks.
-            False if each rank's dataloader gives its own share. A dataloader's batch size is per rank. A `DistributedSampler` is
-            detected.
-        compile: compile the model's forward; a mapping is passed to `torch.compile`.
+        shard_data: True if the dataloaders yield the same data on every rank; the Trainer then divides the batches among the
+            ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. A
+            `DistributedSampler` is detected.
+        compile: whether to compile the model's forward pass; a mapping is passed to `torch.compile`.
         gradient_checkpointing: recompute activations in the backward pass, if the model supports it.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
-        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`; also when training ends. None: only when `evaluate()`
-            is called. A number without a unit means batches, here and in every other interval.
+        eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`; an evaluation also runs when training ends. None: only
+            when `evaluate()` is called. A number without a unit means batches, here and in every other interval.
         log_interval: how often a metrics record is made. One is also made before each evaluation.
         epochs_per_round: how many epochs make a round; None: all of them.
         callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
-        loggers: more callbacks, called after the others of the phase `report`.
+        loggers: more callbacks, which are called after the other callbacks of phase `report`.
         progress: show progress on a terminal, with a `ProgressBarLogger` on rank 0, unless one of the callbacks already does.
         run_name: the name of the run and of its folder; None: a name made from the time.
         runs_folder: the parent of all run folders. A run's folder is created only when something is written to it, such as a
             checkpoint.
-        checkpoints_folder: where to write checkpoints, as `<run name>/checkpoints`, if not to the run's folder: a path, or a URL
-            such as `s3://bucket/runs`, which fsspec opens. It must be the same storage on all ranks.
-        save_in_background: copy the state, and write the copy while training continues.
+        checkpoints_folder: a folder in which checkpoints are written, as `<run name>/checkpoints`, instead of the run's folder.
+            It is a path, or a URL such as `s3://bucket/runs`, which fsspec opens, and must be the same storage on all ranks.
+        save_in_background: whether training continues while a checkpoint is written; a copy of the state is written then.
         resume: `"auto"` for this run's newest valid checkpoint, if there is one; a path for exactly that checkpoint; None to
-            start a new run. A run that a callback stopped is complete: `"auto"` takes no further step, unless that callback's
-            settings or `max_duration` changed.
-        seed: sets all random states before the factories are called, and afterwards to a different value on each rank; None
-            leaves them as they are.
-        device: `"auto"` is the rank's CUDA device if there is one, else the CPU.
+            start a new run. A run that a callback stopped is complete, so `"auto"` trains no further step, unless that callback's
+            settings or `max_duration` have changed.
+        seed: seeds all random states before the factories are called, and afterwards with a different value on each rank; None
+            leaves them unchanged.
+        device: `"auto"` is the rank's CUDA device if there is one, otherwise the CPU.
         preempt_signals: one or more signals that preempt the run: it saves a checkpoint and ends. The first Ctrl-C does the same
-            and then raises KeyboardInterrupt; a second one raises it at once.
-        grace_seconds: the time between such a signal and the launcher killing the process.
+            and then raises KeyboardInterrupt; a second Ctrl-C raises it at once.
+        grace_seconds: the time between such a signal and the launcher's killing of the process.
         timeout_seconds: how long to wait for a rank that does not answer. The error that then ends the run names the rank.
         lock_timeout_seconds: how long to wait if another process trains in this run's folder, before raising `RunInUseError`. A
             Trainer without a `train_dataloader` only evaluates, and locks nothing.
-        log_ranks: `"zero"` keeps log records below ERROR from the handlers of the other ranks during the run; `"all"` does not.
-        config: the run's configuration, as plain data, for the records of the run.
+        log_ranks: `"zero"` hides log records below ERROR on all ranks except rank 0 during the run; `"all"` shows them.
+        config: the run's configuration as plain data; it is stored with the run.
     Raises:
         ConfigError: an argument is invalid; the message names it and says what to do.
         CheckpointError: the checkpoint that `resume` names is not valid, or does not fit this model.
@@ -210,7 +210,7 @@ class Trainer:
         checked_lock_timeout(lock_timeout_seconds)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={seed!r}: give a whole number, or None")
-        self._activity = ""  # the public method that is running
+        self._activity = ""  # the name of the public method that is running
         world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
             check_same_on_all_ranks(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
@@ -220,7 +220,7 @@ class Trainer:
             world.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
-        the_task = self.task  # not `self`: the lifetime must not keep the trainer alive
+        the_task = self.task  # used instead of `self`, so that the lifetime does not keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(
@@ -238,8 +238,8 @@ class Trainer:
             is_busy=lambda lifetime: lifetime.is_entered,
         )
         self.ctx = run.ctx
-        self.ctx.loss_is_new = True  # the loop detaches it from the step it belongs to
-        self._end = weakref.finalize(self, run.lifetime.end)  # also when the trainer is collected, and at exit
+        self.ctx.loss_is_new = True  # the loop makes a new tensor for each step's loss
+        self._end = weakref.finalize(self, run.lifetime.end)  # ends the run when the trainer is collected, and at exit
         with run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
                 run.guard.acquire()
@@ -282,14 +282,14 @@ class Trainer:
                     epochs_per_round=self.epochs_per_round,
                 )
             if seed is not None and world.size > 1:
-                seed_all(seed + world.rank)  # dropout, for example, must differ between ranks
+                seed_all(seed + world.rank)  # ranks must draw different numbers, for example in dropout
             run.load(*self._parts(), resume)
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
                 self._load_data(train_dataloader, named_evaluators(eval_dataloader))
 
     def _prepared_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
-        """Move the model to its device, and wrap, shard and compile it."""
+        """Move the model to its device; wrap, shard and compile it."""
         for model in (self.model, *self.task.frozen_models):
             model.to(self.device)
         if self._gradient_checkpointing:
@@ -324,21 +324,25 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request that completed the run before it was resumed with `resume="auto"`, or None if `fit` continues training."""
+        """The request with which the run was complete before it was resumed with `resume="auto"`.
+
+        None if `fit` continues training.
+        """
         return self._run.checkpoints.earlier_stop()
 
     @property
     def eval_results(self) -> dict[str, dict[str, float]]:
-        """The latest results of each evaluator in training, by name; empty before the first evaluation."""
+        """The latest results of each evaluator during training, by name. Empty before the first evaluation."""
         return self._evaluation.results
 
     # --- training ---
 
     def fit(self, max_duration: str | Time | None = None) -> None:
-        """Train until `max_duration`, or until the constructor's if it is None. Another call with a longer duration continues
-        training.
+        """Train until `max_duration` or, if it is None, until that of the constructor.
 
-        Returns when every checkpoint is durable. After a signal it saves a checkpoint and returns early: see `signal`.
+        Another call with a longer duration continues training.
+
+        The method returns when every checkpoint is durable. After a signal it saves a checkpoint and returns early; see `signal`.
 
         Raises:
             ConfigError: there is no training data, or no optimizer.
@@ -366,10 +370,13 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _warn_of_long_intervals(self) -> None:
-        """Warn of intervals that are longer than the run. It is no error: a ten-step trial should not need other intervals."""
+        """Warn of intervals that are longer than the run.
+
+        This is not an error, so that a trial of ten steps needs no other intervals.
+        """
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
-        if str(self._run.records.every.every) != LOG_INTERVAL:  # the user did not choose the default
+        if str(self._run.records.every.every) != LOG_INTERVAL:  # do not warn of the default, which the user did not choose
             named.append(("log_interval", self._run.records.every))
         for name, every in named:
             if (
@@ -388,7 +395,9 @@ class Trainer:
     # --- evaluating ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
-        """Return the losses and metrics of every evaluator, or of `dataloader`, by the dataset's name, the same on all ranks.
+        """Return the losses and metrics by the dataset's name, for every evaluator or for `dataloader`.
+
+        The result is the same on all ranks.
 
         Raises:
             ConfigError: there is nothing to evaluate.
@@ -404,15 +413,17 @@ class Trainer:
             return self._run.boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """Return the mean losses and metrics over a test set, the same on all ranks. Raises as `evaluate` does."""
+        """Return the mean losses and metrics over a test set, which are the same on all ranks. Raises as `evaluate` does."""
         with self._run.lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
             self._run.records.fire_evaluation(self.ctx, self._evaluation.take())
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
-        """Return the model's outputs for this rank's share of the data, one item per batch, on the device. Raises as `evaluate`
-        does."""
+        """Return the model's outputs for this rank's part of the data, one item per batch, on the device.
+
+        Raises as `evaluate` does.
+        """
         with self._run.lifetime, self._doing("predict"):
             return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
 
@@ -427,15 +438,16 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # the Trainer's own checkpoints are saved at once
+            assert info is not None  # the Trainer saves its checkpoints at once
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
-        """Write the full weights: a Hugging Face folder for a Hugging Face model, else a safetensors file. Every rank must call
-        it.
+        """Write the full weights. Every rank must call this.
+
+        A Hugging Face model is written as a folder, any other model as a safetensors file.
 
         Args:
-            path: for a Hugging Face model a folder, which `from_pretrained` loads; else a file.
+            path: a folder for a Hugging Face model, which `from_pretrained` loads; otherwise a file.
             processor: the tokenizer or processor to save with a Hugging Face model.
         """
         with self._run.lifetime, self._doing("export"):
@@ -445,7 +457,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """Return the parts that a checkpoint holds, by name: those that all ranks share, and this rank's own."""
+        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those of this rank alone."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,
@@ -456,16 +468,21 @@ class Trainer:
             "tally": self._run.records.tally,
             "loop": self._loop,
         }
-        local: dict[str, Stateful] = {"callbacks": self._run.callback_states, "records": self._run.records, "batches": self._batches}
+        local: dict[str, Stateful] = {
+            "callbacks": self._run.callback_states,
+            "records": self._run.records,
+            "batches": self._batches,
+        }
         return {name: part for name, part in shared.items() if part is not None}, local
 
     # --- the end ---
 
     def close(self) -> None:
-        """End the run, if it has not ended. Can be called twice.
+        """End the run if it has not ended. This can be called twice.
 
         Raises:
-            RequestRejected: a callback called it; use `ctx.control.stop(why)` instead, which ends training at the next boundary.
+            RequestRejected: a callback called it. A callback can use `ctx.control.stop(why)`, which ends training at the next
+                boundary.
         """
         with self._doing("close"):
             self._end()
@@ -487,7 +504,10 @@ class Trainer:
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
-        """Run one activity at a time: raise `RequestRejected` if another one is running, and explain errors of this one."""
+        """Run one activity at a time.
+
+        Raise `RequestRejected` if another activity is running, and explain errors that leave this one.
+        """
         if self._activity:
             ask = {
                 "evaluate": "ctx.control.evaluate(why)",
@@ -507,9 +527,9 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add what is known about an error as a note, and leave a message for the other ranks, which will miss this one.
+        """Add what is known about an error to it as a note. Leave a message for the other ranks, which will miss this one.
 
-        If a collective failed, return the error that names the missing rank, to be raised instead.
+        If a collective failed, return the error that names the missing rank; the caller raises it instead.
         """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))

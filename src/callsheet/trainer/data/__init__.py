@@ -1,12 +1,15 @@
-"""The data of a run: which batches each rank takes. All ranks take equally many, and each knows what its batches count.
+"""The data of a run: the batches of each rank.
 
-There are three ways to share the data, chosen once for each dataloader:
+All ranks get equally many batches, and each rank knows how many samples of its batches count.
+
+There are three ways to divide the data among the ranks. The Trainer chooses one for each dataloader:
 
 - split (`resampled`): a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples.
-- dealt (`round_robin`): every rank iterates over all batches of any other iterable, the same on all ranks, and keeps every n-th.
-- own (`presharded`): each rank's dataloader already gives its own share. A single process uses this too.
+- dealt (`round_robin`): for any other iterable, every rank iterates over all batches, which are the same on all ranks, and keeps
+  every n-th.
+- own (`presharded`): each rank's dataloader already yields only that rank's part of the data. A single process uses this way too.
 
-A rank that has no batch while others have one gets a filler: a real batch that counts nothing.
+A rank that has no batch while others have one gets a filler: a real batch whose samples are not counted.
 """
 
 from callsheet.core.optional import needed_by

@@ -1,4 +1,4 @@
-"""Dataloaders: inspecting them, and rebuilding one with another dataset or order."""
+"""Functions that inspect a dataloader, or rebuild it with another dataset or order."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ _OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""A DataLoader's options without dataset and order. `in_order` is left out: without it the order of batches is not
-reproducible."""
+"""The options of a DataLoader, except for dataset and order.
+
+`in_order` is not among them, because only its default gives a reproducible order of batches.
+"""
 
 
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
-    """Return the dataloader, or what its factory returns.
+    """Return the dataloader, or call the factory that returns it.
 
     Raises:
         ConfigError: it cannot be iterated over repeatedly, or is known to be empty.
@@ -87,19 +89,22 @@ def length_of(loader: Any) -> int | None:
 
 
 def samplers(loader: Any) -> list[Any]:
-    """Return the loader's sampler, its batch sampler, and the batch sampler's sampler, each if there is one."""
+    """Return the loader's sampler, its batch sampler, and the sampler inside the batch sampler.
+
+    Those that do not exist are left out.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
 def datasets(loader: Any) -> list[Any]:
-    """Return the loader's dataset, and the datasets that it wraps, such as a Subset's."""
+    """Return the loader's dataset, and all datasets inside it, such as the one that a Subset wraps."""
     return chain_of(loader)[1:]
 
 
 def chain_of(dataset: Any) -> list[Any]:
-    """Return the dataset, and the datasets that it wraps."""
+    """Return the dataset, and all datasets inside it."""
     found = [dataset]
     while (dataset := getattr(dataset, "dataset", None)) is not None and all(dataset is not one for one in found):
         found.append(dataset)
@@ -107,21 +112,27 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the owners' random generators, each once."""
+    """Return the random generators of these objects, each once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
 def set_loader_epoch(loader: Any, number: int) -> None:
-    """Call `set_epoch` of samplers and datasets that have it. They count from 0, and the Trainer from 1."""
+    """Call `set_epoch` on samplers and datasets that have this method.
+
+    They count epochs from 0, and the Trainer counts from 1.
+    """
     for owner in (*samplers(loader), *datasets(loader)):
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(number - 1)
 
 
 def random_state_of(loader: Any) -> dict[str, Any]:
-    """Return the states that determine the next epoch: the process's random states, those of generators in attributes of the
-    loader, its samplers and its datasets, and the states of stateful samplers."""
+    """Return the states that determine the next epoch.
+
+    These are the process's random states, those of generators in attributes of the loader, its samplers and its datasets, and the
+    states of samplers that have a `state_dict`.
+    """
     return {
         "global": random_state(),
         "generators": generators_of(loader),
@@ -141,7 +152,7 @@ def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `random_state_of` returned, except the states of samplers."""
+    """Restore what `random_state_of` returned, except for the states of samplers."""
     restore_random_state(state["global"])
     restore_generators_of(loader, state["generators"])
 
@@ -149,8 +160,8 @@ def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
     """Restore the states of samplers that `random_state_of` returned. Return whether there are any.
 
-    Warn of a sampler or an iterable that training has changed and that has no state: its batches may differ from an unbroken
-    run's.
+    Warn of a sampler or iterable that has no state, although training has changed it: its batches may differ from those of a run
+    without interruption.
     """
     if names := changed(state["attributes"], attributes(_without_state(loader))):
         logger.warning(
@@ -166,15 +177,15 @@ def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bo
 
 
 def is_repeatable(sampler: Any) -> bool:
-    """Return whether the sampler is torch's own: the same random states give the same order."""
+    """Return whether the sampler is one of torch's own, for which the same random states give the same order."""
     return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
 
 
 def keeps_place(loader: Any) -> bool:
     """Return whether a resume uses the loader's own state.
 
-    A StatefulDataLoader opens the user's own sampler more often after a resume than without one. In that case an `Order` draws
-    the order, as for a plain DataLoader.
+    A StatefulDataLoader calls `iter` of the user's own sampler more often after a resume than without one. For such a sampler, an
+    `Order` draws the order, as for a plain DataLoader.
     """
     if not hasattr(loader, "state_dict"):
         return False
@@ -185,13 +196,13 @@ def keeps_place(loader: Any) -> bool:
 
 
 def _stateful_samplers(loader: Any) -> list[Any]:
-    """Return the user's own samplers with a state, unless the loader saves their state."""
+    """Return the user's own samplers that have a state, unless the loader already saves their state."""
     own = [] if keeps_place(loader) else [one for one in samplers(loader) if not isinstance(one, DistributedSampler)]
     return [sampler for sampler in own if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """Return the objects whose order may change from epoch to epoch, in this process, and that have no state to restore."""
+    """Return the objects in this process whose order may change from epoch to epoch and that have no state to restore."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -201,9 +212,10 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum of each owner's attributes of plain types, to detect which of them training has changed.
+    """Return a checksum of each object's attributes of plain types, which shows which of them training has changed.
 
-    The epoch of an owner with `set_epoch` is left out, since the Trainer sets it. So are values that cannot be pickled.
+    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
+    too.
     """
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):
@@ -214,13 +226,13 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
                 value = (len(value), value[:_LONG], value[-_LONG:])
             try:
                 found[f"{number}.{type(owner).__name__}.{name}"] = zlib.crc32(pickle.dumps(value))
-            except Exception:  # a value's own pickling may raise any error
+            except Exception:  # the code that pickles a value may raise any error
                 continue
     return found
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Return `Class.attribute` of each attribute that differs."""
+    """Return `Class.attribute` for each attribute that differs."""
     return sorted(name.partition(".")[2] for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
@@ -247,14 +259,14 @@ def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
 
 
 def has_items(loader: Any) -> bool:
-    """Return whether it is a torch DataLoader that batches the samples of a map-style dataset."""
+    """Return whether the loader is a torch DataLoader that makes batches from the samples of a map-style dataset."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
 def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Return what the order is drawn from, the samples per batch, and whether an incomplete last batch is dropped.
+    """Return the object from which the order is drawn, the samples per batch, and whether an incomplete last batch is dropped.
 
-    For the user's own batch sampler, its batches are the order, and the samples per batch are None.
+    For a batch sampler of the user, that object is the batch sampler, and the samples per batch are None.
     """
     batches: Any = loader.batch_sampler
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"  # torchdata has one of its own
@@ -262,12 +274,12 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def makes_own_batches(loader: Any) -> bool:
-    """Return whether a subclass of DataLoader overrides iteration, which a plain DataLoader could not reproduce."""
+    """Return whether the loader's class overrides iteration. A plain DataLoader could not reproduce that."""
     return any(getattr(type(loader), name).__module__ not in _MADE_BY for name in ("__iter__", "_get_iterator"))
 
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the options of this one, except for `changes`, which set the dataset and the order."""
+    """Return a DataLoader with the options of this one, except for `changes`. The changes set the dataset and the order."""
     names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))

@@ -1,4 +1,4 @@
-"""The order of a DataLoader's batches, drawn here so that the Trainer can repeat and check it."""
+"""The order of a DataLoader's batches. The Trainer draws it itself, so that it can repeat and check the order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from callsheet.trainer.data.loaders import drop
 class Order:
     """Replaces a DataLoader's sampler or batch sampler, and iterates over it once per epoch.
 
-    A DataLoader with workers calls `iter` of its sampler twice for its first epoch, and once for later ones. With an `Order`,
-    `begin` calls `iter` once per epoch, so that a resumed run draws the same from the sampler.
+    A DataLoader with workers calls `iter` of its sampler twice for its first epoch, and once for later epochs. With an `Order`,
+    `begin` calls `iter` once per epoch, so that a resumed run draws the same numbers from the sampler.
 
     Args:
         source: the sampler or batch sampler.
@@ -29,11 +29,12 @@ class Order:
         self._checksums = array("I")  # the checksum after each batch of the epoch
 
     def begin(self, again: Callable[[], None] | None = None) -> None:
-        """Open the sampler for an epoch.
+        """Call `iter` of the sampler for an epoch.
 
         Args:
-            again: given if the sampler has loaded a state; it restores the random states. Some samplers return to the end of the
-                epoch in which their state was saved. They give a full epoch only when they are opened a second time.
+            again: a function that restores the random states; given if the sampler has loaded a state. Some samplers then
+                continue at the end of the epoch in which their state was saved, and yield a full epoch only when `iter` is called
+                a second time.
         """
         self._checksums = array("I")
         source = iter(self._source)
@@ -51,12 +52,15 @@ class Order:
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:
-        """Return the checksums from the last batch taken to the last one drawn in advance, for `is_at`."""
+        """Return the checksums from the last batch trained on up to the last batch drawn in advance, for `is_at`."""
         first = max(taken - 1, 0)
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether the batches drawn in this epoch are those that had been drawn at `place`, as far as both have drawn."""
+        """Return whether the batches drawn in this epoch are the same as those drawn before `place` was saved.
+
+        Only batches that both have drawn are compared.
+        """
         if place is None or not self._is_checked:
             return True
         return all(one == other for one, other in zip(self._checksums[place["first"] :], place["checksums"], strict=False))

@@ -23,10 +23,10 @@ from callsheet.trainer.data.strategies import SharedBatches
 
 
 class ResampledData:
-    """A DataLoader's samples, in an order that depends only on `seed` and the epoch, split between the ranks.
+    """The samples of a DataLoader, split between the ranks. Their order depends only on `seed` and the epoch.
 
-    The dataset is wrapped in a `SeededDataset`. The position in an epoch is how much of the order all ranks have taken together.
-    So any number of ranks can continue from it, and no samples are loaded to return to it.
+    The dataset is wrapped in a `SeededDataset`. The position in an epoch is the length of the part of the order that all ranks
+    together have trained on. So any number of ranks can continue from it, and a resume loads no samples to reach it.
     """
 
     way = "split"
@@ -50,7 +50,7 @@ class ResampledData:
             batch_sampler=self._sampler,
         )
         self._taken_before = 0
-        """How many batches this rank had taken when the current epoch was begun or resumed."""
+        """How many batches this rank had trained on when the current epoch was begun or resumed."""
         if self.in_all and not self.length:
             raise ConfigError(
                 f"{argument} has {self.in_all} samples, not enough for one batch of {batch_size} on each of {world.size} ranks, and "
@@ -59,12 +59,12 @@ class ResampledData:
 
     @property
     def length(self) -> int:
-        """How many global batches there are."""
+        """The number of global batches."""
         return self._split.count(self._sampler.length)
 
     @property
     def in_all(self) -> int:
-        """How many samples there are, or how many batches if the user's own batch sampler makes them."""
+        """The number of samples or, if a batch sampler of the user makes the batches, the number of batches."""
         return self._sampler.length
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
@@ -76,7 +76,7 @@ class ResampledData:
         return self._opened()
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch that any number of ranks may have begun. Raise ConfigError if its order has changed."""
+        """Return the rest of an epoch. Any number of ranks may have begun it. Raise ConfigError if its order has changed."""
         self._draw(epoch, taken, place["position"])
         if place["order"] != digest(self._sampler.order):
             raise ConfigError(
@@ -86,11 +86,11 @@ class ResampledData:
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return how much of the order has been taken, and a digest of the order."""
+        """Return the length of the part of the order that was trained on, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:
-        """Return how many global batches are left."""
+        """Return the number of global batches that are left."""
         return self._split.count(self._sampler.length - self._position(taken))
 
     def _position(self, taken: int) -> int:
@@ -109,8 +109,10 @@ class ResampledData:
         return _SplitBatches(iter(self._loader), self._sampler.shares())
 
     def _check_order(self) -> None:
-        """Raise ConfigError if the orders differ between ranks: a sampler may depend on anything, and a dataset may be
-        growing."""
+        """Raise ConfigError if the orders differ between ranks.
+
+        They may, because a sampler can depend on anything, and a dataset may be growing.
+        """
         found = digest(self._sampler.order)
         largest, smallest = self._world.max([found, -found])
         if largest != -smallest:

@@ -23,10 +23,10 @@ from callsheet.trainer.data.strategies import CountSamples, SharedBatches
 
 
 class RoundRobinData:
-    """An iterable that is the same on all ranks: of every n batches, for n ranks, each rank keeps one.
+    """An iterable that is the same on all ranks. Of every n batches, each of the n ranks keeps one.
 
-    It is iterated over with its own random states, seeded by `seed` and the epoch. So it is the same on all ranks, whatever else
-    they draw.
+    The iteration has its own random states, which are seeded by `seed` and the epoch. So the batches are the same on all ranks,
+    even if the ranks draw different random numbers elsewhere.
     """
 
     way = "dealt"
@@ -56,8 +56,10 @@ class RoundRobinData:
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch, from the dataloader's own state or by drawing again. Any number of ranks may have begun
-        it."""
+        """Return the rest of an epoch, either from the dataloader's own state or by drawing again.
+
+        Any number of ranks may have begun it.
+        """
         keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_place:
             self._loader.load_state_dict(place["loader"])
@@ -70,7 +72,7 @@ class RoundRobinData:
         return batches
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return how many batches have been drawn, and the states of the dataloader and of its random states."""
+        """Return how many batches have been drawn, the state of the dataloader, and its random states."""
         assert self._dealt is not None
         return {
             "drawn": self._dealt.drawn,

@@ -1,4 +1,6 @@
-"""Random states for the data: what a sample's augmentation draws depends only on the seed, the epoch and the sample's index."""
+"""Random states for the data: the random numbers in a sample's augmentation depend only on the seed, the epoch and the sample's
+index.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ _BITS = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
-    """Mix several numbers into one of 64 bits, each bit of which depends on all of them (splitmix64; Steele, Lea, Flood 2014)."""
+    """Mix several numbers into one number of 64 bits.
+
+    Each of its bits depends on all of them (splitmix64; Steele, Lea, Flood 2014).
+    """
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _BITS
@@ -33,10 +38,10 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_states(number: int) -> None:
-    """Seed Python's, NumPy's and torch's random states, of the CPU only.
+    """Seed the random states of Python, NumPy and torch; of torch only the one for the CPU.
 
-    NumPy and torch each get one half of the number: from the same 32 bits they would draw the same. `torch.manual_seed` would
-    seed devices too, and takes a hundred times as long.
+    NumPy and torch each get one half of the number, because from the same 32 bits they would draw the same numbers.
+    `torch.manual_seed` would also seed devices, and takes a hundred times as long.
     """
     random.seed(number)
     numpy = sys.modules.get("numpy")
@@ -56,7 +61,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Seed all random states and these generators for the duration of the block; restore them afterwards."""
+    """Seed all random states and these generators while the block runs, and restore them afterwards."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -70,7 +75,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """Separate random states, active inside `with stream: ...`."""
+    """A set of random states that is active inside `with stream: ...`."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -87,22 +92,25 @@ class RandomStream:
 
 
 class _Seeds:
-    """What a wrapped dataset needs for seeding: the seed, its own generators, and the epoch, which is shared with the workers."""
+    """The data with which a wrapped dataset seeds its random states: the seed, the dataset's own generators, and the epoch.
+
+    The epoch is shared with the workers.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # The epoch, and whether `note` was called; in shared memory, so that persistent workers see it too.
+        # The epoch, and whether `note` was called. They are in shared memory, so that persistent workers see them too.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, in the workers too."""
+        """Set the epoch, also in the workers."""
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """Set a flag that the process with the loader can read."""
+        """Set a flag that the loader's process can read."""
         self._shared[1] = 1
 
     @property
@@ -117,7 +125,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            if get_worker_info() is not None:  # the Trainer has set the epoch of another copy of the dataset
+            if get_worker_info() is not None:  # in a worker, the Trainer has set the epoch of another copy
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
@@ -131,13 +139,12 @@ class _Seeds:
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose samples are loaded with their own random states, seeded by `seed`, the epoch and the sample's
-    index.
+    """A map-style dataset that seeds the random states for every sample, from `seed`, the epoch and the sample's index.
 
-    So augmentation draws the same with any number of workers, at any position in the data, and after a resume. The training's own
-    random states are not affected. Generators in the dataset's attributes (`self.rng`) are seeded too. A dataset that loads a
-    whole batch (`__getitems__`) is seeded by the batch's first index. All other attributes are read and set on the wrapped
-    dataset.
+    So augmentation draws the same numbers with any number of workers, at any position in the data, and after a resume. The random
+    states of training are not affected. Generators in the dataset's attributes (`self.rng`) are seeded too. A dataset that loads
+    a whole batch (`__getitems__`) is seeded by the index of the batch's first sample. All other attributes are read from and set
+    on the wrapped dataset.
 
     The Trainer sets the epoch, also inside persistent workers, and calls the dataset's own `set_epoch` there. In other loops,
     call `set_epoch`. The random states of devices are not changed.
@@ -149,7 +156,7 @@ class SeededDataset(Dataset[Any]):
         seed: the same on all ranks.
 
     Raises:
-        ConfigError: the dataset is an iterable one: its samples have no index.
+        ConfigError: the dataset is an iterable one, whose samples have no index.
 
     Example:
         >>> import torch
@@ -170,7 +177,7 @@ class SeededDataset(Dataset[Any]):
         own["_seeds"] = _Seeds(dataset, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that samples are loaded for. Call it only between epochs of a loader."""
+        """Set the epoch for which samples are loaded. Call this only between epochs of a loader."""
         self._seeds.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -193,7 +200,7 @@ class SeededDataset(Dataset[Any]):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        if get_worker_info() is not None:  # a worker does nothing but load samples
+        if get_worker_info() is not None:  # nothing to restore, because a worker only loads samples
             yield
             return
         outer = cpu_random_state()
@@ -203,19 +210,20 @@ class SeededDataset(Dataset[Any]):
             restore_random_state(outer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "seed", "_seeds"):  # while it is unpickled
+        if name in ("dataset", "seed", "_seeds"):  # the attribute is missing while the object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # a worker_init_fn opens files and sets them there
+        setattr(self.dataset, name, value)  # a worker_init_fn may open files and store them in attributes
 
 
 class SeededStream(IterableDataset[Any]):
-    """An iterable dataset whose workers begin each epoch with random states seeded by `seed`, the epoch and the worker.
+    """An iterable dataset that seeds the random states of its workers at each epoch's start, from `seed`, the epoch and the
+    worker.
 
-    Persistent workers keep their random states from one epoch to the next, and no checkpoint holds them. With a `SeededStream`,
-    an epoch can be drawn again without the epochs before it.
+    Without it, persistent workers keep their random states from one epoch to the next, and no checkpoint stores those. With a
+    `SeededStream`, an epoch can be drawn again without drawing the epochs before it.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -244,7 +252,7 @@ class SeededStream(IterableDataset[Any]):
         return iter(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "_seeds", "_attributes"):  # while it is unpickled
+        if name in ("dataset", "_seeds", "_attributes"):  # the attribute is missing while the object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -255,5 +263,5 @@ class SeededStream(IterableDataset[Any]):
 def _number(index: Any) -> int:
     try:
         return operator.index(index)
-    except TypeError:  # a dataset that is indexed by names
+    except TypeError:  # the dataset is indexed by names
         return zlib.crc32(repr(index).encode())

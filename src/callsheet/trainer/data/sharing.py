@@ -1,4 +1,4 @@
-"""Chooses how the ranks share the data of a dataloader."""
+"""Chooses how the ranks divide the data of a dataloader."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def sharing_of(
     alone: bool | None = None,
     count_samples: CountSamples | None = None,
 ) -> Sharing:
-    """Return the way in which the ranks share the batches of this loader. A collective.
+    """Return the way in which the ranks divide the batches of this loader. This is a collective.
 
     Args:
         seed: the same on all ranks.
-        shard: False if each rank's loader gives its own share.
-        alone: True if a single process uses the loader; by default, if there is only one rank.
+        shard: False if each rank's loader already yields only that rank's part of the data.
+        alone: True if a single process uses the loader; by default, True if there is only one rank.
         count_samples: returns how many samples a batch holds.
 
     Raises:
-        ConfigError: on all ranks: the loader cannot be shared, or some rank has no data.
+        ConfigError: raised on all ranks if the loader cannot be shared, or some rank has no data.
     """
     sharing: Sharing
     if (world.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
@@ -56,14 +56,14 @@ def sharing_of(
 
 
 class SharedLoader:
-    """An iterable over this rank's share of a loader; see `shared`."""
+    """An iterable over this rank's part of a loader; see `shared`."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
 
     @property
     def length(self) -> int | None:
-        """How many batches each rank takes, fillers included, if that is known."""
+        """How many batches each rank gets, including fillers, if that is known."""
         return self._sharing.length
 
     def __iter__(self) -> SharedBatches:
@@ -80,20 +80,23 @@ def shared(
     shard: bool = True,
     count_samples: CountSamples | None = None,
 ) -> SharedLoader:
-    """Return this rank's share of a loader that is iterated over repeatedly from its beginning, as in evaluations. The share is
-    the same each time, fillers included. Arguments and errors are those of `sharing_of`.
+    """Return this rank's part of a loader that is iterated over repeatedly from its beginning, as in evaluations.
+
+    The part is the same each time, including fillers. Arguments and errors are those of `sharing_of`.
     """
     return SharedLoader(sharing_of(loader, world, seed, argument=argument, shard=shard, count_samples=count_samples))
 
 
 def _is_shared_already(loader: Any) -> bool:
-    """Return whether the data is already divided among the ranks: by a DistributedSampler, or by Hugging Face's `split_dataset_by_node`."""
+    """Return whether the data is already divided among the ranks, by a DistributedSampler or by Hugging Face's
+    `split_dataset_by_node`.
+    """
     has_sampler = any(hasattr(sampler, "num_replicas") for sampler in samplers(loader))
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 
 
 def _split_by_node(loader: Any, world: ProcessGroups) -> DataLoader[Any] | None:
-    """Return a DataLoader over this rank's shards of a Hugging Face stream, or None for any other loader."""
+    """Return a DataLoader over this rank's shards of a Hugging Face stream. Return None for any other loader."""
     hugging_face: Any = sys.modules.get("datasets")
     if hugging_face is None or not isinstance(loader, DataLoader) or not isinstance(loader.dataset, hugging_face.IterableDataset):
         return None

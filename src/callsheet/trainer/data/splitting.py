@@ -1,4 +1,4 @@
-"""Splits one order of samples between the ranks, in global batches from which every rank takes every n-th sample."""
+"""Splits an order of samples into global batches. Of each global batch, every rank gets every n-th sample."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from callsheet.trainer.data.seeded import mixed, seeded
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank loads of one global batch. If the rank has no sample of it, it loads another rank's as a filler, which counts
-    nothing."""
+    """The samples of one global batch that one rank loads.
+
+    If the batch has no sample for this rank, the rank loads a sample of another rank as a filler, which is not counted.
+    """
 
     indices: list[Any]
     samples_in_all: int
@@ -26,17 +28,19 @@ class Share:
 
     @property
     def samples_here(self) -> int:
-        """How many of the samples count."""
+        """How many of the samples are counted."""
         return 0 if self.is_filler else len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an order is split: into global batches of `batch_size * world_size`, of which each rank takes every n-th sample.
+    """How an order is split: into global batches of `batch_size * world_size` samples.
 
-    The shares of a global batch differ by at most one sample, every sample of the order is in exactly one share, and every rank
-    has the same number of shares. If `batch_size` is None, the order consists of whole batches, and each rank takes one of them
-    at a time.
+    Each rank gets every n-th sample of a batch.
+
+    The shares of the ranks in a global batch differ by at most one sample. Every sample of the order is in exactly one share, and
+    every rank has the same number of shares. If `batch_size` is None, the order consists of whole batches, and each rank gets one
+    of them at a time.
     """
 
     batch_size: int | None
@@ -46,15 +50,15 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """How many entries of the order make one global batch."""
+        """How many entries of the order form one global batch."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
-        """Return how many global batches there are in an order, or in the rest of one, of this length."""
+        """Return how many global batches an order of this length has. It may also be the length of the rest of an order."""
         return length // self.global_size if self.drop_last else math.ceil(length / self.global_size)
 
     def shares(self, order: Sequence[Any], start: int = 0) -> Iterator[Share]:
-        """Yield this rank's shares of the order from `start` on."""
+        """Yield this rank's shares of the order, beginning at `start`."""
         for first in range(start, start + self.count(len(order) - start) * self.global_size, self.global_size):
             batch = order[first : first + self.global_size]
             part = list(batch[self.rank :: self.world_size])
@@ -69,8 +73,9 @@ class ShareSampler:
     """The batch sampler of one rank, with the counts of its batches.
 
     Args:
-        source: the sampler that the order is drawn from or, if `split.batch_size` is None, a batch sampler. It has a length.
-        seed: the same on all ranks; the orders depend only on it and the epoch.
+        source: the sampler from which the order is drawn or, if `split.batch_size` is None, a batch sampler. It must have a
+            length.
+        seed: the same on all ranks; the orders depend only on the seed and the epoch.
     """
 
     def __init__(self, source: Any, split: Split, seed: int) -> None:
@@ -78,20 +83,20 @@ class ShareSampler:
         self._seed = seed
         self.split = split
         self.order: Sequence[Any] = ()
-        """The order of the current epoch; empty before the first."""
+        """The order of the current epoch; empty before the first epoch."""
         self.start = 0
 
     @property
     def length(self) -> int:
-        """The length of the current epoch's order or, before the first epoch, of the source."""
+        """The length of the current epoch's order. Before the first epoch, it is the length of the source."""
         return len(self.order or self._source)
 
     def begin(self, epoch: int | None, start: int = 0) -> None:
-        """Draw the order of an epoch; iteration begins at `start`."""
+        """Draw the order of an epoch. Iteration begins at `start`."""
         self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
-        """Return this rank's shares of the epoch, from its start on."""
+        """Yield this rank's shares of the epoch, from its beginning."""
         return self.split.shares(self.order, self.start)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -102,11 +107,14 @@ class ShareSampler:
 
 
 def drawn_order(source: Any, seed: int) -> Sequence[Any]:
-    """Return what the sampler gives with all random states and its own generators seeded. Their states are restored."""
+    """Return the order that the sampler yields after all random states and its own generators have been seeded.
+
+    The states are restored.
+    """
     if type(source) is SequentialSampler:
         return range(len(source))
     if type(source) is RandomSampler and not source.replacement and source.num_samples == len(source.data_source):
-        # the same order as the sampler's, in 8 bytes per sample instead of 40
+        # This is the same order as the sampler's, but it takes 8 bytes per sample instead of 40.
         permutation: Any = torch.randperm(source.num_samples, generator=torch.Generator().manual_seed(seed)).numpy()
         return memoryview(permutation)
     with seeded(seed, generators(source, getattr(source, "sampler", None))):
@@ -114,5 +122,5 @@ def drawn_order(source: Any, seed: int) -> Sequence[Any]:
 
 
 def digest(order: Sequence[Any]) -> int:
-    """Return a 32-bit number by which ranks can detect that their orders differ."""
+    """Return a 32-bit number, by which ranks can detect that their orders differ."""
     return zlib.crc32(repr((len(order), list(order[:256]), list(order[-256:]))).encode())

@@ -1,4 +1,4 @@
-"""The interface of the three ways to share data: an epoch's batches with their counts, and a position in the epoch."""
+"""The interface of the three ways to divide the data: the batches of an epoch with their counts, and a position in the epoch."""
 
 from __future__ import annotations
 
@@ -12,42 +12,48 @@ CountSamples = Callable[[Any], int]
 
 
 class SharedBatches(Iterator[Any]):
-    """This rank's batches of one epoch. The attributes describe the batch that `next` returned last."""
+    """The batches of this rank in one epoch. The attributes describe the batch that `next` returned last."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self.samples_here: int | None = None
-        """How many samples of the batch count, 0 for a filler; None if only the batch itself shows it."""
+        """How many samples of the batch are counted, 0 for a filler. None if they must be counted in the batch itself."""
         self.samples_in_all: int | None = None
-        """How many samples count in the batches of all ranks together; None if that takes a collective to find out."""
+        """How many samples are counted in the batches of all ranks together. None if a collective is needed to find out."""
         self.is_filler = False
-        """The batch counts nothing: other ranks have one batch more."""
+        """Whether the batch is a filler, which is not counted. A rank gets one if other ranks have one batch more."""
 
     def __next__(self) -> Any:
         return next(self._batches)
 
 
 class Sharing(Protocol):
-    """The interface of a way to share one dataloader."""
+    """The interface of a way to divide one dataloader among the ranks."""
 
     way: str
 
     @property
     def length(self) -> int | None:
-        """How many batches each rank takes in a whole epoch, if that is known."""
+        """How many batches each rank gets in a whole epoch, if that is known."""
 
     @property
     def in_all(self) -> int | None:
-        """How many samples or batches of an epoch are shared; None if that is not known, or if they are not shared."""
+        """How many samples or batches of an epoch the ranks divide among them.
+
+        None if that is not known, or if they divide nothing.
+        """
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Return the batches of an epoch, counted from 1; None is an evaluation, which is the same each time.
+        """Return the batches of an epoch. Epochs are counted from 1; None means an evaluation, which is the same each time.
 
-        `start` is the dataloader's state (`random_state_of`) in a checkpoint from the end of the previous epoch.
+        `start` is the dataloader's state (`random_state_of`) from a checkpoint that was saved at the end of the previous epoch.
         """
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch, from `place` on. This rank had taken `taken` batches, and its random states were `now`."""
+        """Return the rest of an epoch, beginning at `place`.
+
+        Before, this rank had trained on `taken` batches, and its random states were `now`.
+        """
 
     def place(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch after `taken` batches, as plain data and tensors."""
@@ -57,7 +63,7 @@ class Sharing(Protocol):
 
 
 def empty_ranks(world: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
-    """Return the error for all ranks if some have no batch. A collective."""
+    """Return the error for all ranks if some ranks have no batch. This is a collective."""
     ranks = [rank for rank, has_none in enumerate(world.gather(is_empty)) if has_none]
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"
     return ConfigError(
