@@ -3,7 +3,8 @@
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
+    from callsheet.bridges.accelerate.events import FIRED_AT, NOT_FIRED
     from callsheet.bridges.accelerate.guests import TrackerGuest, guest
-    from callsheet.bridges.accelerate.hosts import FIRED_AT, NOT_FIRED, AcceleratedRun, host
+    from callsheet.bridges.accelerate.hosts import AcceleratedRun, host
 
 __all__ = ["FIRED_AT", "NOT_FIRED", "AcceleratedRun", "TrackerGuest", "guest", "host"]

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from callsheet.bridges.accelerate.events import NOT_FIRED
 from callsheet.bridges.accelerate.guests import numbers
 from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
 from callsheet.bridges.giving_up import weakly
@@ -24,7 +25,6 @@ from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
-from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
@@ -33,29 +33,6 @@ from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
-
-FIRED_AT: Mapping[str, tuple[str, ...]] = {
-    "with": (
-        "on_run_start",
-        "on_checkpoint_load_start",
-        "on_checkpoint_load_end",
-        "on_data_init_start",
-        "on_data_init_end",
-        "on_run_end",
-    ),
-    "run.steps": ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_fetch_end", "on_microbatch_start"),
-    "Accelerator.sync_gradients": ("on_train_step_start", "on_train_step_end", "on_log", "on_checkpoint_due"),
-    "the model": ("on_forward_start", "on_forward_end"),
-    "Accelerator.backward": ("on_loss_end", "on_backward_start", "on_backward_end"),
-    "Accelerator.clip_grad_norm_": ("on_clip_gradients_start", "on_clip_gradients_end"),
-    "AcceleratedOptimizer.step": ("on_optimizer_step_start", "on_optimizer_step_end"),
-    "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"),
-    "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
-}
-"""By a call in the loop: our events that it fires. A step ends, and the next begins, where the accelerator synchronizes gradients."""
-
-NOT_FIRED = events_within("eval_step", "test", "predict")
-"""Events that this host never fires."""
 
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Distributed types whose engines run backward and step themselves, so that the hooks do not see them."""

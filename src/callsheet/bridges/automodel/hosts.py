@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
@@ -21,33 +22,12 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
-from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
-
-HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
-    "on_train_start": (
-        *("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start", "on_data_init_end"),
-        *("on_train_start", "on_round_start"),
-    ),
-    "on_train_batch_end": ("on_train_step_end", "on_log", "on_epoch_end", "on_checkpoint_due"),
-    "on_validation_end": ("on_eval_end", "on_eval_all_end", "on_log"),
-    "on_save_checkpoint": ("on_checkpoint_due", "on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
-    "on_exception": ("on_exception", "on_run_end"),
-    "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
-}
-"""The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
-
-NOT_FIRED = events_within("test", "predict")
-"""Events that a recipe has no counterpart for."""
-
-NOT_FIRED_FOR_SEVERAL = events_within("eval_step")
-"""Further events that are not fired if a recipe has several validation sets: it does not report where one ends and the next begins."""
-
 
 _RENAMED = {
     "grad_norm": "train/grad_norm",

@@ -4,7 +4,8 @@ from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.bridges.host_states import STATE
+    from callsheet.bridges.huggingface.events import FIRED_AT, NOT_FIRED
     from callsheet.bridges.huggingface.guests import GUEST_EVENTS, guest
-    from callsheet.bridges.huggingface.hosts import FIRED_AT, NOT_FIRED, HuggingFaceHost, host
+    from callsheet.bridges.huggingface.hosts import HuggingFaceHost, host
 
 __all__ = ["FIRED_AT", "GUEST_EVENTS", "NOT_FIRED", "STATE", "HuggingFaceHost", "guest", "host"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.lightning.events import NOT_FIRED
 from callsheet.bridges.lightning.parts import (
     Cadence,
     ClipHook,
@@ -39,40 +40,6 @@ except ImportError:
     from pytorch_lightning import Callback as LightningCallback
 
 logger = logging.getLogger("callsheet")
-
-NOT_FIRED: tuple[str, ...] = ()
-"""Events that this host never fires: none."""
-
-FIRED_AT: Mapping[str, str] = {
-    "on_run_start": "on_train_start",
-    "on_train_start": "on_train_start",
-    "on_epoch_start": "on_train_epoch_start",
-    "on_fetch_end": "on_train_batch_start",
-    "on_train_step_start": "on_train_batch_start",
-    "on_microbatch_start": "on_train_batch_start",
-    "on_microbatch_end": "on_train_batch_end",
-    "on_clip_gradients_start": "on_before_optimizer_step",
-    "on_train_step_end": "on_train_batch_end",
-    "on_eval_all_start": "on_validation_start",
-    "on_eval_step_start": "on_validation_batch_start",
-    "on_eval_step_end": "on_validation_batch_end",
-    "on_eval_all_end": "on_validation_end",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_train_end": "on_train_end",
-    "on_test_start": "on_test_start",
-    "on_test_step_start": "on_test_batch_start",
-    "on_test_step_end": "on_test_batch_end",
-    "on_test_end": "on_test_end",
-    "on_predict_start": "on_predict_start",
-    "on_predict_step_start": "on_predict_batch_start",
-    "on_predict_step_end": "on_predict_batch_end",
-    "on_predict_end": "on_predict_end",
-    "on_preempt": "on_exception",
-    "on_exception": "on_exception",
-    "on_run_end": "on_train_end",
-}
-"""By our event: the Lightning hook at which it is fired. The other events come from hooks in the model, `backward`, the optimizer and
-`save_checkpoint`, or the lifecycle driver synthesizes them."""
 
 
 def host(
@@ -102,8 +69,6 @@ def host(
 
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """See `host`."""
-
-    _IS_END_REPORTED = True
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float

@@ -6,7 +6,8 @@ Megatron-LM's own callbacks have the same methods, but their context has no `sta
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
-    from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, NEVER
-    from callsheet.bridges.megatron_bridge.hosts import HOST_EVENTS, NOT_FIRED, MegatronBridgeHost, guest, host
+    from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
+    from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, NEVER, guest
+    from callsheet.bridges.megatron_bridge.hosts import MegatronBridgeHost, host
 
 __all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_FIRED", "MegatronBridgeHost", "guest", "host"]

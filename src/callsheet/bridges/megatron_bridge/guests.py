@@ -29,6 +29,30 @@ NEVER = ("on_setup_start", "on_log", "on_checkpoint_load")
 """Events of later versions, and of Megatron-LM's own callbacks, that callsheet never fires."""
 
 
+def guest(
+    foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, config: Any = None
+) -> MegatronBridgeGuest:
+    """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
+
+    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
+    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
+    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
+    `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
+
+    Args:
+        name: the name under which state is saved; by default that of the callback's class or of the manager's.
+        phase: the phase of all these callbacks.
+        strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
+        config: the object at `context.state.cfg`; it has to have `train.train_iters`. None: an object that has only that.
+
+    Raises:
+        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
+            available.
+    """
+    state = GlobalState(config) if config is not None else None
+    return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
+
+
 class MegatronBridgeGuest(Guest):
     """See `callsheet.bridges.megatron_bridge.guest`."""
 

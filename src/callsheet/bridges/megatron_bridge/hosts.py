@@ -20,43 +20,19 @@ from torch import Tensor
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.megatron_bridge.guests import MODULE, MegatronBridgeGuest
+from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
+from callsheet.bridges.megatron_bridge.guests import MODULE
 from callsheet.bridges.megatron_bridge.hooks import MegatronForwardHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
-from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.bridges.torch_hooks import OptimizerHooks
-from callsheet.core.callback import Callback, Phase
-from callsheet.core.lifecycle import events_within
+from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
-
-HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
-    "on_data_init_start": ("on_run_start", "on_checkpoint_load_start", "on_checkpoint_load_end", "on_data_init_start"),
-    "on_train_start": ("on_data_init_end", "on_train_start", "on_round_start", "on_epoch_start"),
-    "on_train_step_start": ("on_fetch_start", "on_fetch_end", "on_train_step_start"),
-    "on_train_step_end": ("on_train_step_end", "on_log", "on_checkpoint_due"),
-    "on_eval_start": ("on_eval_all_start", "on_eval_start"),
-    "on_eval_step_start": ("on_eval_step_start",),
-    "on_eval_step_end": ("on_eval_step_end",),
-    "on_eval_end": ("on_eval_end", "on_eval_all_end", "on_log", "on_checkpoint_due"),
-    "on_checkpoint_save": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
-    "on_train_end": ("on_epoch_end", "on_round_end", "on_train_end"),
-    "on_test_start": ("on_test_start",),
-    "on_test_step_start": ("on_test_step_start",),
-    "on_test_step_end": ("on_test_step_end",),
-    "on_test_end": ("on_test_end", "on_log"),
-}
-"""The events that the host fires at each event of Megatron Bridge.
-
-PyTorch hooks fire the events between a step's start and end. The end of the run is fired with the last event of Megatron Bridge."""
-
-NOT_FIRED = (*events_within("predict"), "on_preempt")
-"""Events that Megatron Bridge has no counterpart for."""
 
 
 def host(
@@ -90,30 +66,6 @@ def host(
         NotSupported: when training begins or after the first step, depending on `strict`.
     """
     return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
-
-
-def guest(
-    foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, config: Any = None
-) -> MegatronBridgeGuest:
-    """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
-
-    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
-    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
-    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
-    `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
-
-    Args:
-        name: the name under which state is saved; by default that of the callback's class or of the manager's.
-        phase: the phase of all these callbacks.
-        strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
-        config: the object at `context.state.cfg`; it has to have `train.train_iters`. None: an object that has only that.
-
-    Raises:
-        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
-            available.
-    """
-    state = GlobalState(config) if config is not None else None
-    return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
 
 
 class MegatronBridgeHost(HostBase):
