@@ -1,4 +1,4 @@
-"""The built-in callbacks, one a file."""
+"""The built-in callbacks. Each file has one."""
 
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,7 @@ __all__ = [
     "TorchProfiler",
 ]
 
-__getattr__ = attributes(  # imported on first use: many of them need torch
+__getattr__ = attributes(  # imported on first use, because many need torch
     __name__,
     {
         "ActivationMonitor": "callsheet.callbacks.activation_monitor",

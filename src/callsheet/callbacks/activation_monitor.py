@@ -21,8 +21,8 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_BATCHED_NUMBERS = 2**20  # tensors of one shape are kept until they hold this many numbers, then examined together
-_lock = threading.Lock()  # DataParallel runs its replicas in threads
+_BATCHED_NUMBERS = 2**20  # tensors of one shape are kept up to this many numbers, then examined together
+_lock = threading.Lock()  # needed because DataParallel runs its replicas in threads
 
 
 class ActivationMonitor(Callback):
@@ -76,7 +76,10 @@ class ActivationMonitor(Callback):
                 raise ConfigError(f"no module's name matches {pattern!r}; this model has {', '.join(names[1:6])}, ...")
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Register the hooks in a step that is measured. They last for one forward pass, so that recomputation in the backward is not counted."""
+        """Register the hooks if this step is measured.
+
+        The hooks last for one forward pass, so that recomputation in the backward pass is not counted.
+        """
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_start", "on_forward_end", until=ctx.step + ahead)
             return
@@ -131,9 +134,9 @@ class ActivationMonitor(Callback):
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
-        """Compute the statistics of all modules in one go, which takes no longer than for one module."""
+        """Compute the statistics of all modules at once, which takes no longer than for one module."""
         if self._step != ctx.step:
-            self._step, self._greatest = ctx.step, {}  # the maximum over the step's microbatches so far
+            self._step, self._greatest = ctx.step, {}  # holds the maximum over the step's microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
         for each in seen.values():
             names, times = list(each.places), [len(several) for several in each.places.values()]
@@ -150,7 +153,10 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Split the maxima by module, for when microbatches used different modules or the modules are on several devices."""
+    """Split the maxima by module.
+
+    This is needed if microbatches used different modules, or if the modules are on several devices.
+    """
     apart: dict[str, Tensor] = {}
     for names, values in greatest.items():
         for name, value in zip(names, values.unbind(), strict=True):
@@ -165,7 +171,7 @@ class _Seen:
         self.places: dict[str, list[int]] = {}  # by module, the index of each call
         self._waiting: dict[Any, list[tuple[int, Tensor]]] = {}
         self._sums: list[Tensor] = []
-        self._order: list[int] = []  # the index to which each row belongs
+        self._order: list[int] = []  # the index of the call to which each row belongs
         self._count = 0
 
     def add(self, tensor: Tensor) -> int:

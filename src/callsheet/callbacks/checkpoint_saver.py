@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and how many are kept."""
+"""Decides when checkpoints are saved, and how many are kept."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from callsheet.errors import ConfigError
 class CheckpointSaver(Callback):
     """Save checkpoints regularly, at the end and when a metric is at its best, and delete old ones.
 
-    Old checkpoints are deleted once a newer one is durable, unless another callback asked for them as well. Checkpoints whose weights
-    or loss were not finite are deleted first, so that they never displace good ones. The best one does not count among the `keep`
-    regular ones. To use several savers, give each its own `name`, such as `CheckpointSaver(save_interval="1000ba", keep=None,
-    name="milestones")` beside one that keeps three. A checkpoint that two of them requested is deleted when neither keeps it.
+    Old checkpoints are deleted once a newer one is durable, unless another callback asked for them as well. Checkpoints whose
+    weights or loss were not finite are deleted first, so that they never displace good ones. The best one does not count among
+    the `keep` regular ones. To use several savers, give each its own `name`: for example one that keeps three, and
+    `CheckpointSaver(save_interval="1000ba", keep=None, name="milestones")`. A checkpoint that two savers requested is deleted
+    when neither of them keeps it.
 
     Args:
         save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None saves only the last and the best.
-        keep: how many regular checkpoints to keep, counting the final one and a preempted run's; None keeps all.
+        keep: how many regular checkpoints to keep, including the final one and that of a preempted run; None keeps all.
         save_at_end: also save when `max_duration` is reached or a callback requests a stop.
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept in addition.
         mode: whether the best is the `"min"` or the `"max"`; a value that is not finite is never the best.
         name: the callback's name; the class's name if empty.
-        before_eval: save before an evaluation that is due at the same boundary, in case it fails; the best is still saved after it.
+        before_eval: whether to save before an evaluation that is due at the same boundary, in case it fails; the best checkpoint
+            is still saved after it.
 
     Raises:
         ConfigError: an argument is invalid, or an evaluation does not have the metric `monitor`.
@@ -60,10 +62,10 @@ class CheckpointSaver(Callback):
         self._before_eval = before_eval
         self.name = name
         self._keep = keep
-        self._passed = 0  # intervals completed
+        self._passed = 0  # how many intervals are complete
         self._saved_at = self._best_at = -1  # the steps of the last checkpoint and of the best evaluation that is not saved yet
         self._saved_stop = False  # whether that checkpoint contains the stop request that ends the run
-        self._best_score = math.inf  # multiplied by `_sign`: less is better
+        self._best_score = math.inf  # multiplied by `_sign`, so that lower is better
 
     def on_train_start(self, ctx: Context) -> None:
         """Count the intervals that are already completed, so that they are not due again."""
@@ -71,7 +73,7 @@ class CheckpointSaver(Callback):
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """See whether this is the best evaluation so far."""
+        """Check whether this is the best evaluation so far."""
         if ctx.standalone:  # a standalone evaluation may use other data
             return
         self._saved_at = -1  # no checkpoint contains these results yet
@@ -79,14 +81,17 @@ class CheckpointSaver(Callback):
             return
         dataset = self._monitor.partition("/")[0]
         if dataset in ctx.state.evaluators and dataset not in ctx.eval_results:
-            return  # it was not due, or a signal cut it short
+            return  # the dataset was not due, or a signal cut the evaluation short
         scores = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
         score = self._sign * scores[one_of("monitor", self._monitor, tuple(scores))]
         if score < self._best_score and math.isfinite(score):
             self._best_score, self._best_at = score, ctx.step
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Request the checkpoint that is due, once per step unless it was evaluated since. Every rank decides the same."""
+        """Request the checkpoint that is due.
+
+        It is requested once per step, and again if there was an evaluation after it. Every rank decides the same.
+        """
         is_early = ctx.boundary == "before_eval"
         if is_early and not self._before_eval:
             return
@@ -95,7 +100,8 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        # This step's checkpoint does not contain a stop that was requested after it, and a resume would continue training.
+        # Save again if a stop was requested after this step's checkpoint: a resume from a checkpoint without the request would
+        # continue training.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
@@ -115,7 +121,10 @@ class CheckpointSaver(Callback):
         self._take(ctx)
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Register the loaded checkpoint, which was saved before it was published. A checkpoint of another run is not kept here."""
+        """Register the loaded checkpoint with this saver.
+
+        When it was saved, it was not published and so not registered yet. A checkpoint of another run is not registered.
+        """
         self._saved_at = self._best_at = -1
         info = ctx.checkpoint
         if info is None or not is_of_run(ctx, info.path):
@@ -123,7 +132,7 @@ class CheckpointSaver(Callback):
         elif self._take(ctx):
             self._saved_at = info.step
         has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
-        if not has_best:  # the best checkpoint is gone, so its score must not block the next one
+        if not has_best:  # the best checkpoint was deleted, so its score must not prevent saving the next one
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -23,16 +23,17 @@ _WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # how many checkpoints of the l
 class DiskSpaceGuard(Callback):
     """Warn when the disk that holds the checkpoints runs full, and stop while there is room for a last checkpoint.
 
-    One rank of each machine checks the disk at log boundaries and before a checkpoint; all ranks agree on the stop. The limits are
-    the given ones, or the size of three checkpoints (for the warning) and one (for the stop), whichever is larger. The warning is
-    given once, and again if there was enough room in between. If the checkpoints are at a URL, the disk of the run's folder is checked.
+    One rank of each machine checks the disk at log boundaries and before a checkpoint; all ranks stop together. The limit for the
+    warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of one, whichever
+    is larger. The warning is given once, and again if there was enough room in between. If the checkpoints are at a URL, the disk
+    of the run's folder is checked.
 
-    A run that starts below the limit for stopping stops at its first record, when there is nothing to lose yet.
+    A run that starts below the limit for stopping stops at its first record, when no work can be lost.
 
     Args:
-        warn_below: free bytes.
-        stop_below: free bytes; 0 never stops.
-        path: another place to check: any folder or file on that disk.
+        warn_below: free bytes below which to warn.
+        stop_below: free bytes below which to stop; 0 never stops.
+        path: any folder or file on the disk to check instead.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -59,7 +60,7 @@ class DiskSpaceGuard(Callback):
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
-        """Check the disk, and stop while there is room."""
+        """Check the disk, and stop while there is room for a checkpoint."""
         free = self._look(ctx)
         if free is None or not self._stop_below or self._has_stopped:
             return
@@ -73,15 +74,15 @@ class DiskSpaceGuard(Callback):
             ctx.control.stop(why, resumable=True)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Warn if the checkpoint may not fit."""
+        """Warn if there may not be enough room for the checkpoint."""
         free = self._look(ctx)
         if free is not None and free < self._largest:
             sizes = f"{_size(free)} are free at {self._place}, and the last one took {_size(self._largest)}"
             logger.warning("%s: the checkpoint that is being written may not fit: %s", label_of(self), sizes)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Note the checkpoint's size."""
-        self._place = None  # the first checkpoint creates the folder
+        """Record the checkpoint's size."""
+        self._place = None  # find the folder again, because the first checkpoint creates it
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)
 

@@ -18,16 +18,17 @@ logger = logging.getLogger("callsheet")
 class EarlyStopper(Callback):
     """Stop training, on all ranks together, when a metric of the evaluation has not improved for a while.
 
-    A value is better if it is more than `min_delta` below the best so far, or above it if `mode` is `"max"`. NaN and infinity are never
-    better and use up patience like any other value. Standalone evaluations are ignored, and so are evaluations that skipped the dataset.
-    The best value and the patience used survive a resume. A run that is resumed after its patience ran out ends before its first step;
-    raise `patience` to continue it. To use several stoppers, give each its own `name`.
+    A value is better if it is more than `min_delta` below the best so far, or, if `mode` is `"max"`, more than that above it. NaN
+    and infinity are never better, so they use up patience. Standalone evaluations are ignored, and so are evaluations that
+    skipped the dataset. The best value and the used part of the patience survive a resume. A run that is resumed after its
+    patience ran out ends before its first step; raise `patience` to continue it. To use several stoppers, give each its own
+    `name`.
 
     Args:
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`.
         mode: whether the best is the `"min"` or the `"max"`.
-        patience: a whole number: after how many evaluations of the dataset in a row without improvement the run stops. Or a time, such
-            as `"2ep"`: the run stops at the first evaluation that is at least this long after the best one.
+        patience: a whole number means that the run stops after this many evaluations of the dataset in a row without improvement.
+            A time, such as `"2ep"`, means that it stops at the first evaluation that is at least this long after the best one.
         min_delta: the smallest difference that counts as an improvement, in the metric's own unit.
 
     Raises:
@@ -51,14 +52,14 @@ class EarlyStopper(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._best = math.inf  # multiplied by `_sign`: less is better
-        self._waited = 0  # evaluations without improvement
+        self._best = math.inf  # multiplied by `_sign`, so that lower is better
+        self._waited = 0  # the number of evaluations without improvement
         self._best_at: Timestamp | None = None  # the time of the first value if none was finite
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the values of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -69,11 +70,11 @@ class EarlyStopper(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Compare the value with the best, and stop when the patience has run out."""
-        if ctx.standalone:  # it may use other data
+        if ctx.standalone:  # a standalone evaluation may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            if not self._is_warned and ctx.eval_results:  # empty where a signal cut the evaluation short
+            if not self._is_warned and ctx.eval_results:  # results are empty if a signal cut the evaluation short
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)
             return
@@ -150,7 +151,10 @@ def _checked_monitor(monitor: str) -> str:
 
 
 def _warn_of_absence(callback: Callback, ctx: Context, monitor: str) -> None:
-    """Warn that the evaluation lacks the metric. It is no error: an evaluator with a longer interval may have it."""
+    """Warn that the evaluation lacks the metric.
+
+    This is not an error, because an evaluator with a longer interval may have it.
+    """
     found = [f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result]
     logger.warning(
         "%s: this evaluation does not have the metric %r, only %s%s; ignore this if an evaluator with a longer interval has it",

@@ -17,33 +17,35 @@ from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CheckpointError, ConfigError
 
 _OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
-"""The EMA that may change a model, for the duration of a run."""
+"""For each model, the EMA that may change it, during a run."""
 
 
 class EMA(Callback):
     """Keep an exponential moving average of the weights, and use it to evaluate, to save, and as the final model.
 
-    Every `update_interval` steps the average moves towards the weights: `average += (1 - decay) * (weights - average)`. It starts with
-    the weights as they are when it begins. Training itself uses the trained weights, which are bitwise the same with and without an
-    EMA. The average is put into the model during evaluation, test, prediction and saving: before all other callbacks are called, and
-    removed after them. Unless `at_end` is False, it also stays there when training ends, so that `trainer.export` writes it.
+    Every `update_interval` steps the average moves towards the weights: `average += (1 - decay) * (weights - average)`. When the
+    average begins, it equals the weights. Training itself uses the trained weights, which are bitwise the same with and without
+    an EMA. During evaluation, test, prediction and saving, the average is in the model: it is put there before all other
+    callbacks are called, and removed after them. Unless `at_end` is False, it also stays there when training ends, so that
+    `trainer.export` writes it.
 
-    The model in a checkpoint is therefore the average, which is what was evaluated; `LoadCheckpoint` and other readers get it. The
-    trained weights are saved in this callback's state. A run that is resumed with an EMA continues with them exactly; without one
-    it would continue from the average. If the trained weights are not finite, they are saved as the model, so that the checkpoint is
-    recognized as bad. With a sharded model every rank keeps and saves its own shards, so such a checkpoint can only be resumed on the
-    same number of ranks.
+    So the model in a checkpoint is the average, which was also evaluated, and `LoadCheckpoint` and other readers get the average.
+    The trained weights are saved in this callback's state. A run that is resumed with an EMA continues exactly with these;
+    without an EMA it would continue from the average. If the trained weights are not finite, they are saved as the model, so that
+    the checkpoint is recognized as invalid. With a sharded model every rank keeps and saves its own shards, so such a checkpoint
+    can only be resumed on the same number of ranks.
 
-    The average covers trainable parameters and floating-point buffers, such as batch norm statistics, of which rank 0's count.
-    Parameters that are unfrozen later join at the next epoch. The average takes as much device memory as the parameters, and twice
-    that in half precision, because it is kept in single precision.
+    The average covers trainable parameters and floating-point buffers, such as batch norm statistics; of the buffers, those of
+    rank 0 are averaged. Parameters that are unfrozen later are added at the next epoch. The average takes as much device memory
+    as the parameters, and twice that in half precision, because it is kept in single precision.
 
     Args:
-        half_life: after this many steps a weight counts half; a whole number, or a time in batches such as `"1000ba"`.
-        decay: instead of `half_life`: the fraction of the average that an update keeps, such as 0.999.
+        half_life: the number of steps after which the influence of a weight is halved; a whole number, or a time in batches such
+            as `"1000ba"`.
+        decay: the fraction of the average that an update keeps, such as 0.999; use it instead of `half_life`.
         update_interval: steps between updates.
         start: when the average begins, such as `"500ba"` or `"0.7dur"`; before that, the trained weights are evaluated and saved.
-        at_end: whether the average stays in the model when training has ended; a further `fit` trains the trained weights.
+        at_end: whether the average stays in the model when training has ended; another `fit` continues with the trained weights.
 
     Raises:
         ConfigError: an argument is invalid, or the model already has an EMA.
@@ -79,7 +81,7 @@ class EMA(Callback):
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # the trained weights, while the average is in the model
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights they move towards
-        self._wanted = 0  # how many spans want the average in the model
+        self._wanted = 0  # how many open spans need the average in the model
         self._stays = self._is_not_finite = False
         self._layout = ""  # "whole", or the mesh of the shards
         self._own: set[str] = set()  # the tensors that this rank saves: its shards, and on rank 0 also the rest
@@ -98,7 +100,7 @@ class EMA(Callback):
             del _OF[ctx.model]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the average of an earlier run."""
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -159,7 +161,10 @@ class EMA(Callback):
     on_test_end = on_predict_end = on_eval_all_end
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Save the average as the model. If the trained weights are not finite, save these, so that the checkpoint is known as bad."""
+        """Save the average as the model.
+
+        If the trained weights are not finite, save these instead, so that the checkpoint is recognized as invalid.
+        """
         weights = self._trained or _tensors(ctx.model)
         self._is_not_finite = not all(ctx.gather(all_finite(weights.values())))
         if self._is_not_finite:
@@ -198,7 +203,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _find_averaged(self, ctx: Context) -> None:
-        """Begin to average every tensor that should be and is not yet. Before `start`, do nothing."""
+        """Begin to average every tensor that should be averaged and is not yet. Before `start`, do nothing."""
         if self._start is not None and not self._average and not self._start.index(ctx.state.timestamp, ctx.state.elapsed):
             return
         tensors = _tensors(ctx.model)
@@ -227,7 +232,7 @@ class EMA(Callback):
                 continue
             if ctx.run.world_size > 1 and not isinstance(
                 tensor, nn.Parameter
-            ):  # each rank's statistics come from its own samples
+            ):  # each rank's batch norm statistics come from its own samples
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()
             part.copy_(mean)
@@ -247,7 +252,9 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the trained weights that the average replaces, and the exact average as far as the model does not hold it."""
+        """Return the trained weights for which the average is in the model, and the parts of the exact average that are not in
+        the model.
+        """
         if not self._average and not self._trained:
             return {}
         trained, average = (
@@ -262,7 +269,10 @@ class EMA(Callback):
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return floating-point parameters and buffers, tied ones once. Reading `state_dict` also makes a sharded model install its shards."""
+    """Return the floating-point parameters and buffers; tied ones are returned once.
+
+    Reading `state_dict` also makes a sharded model install its shards.
+    """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -271,7 +281,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the average: half precision would lose small updates."""
+    """Return the dtype of the average. It is at least single precision, because half precision would lose small updates."""
     return tensor.dtype if tensor.itemsize >= 4 else torch.float32
 
 

@@ -29,12 +29,12 @@ SHAPES = ("batch", "all", "none")
 class ExportForInferenceCallback(Callback):
     """Export the model for inference when training ends, to `export/model.pt2` in the run's folder or to `save_path`.
 
-    The export is a copy in evaluation mode on the CPU, with the weights at the end of training. If an `EMA` comes before this callback
-    in the list, the copy has its average. The file appears under its name when it is complete, and replaces an earlier one. Loggers
+    The export is a copy in evaluation mode on the CPU, with the weights at the end of training. If an `EMA` is listed before this
+    callback, the copy has the averaged weights. The file gets its name when it is complete, and replaces an earlier file. Loggers
     receive it as `export/<file>`. Nothing is written when the run fails or is preempted. Each call of `fit` writes it again.
 
-    All ranks of a sharded model take part in gathering it, and rank 0 holds the whole model in host memory. The others wait until it is
-    written, so the Trainer's `timeout_seconds` has to be longer. The trained model is not changed.
+    All ranks of a sharded model take part in gathering it, and rank 0 holds the whole model in host memory. The other ranks wait
+    until it is written, so the Trainer's `timeout_seconds` must be longer than that. The trained model is not changed.
 
     Args:
         save_format: `"torch_export"`, a program that `torch.export.load` reads and that returns the model's outputs (those of a Hugging
@@ -43,8 +43,9 @@ class ExportForInferenceCallback(Callback):
         save_path: the file, or the folder for `"huggingface"`.
         sample_input: the input for the export: a tensor, a tuple of arguments, or a dictionary of keyword arguments. None takes two
             samples of the model's first input in training, without `labels`. A compiled model does not show its input, and needs one.
-        dynamic_shapes: which sizes may differ from the sample: `"batch"`, the first dimension of every tensor; `"all"`, every dimension
-            (so that sequences may have any length), except those that the model fixes; `"none"`; or what `torch.export.export` takes.
+        dynamic_shapes: which sizes may differ from the sample: `"batch"`, the first dimension of every tensor; `"all"`, every
+            dimension (then sequences may have any length), except those that the model fixes; `"none"`; or what
+            `torch.export.export` takes.
         input_names: for `"onnx"`, in the order of the inputs.
         output_names: for `"onnx"`, in the order of the outputs.
         processor: for `"huggingface"`: the tokenizer or processor to save with the model.
@@ -94,13 +95,13 @@ class ExportForInferenceCallback(Callback):
         self._is_leaving = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the input and the state of an earlier run."""
         self._sample, self._is_leaving = self._given, False
         if self._save_path is None and ctx.run.folder is None:
             raise ConfigError(f"the run has no folder to export to; give {label_of(self)} a save_path=")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check the format's requirements, and wait for a sample of the input."""
+        """Check what the format needs, and wait for a sample of the input."""
         if self._format == "onnx":
             for package in ("onnx", "onnxscript"):
                 load(package, extra="onnx", wanted_by=label_of(self))
@@ -120,12 +121,15 @@ class ExportForInferenceCallback(Callback):
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """Raise ConfigError if the model is compiled: it runs no hooks, so the export at the end would fail."""
+        """Raise ConfigError if the model is compiled.
+
+        A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
+        """
         if self._hook is not None and ctx.step > self._first:
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
-        """Export nothing: the resumed run will."""
+        """Export nothing, because the resumed run will do it."""
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:
@@ -147,7 +151,7 @@ class ExportForInferenceCallback(Callback):
             copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
             if copied is not None:
                 written = self._written(ctx, copied.eval().requires_grad_(False))
-        except Exception as raised:  # the other ranks wait at the gather below
+        except Exception as raised:  # raised later, because the other ranks wait at the gather below
             error = raised
         restore_random_state(random)
         if failed := next(filter(None, ctx.gather(reason(error) if error is not None else None)), None):

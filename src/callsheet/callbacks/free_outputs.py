@@ -14,8 +14,9 @@ class FreeOutputs(Callback):
     """Release the model's outputs before the backward pass, once the loss is computed and all handlers have been called.
 
     The Trainer does this anyway, unless a callback keeps the outputs until the step's end with `keep_fields = ("outputs",)`. This
-    callback overrides that: `ctx.outputs` is None after `on_loss_end`, so that only the backward pass holds the memory of the logits.
-    Outputs of evaluations are not affected. If no callback keeps the outputs, there is nothing to do, and a warning says so once.
+    callback overrides that setting: after `on_loss_end`, `ctx.outputs` is None, so that only the backward pass keeps the logits
+    in memory. Outputs of evaluations are not affected. If no callback keeps the outputs, there is nothing to do, and a warning
+    says so once.
     """
 
     phase = "restore"
@@ -25,7 +26,7 @@ class FreeOutputs(Callback):
         self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Warn if there is nothing to do."""
+        """Warn if no callback keeps the outputs."""
         if "outputs" not in ctx.kept and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -33,5 +34,5 @@ class FreeOutputs(Callback):
             )
 
     def on_loss_end(self, ctx: Context) -> None:
-        """Release the outputs, after all other handlers."""
+        """Release the outputs after all other handlers have been called."""
         ctx.outputs = None

@@ -1,4 +1,4 @@
-"""Freezing modules for a while."""
+"""Freezing modules for a part of training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class FreezeUnfreeze(Callback):
     the gradients are discarded before clipping.
 
     The optimizer must hold the parameters from the beginning, in groups with any learning rates. It skips parameters without a
-    gradient, keeps no moments for them, and updates them with their group's settings once they are unfrozen. This callback keeps no
-    state: a resumed run derives from its time what is frozen. Use several callbacks for modules with different times.
+    gradient, keeps no moments for them, and updates them with their group's settings once they are unfrozen. This callback keeps
+    no state: a resumed run knows from its timestamp which modules are frozen. For modules that are unfrozen at different times,
+    use several callbacks.
 
     Args:
         modules: names of modules as in `model.named_modules()`, or patterns such as `"encoder.layers.*"`. Everything inside a module is
@@ -35,8 +36,8 @@ class FreezeUnfreeze(Callback):
         statistics: whether frozen modules stay in training mode.
 
     Raises:
-        ConfigError: no patterns were given; or, when training begins, a pattern matches no module with parameters, or the optimizer
-            does not hold parameters that are to be trained later.
+        ConfigError: no patterns were given; or, when training begins, a pattern matches no module with parameters, or parameters
+            that will be unfrozen are missing in the optimizer.
     """
 
     phase = "change"
@@ -60,7 +61,7 @@ class FreezeUnfreeze(Callback):
         self._forget()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Freeze the modules, unless their time is over."""
+        """Freeze the modules, unless it is already time to unfreeze them."""
         self._unfreeze()
         if self._is_over(ctx):
             return

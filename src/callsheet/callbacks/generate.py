@@ -10,7 +10,7 @@ from callsheet.callbacks.support.continuations import Prompt, Prompts, written
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, NonFiniteError
 
 logger = logging.getLogger("callsheet")
 
@@ -23,24 +23,27 @@ class Generate(Callback):
     `generate(ids, ...)` that returns the ids followed by their continuation. Of `max_new_tokens`, `do_sample`, `temperature`,
     `attention_mask`, ... it is passed those that it accepts.
 
-    Every rank generates the same texts by itself, and rank 0's are logged; no rank waits for another. But if `fully_shard` has sharded
-    the model, all ranks gather its weights at every token, until the last rank has finished. Generation does not use a compiled model;
-    only training does.
+    Every rank generates the same texts by itself without waiting for other ranks, and those of rank 0 are logged. But if the
+    model was sharded with `fully_shard`, all ranks gather its weights at every token, until the last rank has finished.
+    Generation does not use a compiled model; only training does. If the model's outputs are NaN or infinite, no table is logged;
+    a warning says so once, and training continues.
 
     Weights, gradients, random states and the modules' modes are left as they were. Sampling uses the same seed every time, so two
-    tables differ only because of the weights. Training waits while texts are generated, which its speeds include.
+    tables differ only because of the weights. Training waits while texts are generated, and its speeds include this time.
 
     Args:
         prompts: texts, or lists of token ids; with none there is nothing to do, and a warning says so.
-        interval: how often, such as `"500ba"`, in addition to the end of training; a whole number means batches; None means never.
-        at_evaluation: also after each evaluation in training, with the weights that were evaluated (such as those of an `EMA`).
-        tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of a
-            text as its ids, and shows the ids of prompts that are ids.
+        interval: how often to generate, such as `"500ba"`, in addition to the end of training; a whole number means batches; None
+            means never.
+        at_evaluation: whether to generate also after each evaluation during training, with the weights that were evaluated (such
+            as those of an `EMA`).
+        tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of
+            a text as its ids; prompts that are ids are shown as ids.
         max_new_tokens: the maximum length of a continuation.
-        do_sample: sample each token; False takes the likeliest.
-        temperature: of the sampling: below 1 likely tokens become likelier.
+        do_sample: whether to sample each token; False chooses the most likely one.
+        temperature: the temperature of the sampling; below 1, likely tokens become more likely.
         batch_size: how many prompts, of equal length, are continued together.
-        seed: of the sampling.
+        seed: the seed of the sampling.
         options: further arguments of `model.generate`.
 
     Raises:
@@ -49,7 +52,8 @@ class Generate(Callback):
 
     collective = True  # a sharded model's forward pass is a collective
     required_fields = ("model",)
-    # `draws_random` is not set: it would save and restore random states at every step, and they are only needed when generating.
+    # `draws_random` is not set, because it would save and restore the random states at every step, although only generating uses
+    # them.
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Generate(Callback):
         self._prompts: Prompts | None = None
         self._seen: Timestamp | None = None  # the time of the last check
         self._drawn_at = -1
-        self._is_training = self._is_leaving = False
+        self._is_training = self._is_leaving = self._has_warned = False
 
     def on_run_start(self, ctx: Context) -> None:
         """Warn if there are no prompts."""
@@ -97,7 +101,7 @@ class Generate(Callback):
             logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the times of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -127,7 +131,7 @@ class Generate(Callback):
             self._draw(ctx)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Generate no more: a preempted run has no time for it."""
+        """Generate nothing more, because a preempted run has no time for it."""
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:
@@ -140,16 +144,22 @@ class Generate(Callback):
         if self._prompts is None or self._is_leaving or self._drawn_at == ctx.step:
             return
         self._drawn_at = ctx.step
-        rows = written(
-            ctx.model,
-            self._prompts,
-            ctx.run.device,
-            world_size=ctx.run.world_size,
-            seed=self._seed,
-            batch_size=self._batch_size,
-            words=self._words,
-            options=self._options,
-        )
+        try:
+            rows = written(
+                ctx.model,
+                self._prompts,
+                ctx.run.device,
+                world_size=ctx.run.world_size,
+                seed=self._seed,
+                batch_size=self._batch_size,
+                words=self._words,
+                options=self._options,
+            )
+        except NonFiniteError as error:
+            if ctx.run.is_world_process_zero and not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s generates nothing at step %d: %s (this is said once)", label_of(self), ctx.step, error)
+            return
         if ctx.run.is_world_process_zero:
             ctx.log_table(self.name or "generations", ["prompt", "continuation"], rows)
 

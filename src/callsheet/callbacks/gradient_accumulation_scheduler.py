@@ -1,4 +1,4 @@
-"""The number of batches per step, by epoch."""
+"""Changes the number of batches per step, by epoch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from callsheet.errors import ConfigError
 class GradientAccumulationScheduler(Callback):
     """Change the number of batches over which gradients are accumulated, by epoch.
 
-    Before the first epoch in the schedule the run's own `gradient_accumulation_steps` applies. The loss of a step is the mean over all
-    samples of its batches, so choose the learning rate for the larger batch. The last step of an epoch has the remaining batches. This
-    callback keeps no state: a resumed run uses the value of its epoch.
+    Before the first epoch in the schedule the run's own `gradient_accumulation_steps` applies. The loss of a step is the mean
+    over all samples of its batches, so choose the learning rate for the larger batch. The last step of an epoch may have fewer
+    batches. This callback keeps no state, because a resumed run uses the value for its epoch.
 
     Args:
-        schedule: batches per step, by the first epoch to which they apply. Epochs count from 1, as in `ctx.epoch`: `{1: 1, 5: 4}`.
+        schedule: maps an epoch to the batches per step from that epoch on. Epochs are counted from 1, as in `ctx.epoch`: `{1: 1,
+            5: 4}`.
 
     Raises:
         ConfigError: the schedule is empty, or holds anything but whole numbers from 1 up.
@@ -31,7 +32,7 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, *, schedule: Mapping[int, int]) -> None:
         if not isinstance(schedule, Mapping) or not schedule:
             raise ConfigError(f"schedule={schedule!r}: give batches by epoch, such as {{1: 1, 5: 4}}")
-        # JSON has strings as keys, and a spec may have been saved as JSON.
+        # JSON has only strings as keys, and a spec may have been saved as JSON.
         read: dict[Any, Any] = {int(key) if str(key).isdecimal() else key: batches for key, batches in schedule.items()}
         for epoch, batches in read.items():
             if any(type(number) is not int or number < 1 for number in (epoch, batches)):

@@ -1,4 +1,4 @@
-"""Detection of hangs: when no step ends any more, write the stacks of all threads and act."""
+"""Detects hangs. When no step ends any more, it writes the stacks of all threads and acts."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # rarely used by others; it interrupts the training thread
-_MIN_SAMPLES = 3  # checks that saw steps, before the learned step time is used
-_ACTION_SECONDS = 10.0  # for writing stacks, and again for logging; after that the detector acts anyway
-_OTHER_RANKS_SECONDS = 2.0  # in which every rank has noticed the hang and written its stacks
+_MIN_SAMPLES = 3  # the learned step time is used after this many checks that saw new steps
+_ACTION_SECONDS = 10.0  # limit for writing stacks, and again for logging; after it, the detector acts anyway
+_OTHER_RANKS_SECONDS = 2.0  # after this time, every rank has noticed the hang and written its stacks
 
 
 class HangDetector(Callback):
     """When no step ends for much longer than a step takes, write the stacks of all threads of every rank, and act.
 
-    A background thread checks at least every second when the last step ended, and learns how long steps take. What it has learned
-    survives a resume. The steps themselves do no work for it. After `factor` times the learned step time, and at least `min_seconds`,
-    each rank writes the stacks of all its threads to `hangs/rank<rank>-step<step>.txt` in the run's folder. If torch records its
-    collectives (`TORCH_FR_BUFFER_SIZE` above 0), it also writes `hangs/rank<rank>-step<step>-collectives.json`, which torch's
-    `torchfrtrace` reads. An error is logged. Then:
+    A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has
+    learned survives a resume. It adds no work to the steps themselves. If no step ends within `factor` times the learned step
+    time, and at least `min_seconds`, each rank writes the stacks of all its threads to `hangs/rank<rank>-step<step>.txt` in the
+    run's folder. If torch records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), it also writes
+    `hangs/rank<rank>-step<step>-collectives.json`, which torch's `torchfrtrace` reads. Each rank also logs an error. What follows
+    depends on `action`:
 
-    - `warn` only logs again if training continues, with the length of the hang.
+    - `warn` logs again only if training continues, and then gives the length of the hang.
     - `raise` raises `HangError` in the training thread. It cannot interrupt a collective or a kernel.
     - `kill` ends the process with `exit_code`, without any clean-up, so that a launcher restarts it.
 
-    `raise` and `kill` wait two seconds, so that the other ranks write their stacks too: the end of one rank may end their hang. They do
-    nothing if a step ended in that time.
+    `raise` and `kill` wait two seconds, so that the other ranks can write their stacks too, because the end of one rank may end
+    the hang of the others. They do nothing if a step ended in that time.
 
-    Steps of an evaluation, and saves, also count as progress. The limit is `pause_seconds` for them, for the steps before a step time
-    is learned, and for the first step after the start, an epoch's start, an evaluation or a save. If C code holds the interpreter lock
-    forever, the detector cannot run.
+    Steps of an evaluation and saves also count as progress. The limit is `pause_seconds` during evaluations and saves, for the
+    steps before a step time is learned, and for the first step after the start of training, the start of an epoch, an evaluation
+    or a save. If C code holds the interpreter lock forever, the detector cannot run.
 
     Args:
-        factor: the limit, in learned step times.
+        factor: the limit, as a multiple of the learned step time.
         min_seconds: the shortest limit.
-        pause_seconds: the limit while a pause is expected, as explained above.
+        pause_seconds: the limit during the longer pauses that are listed above.
         action: `warn`, `raise` or `kill`.
         exit_code: the exit code of a killed process.
         folder: where to write instead of the run's folder.
@@ -89,7 +90,7 @@ class HangDetector(Callback):
         self._learned: deque[float] = deque(maxlen=50)  # seconds per step, one value per check
         self._rank = 0
         self._state = TrainState()  # the run's state, whose timestamp counts the steps
-        self._beat = 0.0  # the last progress: an event between steps, or the check that saw a new step
+        self._beat = 0.0  # the time of the last progress: an event between steps, or a check that saw a new step
         self._hung_after = 0  # the last step before a hang
         self._pausing_until = 0  # until this step the limit is `pause_seconds`
         self._is_over: threading.Event | None = None
@@ -119,7 +120,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Note progress outside of training steps."""
+        """Record progress outside of training steps."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 
@@ -155,7 +156,7 @@ class HangDetector(Callback):
         reported: float | None = None  # the last progress before the hang that was reported
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            if now - looked > 5 * pause + 1:  # the whole process was stopped, or the machine slept
+            if now - looked > 5 * pause + 1:  # the whole process was stopped, or the machine was asleep
                 self._beat = now
             elif seen_steps > steps:
                 if steps >= self._pausing_until:
@@ -203,7 +204,7 @@ class HangDetector(Callback):
         if self._action == "warn":
             return
         is_over.wait(_OTHER_RANKS_SECONDS)
-        if self._state.timestamp.batch != self._hung_after:  # a step has ended since
+        if self._state.timestamp.batch != self._hung_after:  # a step has ended since then
             return
         if self._action == "kill":
             _within(_ACTION_SECONDS, logging.shutdown)
@@ -242,10 +243,13 @@ class HangDetector(Callback):
 
 
 def _within(seconds: float, what: Callable[..., object], *arguments: object) -> None:
-    """Call `what` on another thread and wait up to `seconds`: the hang may hold a log handler's lock, or be caused by the disk."""
+    """Call `what` on another thread and wait up to `seconds`.
+
+    The hang may hold the lock of a log handler, or be caused by the disk, and then `what` hangs too.
+    """
     thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-report", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process may not start more threads; the action matters more
+    except RuntimeError:  # the process cannot start more threads; continue with the action
         return
     thread.join(seconds)

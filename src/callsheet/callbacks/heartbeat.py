@@ -15,18 +15,18 @@ from callsheet.errors import ConfigError
 
 
 class Heartbeat(Callback):
-    """Write a small file every few seconds, for probes that restart jobs without progress.
+    """Write a small file every few seconds, from which a probe can see that the job makes progress.
 
     The file is JSON: `time` (seconds since 1970), `state` (`starting`, `training`, `evaluating`, `testing`, `predicting`,
-    `saving`, `waiting` between those, then the run's outcome), `step`, `epoch`, `batch` (completed), `run`, `rank`, `host` and
-    `pid`. It is replaced atomically, so that a reader never sees half of it. It is written when the state changes, and at steps of
-    training, evaluation, test and prediction once `seconds` have passed since the last write. A step or a save that takes longer
-    than the probe's timeout looks like a dead job.
+    `saving`, `waiting` between these, then the run's outcome), `step`, `epoch`, `batch` (completed), `run`, `rank`, `host` and
+    `pid`. It is replaced atomically, so that a reader never sees half of it. It is written when the state changes, and at steps
+    of training, evaluation, test and prediction once `seconds` have passed since the last write. A step or a save that takes
+    longer than the probe's timeout looks like a dead job.
 
     Errors in writing are reported and do not end the run. A run that fails during set-up writes nothing.
 
     Args:
-        file: the file's path; None means `heartbeat.json` in the run's folder. `{rank}` in it is replaced by the rank.
+        file: the file's path; None means `heartbeat.json` in the run's folder. `{rank}` in the path is replaced by the rank.
         seconds: how often to write.
         ranks: which ranks write: `zero`, `local_zero`, `all` or a set. If several do, `file` needs a `{rank}`; the file in the run's
             folder is then called `heartbeat-rank{rank}.json`.
@@ -52,7 +52,7 @@ class Heartbeat(Callback):
         self._next = 0.0
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write for the first time: from here on the run may write to its folder."""
+        """Write the file for the first time, because from here on the run may write to its folder."""
         pattern = self._pattern
         if pattern is None:
             if ctx.run.folder is None:

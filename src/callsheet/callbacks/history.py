@@ -13,10 +13,10 @@ from callsheet.errors import ConfigError, did_you_mean
 class History(Callback):
     """Keep every record and every evaluation of training in memory.
 
-    `history["train/loss"]` lists the values of that metric in the records, in order, and `history.steps("train/loss")` their steps.
-    `records` holds a pair of step and values for each record. `evaluations` holds a pair of step and results by dataset for each
-    evaluation, except standalone ones. All ranks hold the same. The history survives a resume, and steps that are trained again appear
-    once. A new run begins with an empty history.
+    `history["train/loss"]` lists the values of that metric in the records, in order, and `history.steps("train/loss")` their
+    steps. `records` holds a pair of step and values for each record. `evaluations` holds a pair of step and results by dataset
+    for each evaluation, except standalone ones. The history is the same on all ranks. It survives a resume, and steps that are
+    trained again appear only once. A new run begins with an empty history.
 
     Args:
         most: the number of records and of evaluations to keep, the newest ones; None keeps all. They are saved in every checkpoint.
@@ -57,7 +57,7 @@ class History(Callback):
         return [step for step, _ in self._column(name)]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the history of an earlier run."""
         self.records, self.evaluations = [], []
 
     def on_log(self, ctx: Context) -> None:

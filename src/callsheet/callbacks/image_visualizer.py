@@ -18,22 +18,22 @@ logger = logging.getLogger("callsheet")
 class ImageVisualizer(Callback):
     """Log images of the model's inputs, or of its segmentation: inputs, predictions and labels side by side.
 
-    They are the first images of a step's first microbatch on rank 0, as the model received it: of the first step, and of the step that
-    completes each `interval` (for an interval in epochs: the first step of the next epoch). They are logged with the next record as
-    `images/train`. Images of an evaluation come from its first batch and are logged at its end as `images/<dataset>`. If the callback
-    has a `name`, it replaces `images`.
+    The images are the first ones in a step's first microbatch on rank 0, as the model received them. They are taken in the first
+    step and in the step that completes each `interval`; for an interval in epochs, in the first step of the next epoch. They are
+    logged with the next record as `images/train`. Images of an evaluation come from its first batch and are logged at its end as
+    `images/<dataset>`. If the callback has a `name`, it replaces `images`.
 
-    Until they are logged, a copy of these few images stays on the device; then they are copied to the host, where loggers need them.
-    The last interval that was logged survives a resume, and images that were not logged yet are collected again. The callback draws
-    no random numbers. If it finds no images, it warns once.
+    A copy of these few images stays on the device until they are logged, and is then copied to the host for the loggers. The last
+    interval that was logged survives a resume, and images that were not logged yet are taken again. The callback draws no random
+    numbers. If it finds no images, it warns once.
 
     Args:
-        interval: how often in training, such as `"100ba"` or `"1ep"`; a whole number means batches.
-        mode: `"input"` or `"segmentation"`. In a segmentation class 0 is black and every other class has a fixed colour. Pixels that
-            are ignored (labels below 0, or 255) are grey.
+        interval: how often to log images during training, such as `"100ba"` or `"1ep"`; a whole number means batches.
+        mode: `"input"` or `"segmentation"`. In a segmentation, class 0 is black and every other class has a fixed colour. Pixels
+            that are ignored (labels below 0, or 255) are grey.
         num_images: the maximum number of images.
-        channels_last: whether channels are the last dimension of images, outputs and one-hot labels, not the second; None guesses. Of
-            more than three channels the first three are shown, of two the first.
+        channels_last: whether channels are the last dimension of images, outputs and one-hot labels, not the second; None
+            guesses. If there are more than three channels, the first three are shown; if there are two, only the first.
         input_key: the key or index of the images in the batch. None takes the first floating-point or 8-bit tensor of shape
             (N, C, H, W) or (N, H, W, C) with 1, 3 or 4 channels, also a nested one. With a key, (N, H, W) is accepted too.
         target_key: the key or index of the labels, of shape (N, H, W) or (N, 1, H, W), or one-hot. None takes the first other tensor
@@ -112,7 +112,7 @@ class ImageVisualizer(Callback):
             self._warn("the batch has no images; if it does, give their place with input_key=")
             return
         shown = images[first, ..., :3] if images.shape[-1] > 2 else images[first, ..., :1]
-        shown = shown.detach().clone()  # not a view, which would hold the whole batch
+        shown = shown.detach().clone()  # a copy, because a view would keep the whole batch in memory
         if not self._is_segmentation:
             self._kept[name] = Pictures(shown)
             return

@@ -22,21 +22,23 @@ _MODEL = "model."
 
 
 class LoadCheckpoint(Callback):
-    """Start a new run with the weights of another run's checkpoint. A resumed run already has weights, and keeps them.
+    """Start a new run with the weights of another run's checkpoint. A resumed run already has weights, so nothing is loaded.
 
-    Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards, from any number of ranks
-    to any other. Optimizer, scheduler, time and callbacks start fresh. Loading happens before training, where a resume would; the log
-    lists what was loaded and what was not. If loading fails on one rank, it fails on all.
+    Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards, from any number of
+    ranks to any other. Optimizer, scheduler, timestamp and callbacks start fresh. The weights are loaded before training, at the
+    same event as in a resume. The log lists what was loaded and what was not. If loading fails on one rank, it fails on all.
 
     Args:
         path: the checkpoint, a folder such as `runs/first/checkpoints/ep2-ba500`, or a URL that fsspec opens.
-        weights: patterns of the names to load, such as `"encoder.*"`; None loads all.
+        weights: patterns of the names of weights to load, such as `"encoder.*"`; None loads all.
         leave_out: patterns of names not to load, such as `"head.*"`.
-        strict: whether the weights to load must be the same, with the same sizes, in model and checkpoint. False loads those that fit.
+        strict: whether model and checkpoint must have the same weights, in the same sizes, among those to load. False loads those
+            that fit.
 
     Raises:
         ConfigError: an argument is invalid.
-        CheckpointError: the checkpoint is invalid, holds no model, or does not fit; without `strict`, if nothing in it fits.
+        CheckpointError: the checkpoint is invalid, contains no model, or does not fit the model; without `strict`, only if
+            nothing in it fits.
     """
 
     phase = "change"
@@ -78,7 +80,7 @@ class LoadCheckpoint(Callback):
             logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Read the weights that are wanted and fit into the model's tensors. Return a summary."""
+        """Read those weights into the model's tensors that were chosen and fit. Return a summary."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(
@@ -101,7 +103,7 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # The checkpoint holds shared weights under the first name; in this model they may be separate.
+                # The checkpoint stores shared weights under their first name. In this model, they may be separate.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:
@@ -128,7 +130,10 @@ class LoadCheckpoint(Callback):
 
 
 class _Scratch:
-    """Memory into which unwanted tensors, such as the optimizer's state, are read, all into the same place."""
+    """Memory for tensors that are read but not needed, such as the optimizer's state.
+
+    All of them are read into the same place.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}

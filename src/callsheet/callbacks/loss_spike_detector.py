@@ -15,21 +15,22 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_TO_DEVIATION = 1.4826  # turns a median absolute deviation into a normal distribution's standard deviation
-_MIN_RELATIVE_SPREAD = 0.001  # of the median, so that a tiny change after constant losses is no spike
+_TO_DEVIATION = 1.4826  # the ratio of standard deviation to median absolute deviation in a normal distribution
+_MIN_RELATIVE_SPREAD = 0.001  # relative to the median, so that a tiny change after constant losses is no spike
 
 
 class LossSpikeDetector(Callback):
     """Detect a loss far above its recent values, and warn, save or stop. It changes nothing else.
 
-    The loss of every record, which is the mean since the record before, is compared with the last `window` records. It is a spike if it
-    is more than `threshold` robust standard deviations (1.4826 times the median absolute deviation: Iglewicz and Hoaglin, 1993) above
-    their median. So a spike in the window does not hide the next one, and a lasting change of level becomes normal within half a window.
-    A NaN or infinite loss is always a spike, and is not kept in the window. All ranks see the same record and act the same way.
+    The loss of every record, which is the mean since the record before, is compared with the last `window` records. It is a spike
+    if it is more than `threshold` robust standard deviations above their median. A robust standard deviation is 1.4826 times the
+    median absolute deviation (Iglewicz and Hoaglin, 1993). So a spike in the window does not hide the next one, and after a
+    lasting change of the loss, the new level counts as normal within half a window. A NaN or infinite loss is always a spike, and
+    is not kept in the window. All ranks see the same record and act the same way.
 
-    Adds to the record `loss_spike/score`, the number of these deviations by which the loss is above the median (negative below it), once
-    the window is half full, and `loss_spike/count`, the spikes so far. The window and the count survive a resume. If the detector has
-    a `name`, it replaces `loss_spike`.
+    Once the window is half full, this adds to the record `loss_spike/score`, the number of these deviations by which the loss is
+    above the median (negative if below), and `loss_spike/count`, the number of spikes so far. The window and the count survive a
+    resume. If the detector has a `name`, the name is used instead of `loss_spike`.
 
     Args:
         monitor: the record's metric to watch.
@@ -57,7 +58,7 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the losses of an earlier run."""
         self._window.clear()
         self._count = 0
 

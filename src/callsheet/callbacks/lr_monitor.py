@@ -13,8 +13,8 @@ _RECORDED = "train/learning_rate"  # the first group's rate, which is in every t
 class LRMonitor(Callback):
     """Add the learning rate of every parameter group to every record.
 
-    Adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name` or its index: the rate that the last step before the
-    record used, which is the same on every rank.
+    It adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name` or its index. The value is the rate of the last
+    step before the record, which is the same on every rank.
     """
 
     required_fields = ("optimizer",)
@@ -28,10 +28,10 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Keep the rates of several groups before the scheduler changes them, which overwrites tensors in place."""
+        """Keep the rates of several groups before the scheduler changes them. The scheduler overwrites tensors in place."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            ctx.mute(self, "on_optimizer_step_end")  # a single rate is in the record
+            ctx.mute(self, "on_optimizer_step_end")  # the record already has the rate of a single group
             return
         self._rates = [
             rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
@@ -39,10 +39,10 @@ class LRMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         groups, values = ctx.optimizer.param_groups, ctx.record.values
-        rates, self._rates = self._rates, []  # an evaluation's record gets none
+        rates, self._rates = self._rates, []  # then the record of an evaluation gets no rates
         if len(groups) > 1:
-            ctx.unmute(self, "on_optimizer_step_end")  # it may have had one group until now
-        if not rates and _RECORDED in values and ctx.step != self._last_step:  # otherwise nothing was trained since
+            ctx.unmute(self, "on_optimizer_step_end")  # until now the optimizer may have had one group
+        if not rates and _RECORDED in values and ctx.step != self._last_step:  # otherwise nothing was trained since then
             rates = [values[_RECORDED]]
         if rates:
             self._last_step = ctx.step

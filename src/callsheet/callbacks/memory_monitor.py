@@ -28,10 +28,11 @@ _DEVICE = {
 class MemoryMonitor(Callback):
     """Add the memory that training uses to every record, on the rank where it is largest.
 
-    In bytes, on every device: `memory/resident` and `memory/peak_resident` of the process. On CUDA also `memory/allocated` (by
-    tensors), `memory/active` (including memory that streams still use) and `memory/reserved` (by the caching allocator), each with its
-    `memory/peak_...` since the process began, and the counts `memory/alloc_retries` (the cache was emptied to find room) and
-    `memory/ooms`. Each is the maximum over the ranks. If the monitor has a `name`, it replaces `memory`.
+    All values are in bytes, except for the counts. On every device it adds `memory/resident` and `memory/peak_resident`, the
+    resident memory of the process. On CUDA it also adds `memory/allocated` (by tensors), `memory/active` (including memory that
+    streams still use) and `memory/reserved` (by the caching allocator), each with its `memory/peak_...` since the process began,
+    and the counts `memory/alloc_retries` (the cache was emptied to find room) and `memory/ooms`. Each is the maximum over the
+    ranks. If the monitor has a `name`, it replaces `memory`.
 
     It reads the allocator's own counters at log boundaries only. Nothing waits for the device, and no peak is reset.
     """
@@ -39,7 +40,7 @@ class MemoryMonitor(Callback):
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices the record already has it
+        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices, the record already has the peak
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)

@@ -22,11 +22,11 @@ class MemorySnapshot(Callback):
     """Record every allocation on the CUDA device for a few steps, with its stack, and write a snapshot, once per run.
 
     After `skip_batches` steps it records `interval` steps and writes `memory/<name>-step<step>-rank<rank>.pickle` to the run's
-    folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from it, by
-    tensors and by the allocator's segments, which load their script from the network. Training continues while they are drawn; the end
-    of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages when the run ends. If an exception
-    ends the recording early, what was recorded is written. A resumed run that is past those steps records nothing. Recording costs
-    some microseconds per allocation; before and after, the callback costs a comparison per step.
+    folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from it,
+    one by tensors and one by the allocator's segments; the pages load their script from the network. Training continues while
+    they are drawn; the end of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages when the
+    run ends. If an exception ends the recording early, what was recorded is written. A run that is resumed after those steps
+    records nothing. Recording costs some microseconds per allocation; before and after, the callback costs a comparison per step.
 
     Without CUDA there is nothing to record, and a warning says so. A process has only one recording: if two of these callbacks overlap,
     each ends the other's recording.
@@ -35,7 +35,7 @@ class MemorySnapshot(Callback):
         skip_batches: the number of steps before the recording.
         interval: the number of steps to record.
         max_entries: the number of allocations and frees to keep; older ones are dropped.
-        stacks: `"all"`, with C++, or `"python"`.
+        stacks: `"all"` records Python and C++ frames, `"python"` only Python frames.
         ranks: which ranks record: `zero`, `local_zero`, `all` or a set of ranks.
         folder: where to write instead of the run's folder.
 
@@ -93,7 +93,7 @@ class MemorySnapshot(Callback):
     on_exception = on_train_end
 
     def on_run_end(self, ctx: Context) -> None:
-        """Wait for the pages."""
+        """Wait until the pages are drawn."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None

@@ -34,23 +34,24 @@ _CHECK_SECONDS = 300.0  # limit for `cache_clear_cmd`
 class MLPerfCallback(Callback):
     """Write a result that MLPerf's compliance checker accepts, and stop, on all ranks together, when the target is reached.
 
-    Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` is written before the data is built.
-    `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that did not reach it.
-    After the first step the checker reads the file as if the target had been reached then. What it rejects ends the run at once, not days
-    later. A resumed run writes no result, because it was not timed from its start, but still stops at the target. Standalone evaluations
-    are ignored. Without a benchmark there is nothing to do, and a warning says so. To use several, give each its own `name`.
+    Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` is written before the data is
+    built. `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that
+    did not reach it. After the first step, the checker already reads the file as it would be if the target had been reached. So
+    an invalid result ends the run at once, and not days later. A resumed run writes no result, because it was not timed from its
+    start, but still stops at the target. Standalone evaluations are ignored. Without a benchmark there is nothing to do, and a
+    warning says so. To use several, give each its own `name`.
 
     Args:
         benchmark: one of the rules' benchmarks, such as `"llama31_8b"`.
         target: the value of `monitor` to reach.
         monitor: `<dataset>/<metric>` of the evaluation; it is written as `eval_accuracy`.
-        mode: `"min"`: at or below the target counts as reached; `"max"`: at or above it. `"auto"` is `"min"` if the name contains loss,
-            error or perplexity, otherwise `"max"`.
+        mode: `"min"`: the target is reached at or below it; `"max"`: at or above it. `"auto"` is `"min"` if the name contains
+            loss, error or perplexity, otherwise `"max"`.
         submitter: the organization.
-        system_name: the platform; the number of ranks and the device's name if empty.
+        system_name: the name of the platform; if empty, the number of ranks and the device's name.
         status: of the platform: `"onprem"`, `"cloud"` or `"research"`.
         division: `"open"` or `"closed"`.
-        ruleset: such as `"6.1.0"`; the newest in the installed `mlperf-logging` if empty.
+        ruleset: the version of the rules, such as `"6.1.0"`; if empty, the newest in the installed `mlperf-logging`.
         hyperparameters: other values that the rules require, by their names, such as `train_samples`. They override the values found
             automatically: `seed`; `opt_...` and `max_steps`, if the optimizer and `max_duration` have them; `config_filename`, the
             program's name; each `..._parallelism`, which is 1; and, from the first step, `global_batch_size`, `micro_batch_size` and
@@ -59,7 +60,7 @@ class MLPerfCallback(Callback):
         index: the number of the result; None means the first that is free.
         cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`, without a shell. Without it
             the file says that no cache was cleared.
-        stop: whether training ends at the target. The result ends there in any case.
+        stop: whether training ends at the target. The result ends there even if training continues.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.
@@ -118,14 +119,14 @@ class MLPerfCallback(Callback):
     def _forget(self) -> None:
         self._began_at = now_ms()
         self._result: ResultFile | None = None  # on rank 0, until it is complete
-        self._sizes: list[int] | None = None  # of the first step's microbatches, while it lasts
+        self._sizes: list[int] | None = None  # the sizes of the first step's microbatches, during that step
         self._has_begun = self._is_in_block = self._is_resumed = False
         self._reached: float | None = None  # the value that reached the target
 
     # --- the events of a run ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Note the time. Nothing is written until it is known whether the run is resumed."""
+        """Record the time. Nothing is written before it is known whether the run is resumed."""
         self._forget()
         if not self._benchmark and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))

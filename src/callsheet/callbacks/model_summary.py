@@ -23,14 +23,15 @@ Row = list[Any]
 class ModelSummary(Callback):
     """Print the model's modules with their parameters, once, on rank 0, and log the table as `model/summary`.
 
-    The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, also the FLOPs of a forward pass (of one microbatch, on
-    rank 0; a multiplication and an addition are two). Parameters that several modules share count once in their parent; sharded ones
-    count whole. The last row is the whole model. If the callback has a `name`, the table has that name.
+    The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, there are also the FLOPs of a forward pass (of
+    one microbatch, on rank 0; a multiplication and an addition are two). Parameters that several modules share are counted once
+    in their parent; of sharded parameters, the full size is counted. The last row is the whole model. If the callback has a
+    `name`, the table has that name.
 
     Args:
         depth: how many levels of modules; 0 is the model alone.
-        flops: count the FLOPs of the second microbatch's forward pass with torch's counter. That pass takes longer, and the table is
-            printed after it. Compiled code cannot be counted: the table then says 0, and a warning says why.
+        flops: whether to count, with torch's counter, the FLOPs of the second microbatch's forward pass. That pass takes longer,
+            and the table is printed after it. Compiled code cannot be counted; the table then says 0, and a warning says why.
         prints: whether to print the table on standard output.
     """
 
@@ -58,7 +59,10 @@ class ModelSummary(Callback):
             self._show(ctx, {})
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Count the second forward pass. Code that is first called while torch counts would stay uncompiled for good."""
+        """Count the second forward pass.
+
+        The first one is not counted, because code that is first called while torch counts would never be compiled.
+        """
         if not self._flops or self._is_shown:
             return
         self._forwards += 1
@@ -114,7 +118,7 @@ class ModelSummary(Callback):
         total = sum(parameter.numel() for parameter in parameters)
         kind = next(
             kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)
-        )  # sharding puts a class of its own first
+        )  # the class that sharding adds comes first
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 
 

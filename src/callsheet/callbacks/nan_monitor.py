@@ -17,10 +17,10 @@ _FOLD = 256  # losses to keep before they are stacked into one tensor, because e
 class NaNMonitor(Callback):
     """End the run, on all ranks together, when a step's loss is NaN or infinite.
 
-    No step waits for the device: the losses stay there, and are checked in one transfer when a record is made, and before an evaluation,
-    a checkpoint and the end. So at most the steps since the last record are lost, and no checkpoint is written after a loss that is not
-    finite. The trainer's own check of every checkpoint finds what a finite loss does not show, such as weights that the last step made
-    NaN.
+    No step waits for the device: the losses stay on it. They are checked in one transfer when a record is made, before an
+    evaluation or a checkpoint, and at the end. So at most the steps since the last record are lost, and no checkpoint is written
+    after a loss that is not finite. Weights that the last step made NaN do not show in a finite loss; the trainer finds them
+    because it checks every checkpoint.
 
     Raises:
         NonFiniteError: the message names the first such step, its rank and its loss.
@@ -52,7 +52,7 @@ class NaNMonitor(Callback):
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # a loss is not finite, or the sum overflowed a small dtype
+        else:  # one of the losses is not finite, or their sum overflowed a small dtype
             self._look(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -66,7 +66,7 @@ class NaNMonitor(Callback):
         self._look(ctx)
 
     def _look(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # then all ranks have none
+        if not self._losses and not self._folded:  # if this rank has no losses, no rank has any
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

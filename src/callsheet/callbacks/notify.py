@@ -31,31 +31,31 @@ _MAX_CHARACTERS = 3000  # of an exception's message
 class Notify(Callback):
     """Notify people of a run's progress by webhook, Slack or mail.
 
-    A webhook receives JSON: `text`, and the facts `event`, `run`, `step`, `epoch`, `elapsed` (a fraction), `outcome`, `time` (seconds
-    since 1970) and `metrics`; for a rule that became true also its `rule`; for a failure `exception` with `type`, `message`, `span` and
-    `rank`. Slack and mail receive the text.
+    A webhook receives JSON: `text`, and the facts `event`, `run`, `step`, `epoch`, `elapsed` (a fraction), `outcome`, `time`
+    (seconds since 1970) and `metrics`; for a rule that became true, also its `rule`; for a failure, also `exception` with `type`,
+    `message`, `span` and `rank`. Slack and mail receive the text.
 
-    Notifications are sent from a lane, so training does not wait for them. A checkpoint, which records what was sent, and the end of the
-    run wait for as long as the attempts for one notification may take. A notification that cannot be delivered is logged and dropped.
-    Only rank 0 sends. Of another rank's failure it reports what it knows.
+    Notifications are sent from a lane, so training does not wait for them. A checkpoint, which records what was sent, and the end
+    of the run wait for as long as the attempts for one notification may take. A notification that cannot be delivered is logged
+    and dropped. Only rank 0 sends notifications. If another rank fails, rank 0 reports what it knows about the failure.
 
     Addresses are often secrets: `url_env` and `password_env` name environment variables that hold them. For an address in `to`, the log
     and the run's records show only the host, but a configuration file that contains it does not hide it. To use several, give each its
     own `name`.
 
     Args:
-        to: `https://...` (or `http`), `slack:https://...`, `mailto:me@example.org,you@example.org`; with `url_env`, `webhook` or
-            `slack`. Without an address there is nothing to do, and a warning says so.
-        url_env: the variable that holds the URL.
-        on: which of `start`, `end` (training finished, was stopped or interrupted), `failure`, `preemption` (a signal preempts the
-            run).
-        every: also at this interval, such as `"1ep"` or `"6h"`, with the next record; a whole number means batches.
+        to: `https://...` (or `http`), `slack:https://...`, `mailto:me@example.org,you@example.org`; if `url_env` holds the URL,
+            `webhook` or `slack`. Without an address there is nothing to do, and a warning says so.
+        url_env: the environment variable that holds the URL.
+        on: which of these events to report: `start`, `end` (training finished, was stopped or interrupted), `failure`,
+            `preemption` (a signal preempts the run).
+        every: report also at this interval, such as `"1ep"` or `"6h"`, with the next record; a whole number means batches.
         when: rules such as `"validation/loss < 1.5"`. A notification is sent when a record's metric makes the rule true, and again only
             after it was false in between. The rules' states survive a resume.
         timeout: seconds for each attempt.
         retries: the number of further attempts after errors that may pass.
         server: for mail: `smtp://host`, `smtp+starttls://user@host:587` or `smtps://user@host`.
-        sender: for mail: the address it comes from; the first recipient's if empty.
+        sender: for mail: the sender's address; if empty, that of the first recipient.
         password_env: for mail: the variable that holds the user's password.
 
     Raises:
@@ -82,7 +82,7 @@ class Notify(Callback):
         password_env: str = "",
     ) -> None:
         self._address = Address(to, url_env, server, sender, password_env)
-        positional, named = self._arguments  # arguments are written to the run's folder and to reports
+        positional, named = self._arguments  # replaced, because arguments are written to the run's folder and to reports
         self._arguments = (positional, {**named, "to": self._address.without_secrets} if to else named)
         if not (timeout > 0 and retries >= 0):
             raise ConfigError(f"timeout={timeout}, retries={retries}: give more than 0, and 0 or more")
@@ -146,7 +146,7 @@ class Notify(Callback):
 
     def on_exception(self, ctx: Context) -> None:
         error = ctx.exception
-        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported as an end
+        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported as `end`
             return
         kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
         more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_CHARACTERS]

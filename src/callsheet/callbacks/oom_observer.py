@@ -20,20 +20,21 @@ logger = logging.getLogger("callsheet")
 
 
 class OOMObserver(Callback):
-    """Record the allocations on the CUDA device all the time, and write a snapshot when it runs out of memory.
+    """Record the allocations on the CUDA device all the time, and write a snapshot if the device runs out of memory.
 
-    At the moment of the failure, while everything is still allocated, each affected rank writes `memory/<name>-oom-rank<rank>.pickle` to
-    the run's folder, in torch's own format, which https://pytorch.org/memory_viz reads. When the exception leaves the trainer, another
-    process draws two `.html` pages from it, by tensors and by the allocator's segments, which load their script from the network. The
-    end of the run waits up to two minutes for them, and rank 0's are logged. An out-of-memory error that the program catches is written
-    too; the last snapshot remains. Recording costs some microseconds per allocation.
+    At the moment of the failure, while everything is still allocated, each affected rank writes
+    `memory/<name>-oom-rank<rank>.pickle` to the run's folder, in torch's own format, which https://pytorch.org/memory_viz reads.
+    When the exception leaves the trainer, another process draws two `.html` pages from it, one by tensors and one by the
+    allocator's segments; the pages load their script from the network. The end of the run waits up to two minutes for them, and
+    those of rank 0 are logged. A snapshot is also written for an out-of-memory error that the program catches; each snapshot
+    replaces the one before. Recording costs some microseconds per allocation.
 
     Without CUDA there is nothing to observe, and a warning says so. A process has only one recording, so do not use this together with
     `MemorySnapshot`.
 
     Args:
         max_entries: the number of allocations and frees to keep; older ones are dropped.
-        stacks: `"all"`, with C++, or `"python"`.
+        stacks: `"all"` records Python and C++ frames, `"python"` only Python frames.
         folder: where to write instead of the run's folder.
 
     Raises:
@@ -51,7 +52,7 @@ class OOMObserver(Callback):
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None
-        self._path: Path | None = None  # None while it does not observe
+        self._path: Path | None = None  # None while no run is observed
         self._is_attached = self._has_seen = False
         self._drawing: Drawing | None = None
 
@@ -96,7 +97,10 @@ class OOMObserver(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, device: int, asked: int) -> None:
-        """Write a snapshot. Torch's allocator calls this before it raises because `asked` bytes are not available."""
+        """Write a snapshot.
+
+        Torch's allocator calls this before it raises an error because `asked` bytes are not available.
+        """
         if self._path is None:
             return
         try:

@@ -20,14 +20,14 @@ class OptimizerMonitor(Callback):
     """Log the norm of every parameter's gradient, and of all gradients together, at an interval of steps.
 
     Logs `l2_norm/grad/<parameter>` and `l2_norm/grad/global` for the whole step's gradients, unscaled and before clipping. With
-    `weights`, also logs `l2_norm/weight/<parameter>` and `l2_norm/weight/global` from before the step. If the optimizer has the method
-    `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers do, its results are logged under
-    the names that it returns, after the step, when gradients are already clipped. Norms of sharded tensors, as with FSDP, cover the
-    whole tensor: this takes a small reduction for all parameters together, at the measured steps. A record has the last measured step.
-    If the monitor has a `name`, it replaces `l2_norm`.
+    `weights`, also logs `l2_norm/weight/<parameter>` and `l2_norm/weight/global` from before the step. If the optimizer has the
+    method `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers do, its results
+    are logged under the names that it returns, after the step, when gradients are already clipped. Norms of sharded tensors, as
+    with FSDP, are those of the whole tensor; this takes one small reduction for all parameters together at each measured step. A
+    record has the values of the last measured step. If the monitor has a `name`, the name is used instead of `l2_norm`.
 
-    Nothing waits for the device: values stay there until the record. Parameters that are added to the model are measured from the next
-    epoch on.
+    Nothing waits for the device: the values stay on it until the record is made. Parameters that are added to the model are
+    measured from the next epoch on.
 
     Args:
         batch_log_interval: the number of steps from one measurement to the next. Use the log interval or a multiple of it; otherwise
@@ -61,13 +61,16 @@ class OptimizerMonitor(Callback):
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Forget the list of parameters, which is kept because finding them takes longer than their norms."""
+        """Forget the list of parameters.
+
+        The list is kept during an epoch because finding the parameters takes longer than computing their norms.
+        """
         self._parameters = []
 
     on_run_end = on_epoch_start
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norms: the gradients are complete and unscaled."""
+        """Log the norms here, because the gradients are complete and unscaled."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", "on_train_step_end", until=ctx.step + ahead)
             return
@@ -77,7 +80,7 @@ class OptimizerMonitor(Callback):
             self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Log the optimizer's metrics: after the step it has a state."""
+        """Log the optimizer's metrics here, because after the step the optimizer has a state."""
         if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
@@ -102,7 +105,10 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the order of the tensors in the result, and their norms in at least 32 bits. Each kind of sharding takes one reduction."""
+    """Return the order of the tensors in the result, and their norms in at least 32 bits.
+
+    Each kind of sharding takes one reduction.
+    """
     by_layout: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
         layout = None

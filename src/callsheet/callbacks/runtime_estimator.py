@@ -16,14 +16,16 @@ _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class RuntimeEstimator(Callback):
-    """Add an estimate of the remaining training time to every record, including evaluations and checkpoints.
+    """Add an estimate of the remaining time to every record. The time includes evaluations and checkpoints.
 
-    Adds `time/remaining_estimate` in seconds, or, in another unit, a name that contains it, such as `time/remaining_estimate_hours`. If
-    the estimator has a `name`, it replaces `time`. All ranks log rank 0's estimate.
+    It adds `time/remaining_estimate` in seconds. In another unit, the name contains the unit, such as
+    `time/remaining_estimate_hours`. If the estimator has a `name`, the name is used instead of `time`. All ranks log the estimate
+    of rank 0.
 
-    The estimate is the remaining training at the pace so far, without the first steps of every process, plus the expected number of
-    evaluations and checkpoints, by their intervals so far, times their mean duration. The measurements survive a resume, also with
-    another `max_duration`. Without `max_duration` nothing is logged.
+    The estimate is the time for the remaining training at the speed so far, plus the time for the expected evaluations and
+    checkpoints. The speed does not include the first steps of every process. The number of evaluations and checkpoints is derived
+    from their intervals so far, and multiplied by their mean duration. The measurements survive a resume, even with another
+    `max_duration`. Without `max_duration` nothing is logged.
 
     Args:
         skip_batches: how many steps of a process to leave out as warm-up (compiling, first allocations).
@@ -38,10 +40,10 @@ class RuntimeEstimator(Callback):
         self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))
         self._skip_batches = skip_batches
         self._counts = ""  # the unit of `max_duration`, and of progress
-        self._seconds = self._progress = 0.0  # of training after the warm-up
+        self._seconds = self._progress = 0.0  # seconds and progress of training after the warm-up
         self._pauses: dict[
             str, tuple[int, float, float, float]
-        ] = {}  # by kind: count, seconds, progress at the first and the last
+        ] = {}  # for each kind: count, seconds, progress at the first and at the last
         self._to_skip = skip_batches
         self._since: tuple[float, float] | None = None  # time and progress at the start of the current measurement
         self._paused: tuple[str, float] | None = None  # kind and time of the current pause
@@ -110,9 +112,9 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            between = (last - first) / (count - 1) if count > 1 else first  # the first pause also came after an interval
+            between = (last - first) / (count - 1) if count > 1 else first  # a single pause also came after one interval
             if between > 0 and end > last:
-                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is one at the end as well
+                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is also one at the end
                 left += max(0, to_come) * seconds / count
         return left
 

@@ -1,4 +1,4 @@
-"""Requests to a running job through a file: save, evaluate or stop."""
+"""Lets a user send requests to a running job through a file: save, evaluate or stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SaveOnTrigger(Callback):
 
     Args:
         file: the file's path; None means `trigger` in the run's folder.
-        seconds: how often to check.
+        seconds: how often to check for the file.
 
     Raises:
         ConfigError: an argument is invalid, or the run has no folder and no file was given.
@@ -88,7 +88,10 @@ class SaveOnTrigger(Callback):
     on_eval_step_end = on_train_step_end
 
     def _taken(self) -> list[str]:
-        """Remove the file and return its lines. Return none if there is no file, or it may still be written."""
+        """Remove the file and return its lines.
+
+        Return no lines if there is no file, or if it may be incomplete.
+        """
         try:
             status = os.lstat(self._path)
         except OSError:
@@ -122,7 +125,7 @@ class SaveOnTrigger(Callback):
             elif word == "evaluate":
                 ctx.control.evaluate(why)
             elif word == "stop":
-                ctx.control.stop(why, resumable=True)  # so that the same command continues the run
+                ctx.control.stop(why, resumable=True)  # resumable, so that the same command continues the run
             else:
                 words = ", ".join(WORDS)
                 logger.warning(

@@ -21,23 +21,24 @@ _COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_
 
 
 class SlowRankDetector(Callback):
-    """Warn about ranks that take longer than the others for their own work: waiting for data, and the forward pass.
+    """Warn about ranks that take longer than others for their own work, which is fetching data and the forward pass.
 
     The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP they also wait
     in the forward pass, where the slow rank has the shortest time: use `fetch` there.
 
-    Adds to every record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of their mean time
-    per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by it; and `slow_rank/<stage>/slowest`,
-    that rank. If the detector has a `name`, it replaces `slow_rank`. A rank that is beyond `factor` in `patience` records in a row
-    causes a warning, and another one after it was normal in between. This count survives a resume.
+    Adds to every record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of their
+    mean time per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by that median; and
+    `slow_rank/<stage>/slowest`, the number of the slowest rank. If the detector has a `name`, the name is used instead of
+    `slow_rank`. A warning is logged if a rank is slower than `factor` allows in `patience` records in a row, and again only after
+    the rank was normal in between. The number of records in a row survives a resume.
 
     Nothing waits for the device: on CUDA the forward pass is timed by events, which are read at log boundaries. With one rank the
     detector does nothing.
 
     Args:
-        factor: the limit as a multiple of the median (with two ranks, of the faster one).
+        factor: the limit, as a multiple of the median (with two ranks, of the faster rank's time).
         min_seconds: the shortest delay per step that causes a warning.
-        patience: the number of records in a row.
+        patience: the number of records in a row after which a warning is logged.
     """
 
     collective = True
@@ -83,13 +84,13 @@ class SlowRankDetector(Callback):
     def on_log(self, ctx: Context) -> None:
         """Compare the ranks, and warn of slow ones."""
         for start, end in self._events:
-            if end.query():  # a pass that is still running is left out
+            if end.query():  # a forward pass that is still running is left out
                 self._forwarding += start.elapsed_time(end) / 1000
         taken = ctx.step - self._first
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
         self._forget(ctx.step)
         there = ctx.gather(here)
-        if not all(rank[0] for rank in there):  # the record of an evaluation
+        if not all(rank[0] for rank in there):  # this is the record of an evaluation
             return
         for i, stage in enumerate(_STAGES, start=1):
             self._compare(ctx, stage, [rank[i] for rank in there])

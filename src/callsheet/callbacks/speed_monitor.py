@@ -16,29 +16,30 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_COUNTING = ("on_forward_end", "on_forward_backward_end")  # muted when everything is counted
-_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # muted when the run turns out to count the same numbers
+_COUNTING = ("on_forward_end", "on_forward_backward_end")  # events that are muted when everything is counted
+_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # events that are muted if the run counts the same numbers
 
 
 class SpeedMonitor(Callback):
     """Add the speed of training, over a sliding window, to every record.
 
     Adds `throughput/batches_per_second`, `throughput/samples_per_second`, `throughput/tokens_per_second` and
-    `throughput/flops_per_second`, each summed over all ranks, and per rank as `throughput/device/...`; samples and tokens only if they
-    are counted. `throughput/device/mfu` (model FLOPs utilization, a fraction) is a rank's FLOP/s divided by the peak of its device. If
-    the monitor has a `name`, such as `throughput/long`, it replaces `throughput`.
+    `throughput/flops_per_second`, each summed over all ranks, and also per rank as `throughput/device/...`. Rates of samples and
+    tokens are added only if these are counted. `throughput/device/mfu` (model FLOPs utilization, a fraction) is a rank's FLOP/s
+    divided by the peak of its device. If the monitor has a `name`, such as `throughput/long`, the name is used instead of
+    `throughput`.
 
-    A rate is what was completed within the window, divided by the seconds of training: these include waiting for data, callbacks, and
-    compiling in the first steps, but not evaluations and saves. The monitor does no timing itself: the counts come from the run's own
-    timestamp, which the ranks agree on at every record. The window survives a resume.
+    A rate is what was completed within the window, divided by the seconds of training. These include waiting for data, callbacks,
+    and compiling in the first steps, but no evaluations and saves. The monitor measures no time itself: the counts come from the
+    run's timestamp, on which the ranks agree at every record. The window survives a resume.
 
     The FLOPs are those of forward and backward; a multiplication and an addition are two. If the model has a method or number
-    `flops_per_batch(batch)` or `floating_point_ops(inputs)`, it is used for every batch. Otherwise torch's formulas count the second
-    step of the process, which then takes a little longer: matrix products, convolutions and attention (as if nothing was masked).
-    Recomputation by activation checkpointing is left out, and kernels that torch does not know count nothing.
-    Other steps are assumed to have the same FLOPs for each token (or number in the first tensor of their batches); this ratio survives
-    a resume. If these numbers turn out to be the tokens that the run counts anyway, the monitor no longer listens to the events of a step.
-    If `torch.compile` is used, nothing can be counted, and the log says so once.
+    `flops_per_batch(batch)` or `floating_point_ops(inputs)`, it is used for every batch. Otherwise torch's formulas are used to
+    count the second step of the process, which then takes a little longer. They cover matrix products, convolutions and attention
+    (as if nothing was masked). Recomputation by activation checkpointing is not counted, and neither are kernels for which torch
+    has no formula. Other steps are assumed to have the same FLOPs for each token (or number in the first tensor of their
+    batches); this ratio survives a resume. If these numbers turn out to be the tokens that the run counts anyway, the monitor no
+    longer listens to the events of a step. If `torch.compile` is used, nothing can be counted, and the log says so once.
 
     Args:
         window_size: the number of batches in the window; if records are rarer, it covers the batches since the last record.
@@ -135,7 +136,7 @@ class SpeedMonitor(Callback):
         ctx.log(values if mfu is None else values | {f"{family}/device/mfu": mfu}, across="same")
 
     def _mfu(self, rate: float) -> float | None:
-        """Return the share of the device's peak that this many FLOP/s are; None if the peak is not known."""
+        """Return the fraction of the device's peak that this many FLOP/s are. Return None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
         if peak is None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known

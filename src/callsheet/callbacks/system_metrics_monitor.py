@@ -54,7 +54,7 @@ class SystemMetricsMonitor(Callback):
         self._gpu: tuple[Any, Any] | None = None  # NVML and the device's handle
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start measuring rates."""
+        """Begin to measure rates."""
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
@@ -114,7 +114,7 @@ class SystemMetricsMonitor(Callback):
         for name, ask in asked.items():
             try:
                 found[name] = float(ask())
-            except nvml.NVMLError:  # a virtual GPU, or a slice of one, does not provide all values
+            except nvml.NVMLError:  # a virtual GPU or a slice of a GPU does not provide all values
                 continue
         return found
 

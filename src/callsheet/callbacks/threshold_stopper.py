@@ -1,4 +1,4 @@
-"""Stopping when a metric reaches a value."""
+"""Stops training when a metric reaches a value."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ RECORDS = ("all", "epoch", "none")
 
 
 class ThresholdStopper(Callback):
-    """Stop training, on all ranks together, when a metric of a record or of an evaluation reaches a value.
+    """Stop training, on all ranks together, when a metric of a record or an evaluation reaches a value.
 
-    The values that are compared are those that the loggers receive, reduced over the ranks. NaN never reaches the threshold; an infinity
-    reaches it from its side. Standalone evaluations are ignored. A run that is resumed from where it was stopped ends before its first
-    step, unless the threshold has changed. To use several stoppers, give each its own `name`.
+    The values that are compared are those that the loggers receive, reduced over the ranks. NaN never reaches the threshold. In
+    mode `"max"` plus infinity reaches it, in mode `"min"` minus infinity. Standalone evaluations are ignored. A run that was
+    stopped here and is resumed ends before its first step, unless the threshold has changed. To use several stoppers, give each
+    its own `name`.
 
     Args:
         monitor: a name in the records, such as `"train/loss"`, or `<dataset>/<metric>` of the evaluation.
-        threshold: the value; equality counts as reaching it.
+        threshold: the value; a metric that equals it has reached it.
         mode: `"min"` stops at or below the threshold, `"max"` at or above it. `"auto"` is `"min"` if the name contains loss, error or
             perplexity, otherwise `"max"`, as in Composer.
-        records: which records are compared: `"all"`, those of every log boundary; `"epoch"`, the last one with the metric before an
-            epoch's end; `"none"`. Evaluations are always compared.
+        records: which records are compared. `"all"`: those of every log boundary. `"epoch"`: the last one before an epoch's end
+            that has the metric. `"none"`: none. Evaluations are always compared.
 
     Raises:
         ConfigError: an argument is invalid, or an evaluation of the dataset does not have the metric.
@@ -59,11 +60,11 @@ class ThresholdStopper(Callback):
         self._other_metrics: set[str] | None = set()  # names seen so far; None once the metric was found, or a warning was given
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Forget the values of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stop again if the run was stopped here before it was resumed."""
+        """Stop again if this callback stopped the run before it was resumed."""
         self._is_training = True
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._reached is not None:

@@ -1,4 +1,4 @@
-"""Stopping before a time limit."""
+"""Stops training before a time limit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from callsheet.errors import ConfigError
 class TimeLimit(Callback):
     """Stop training, with a checkpoint, when the run has taken a given wall-clock time.
 
-    All time counts: set-up, waiting for data, evaluating and saving; for a resumed run also the time of earlier processes up to the
-    checkpoint from which it resumes, but not the time between processes. Rank 0's clock is used. All ranks learn of its stop request
+    All time is counted: set-up, waiting for data, evaluating and saving. For a resumed run, the time of earlier processes up to
+    its checkpoint is counted too, but not the time between processes. Rank 0's clock is used. All ranks learn of its stop request
     within about 0.2 seconds and stop at the same step, after the evaluation in progress if there is one. The `margin` is for what
     follows: the evaluations at a run's end and the checkpoint. To use several limits, give each its own `name`.
 
     Args:
-        limit: such as `"11h30m"`, or seconds.
+        limit: the time, such as `"11h30m"`, or a number of seconds.
         margin: how long before the limit to request the stop.
-        across_resumes: count the earlier processes of the run; False limits this process alone, like a scheduler's job limit.
-        save: request a checkpoint, which is never deleted, in addition to any of a `CheckpointSaver`.
+        across_resumes: whether to count the earlier processes of the run. False limits only this process, like a scheduler's job
+            limit.
+        save: whether to request a checkpoint in addition to those of a `CheckpointSaver`; it is never deleted.
 
     Raises:
         ConfigError: a limit or a margin is not a wall-clock time, or no time to train is left.
@@ -61,7 +62,7 @@ class TimeLimit(Callback):
             self._look(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Stop if the time is up: an evaluation may take longer than many steps."""
+        """Stop if the time is up. An evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
             self._look(ctx, save=self._save)
 

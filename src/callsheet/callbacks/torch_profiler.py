@@ -18,26 +18,29 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _BUSY: WeakSet[TorchProfiler] = WeakSet()
-"""Callbacks that are profiling. Torch's own flags do not show a profiler in its warm-up, and two at once crash the process."""
+"""Callbacks that are profiling now.
+
+Torch's own flags do not show a profiler that is in its warm-up, and two profilers at once crash the process.
+"""
 
 
 class TorchProfiler(Callback):
     """Profile some steps, and write a Chrome trace of them, which Perfetto and `chrome://tracing` show.
 
-    After `skip_first` steps, it repeats the following cycle `repeat` times: `wait` steps without profiling, `warmup` steps that are
-    profiled and discarded, and `active` steps that are written to `traces/<name>-step<last step>-rank<rank>.json` in the run's folder,
-    one file per rank. Loggers receive rank 0's. Steps are counted from the start of the run, so a resumed run does not profile earlier
-    steps again. If an exception or the end of training ends a cycle early, the steps so far are written. Outside of these cycles the
-    callback costs a comparison per step.
+    After `skip_first` steps, it repeats the following cycle `repeat` times: `wait` steps without profiling, `warmup` steps that
+    are profiled and discarded, and `active` steps that are written to `traces/<name>-step<last step>-rank<rank>.json` in the
+    run's folder, one file per rank. Loggers receive the trace of rank 0. Steps are counted from the start of the run, so a
+    resumed run does not profile earlier steps again. If an exception or the end of training ends a cycle early, the steps so far
+    are written. Outside of these cycles, the callback costs one comparison per step.
 
     A process can run one profiler at a time. A cycle that would begin while another profiler runs is skipped with a warning.
 
     Args:
-        wait: steps of a cycle without profiling.
-        warmup: steps of a cycle that are discarded; at least 1 avoids measuring the tracer's start-up.
-        active: steps of a cycle that are written.
+        wait: the number of steps of a cycle without profiling.
+        warmup: the number of steps of a cycle whose profile is discarded; at least 1 avoids measuring the start of the tracer.
+        active: the number of steps of a cycle that are written.
         repeat: the number of cycles; 0 repeats until training ends.
-        skip_first: steps before the first cycle.
+        skip_first: the number of steps before the first cycle.
         record_shapes: record the shapes of the operators' inputs.
         profile_memory: record allocations.
         with_stack: record the Python source of each operation, which is slow.
@@ -113,7 +116,7 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        done = ctx.step - self._skip - self._wait  # a multiple of the length when profiling begins
+        done = ctx.step - self._skip - self._wait  # when profiling begins, this is a multiple of the cycle's length
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return
         if _BUSY or torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():

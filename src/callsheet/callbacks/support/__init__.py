@@ -1,1 +1,1 @@
-"""Code that several callbacks share."""
+"""Code that several callbacks use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -12,9 +13,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from callsheet.core.randomness import random_state, restore_random_state, seed_all
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, NonFiniteError
 
 Prompt = str | Sequence[int]
+
+_NOT_FINITE = "the model's outputs are NaN or infinite"
+_CANNOT_SAMPLE = re.compile(r"probability tensor contains")
+"""The start of the error message of `torch.multinomial`.
+
+It is needed for models whose `generate` does not call the model itself.
+"""
 
 
 class Prompts:
@@ -74,15 +82,20 @@ def written(
     words: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return each prompt and the model's continuation. The model, its modules' modes and the random states are left as they were.
+    """Return each prompt and the model's continuation.
+
+    Afterwards, the model, its modules' modes and the random states are as before.
 
     If the model is sharded, every rank must call this.
 
     Args:
         seed: the seed for sampling.
         words, options: see `continuations`.
+
+    Raises:
+        NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
-    with undisturbed(model, seed) as is_sharded:
+    with undisturbed(model, seed) as is_sharded, finite_outputs(model):
         words = {**words, "synced_gpus": is_sharded and world_size > 1}  # the ranks must stop together
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)
@@ -90,7 +103,10 @@ def written(
 
 @contextmanager
 def undisturbed(model: Any, seed: int) -> Iterator[bool]:
-    """Put the model into evaluation mode without gradients, and restore modes and random states afterwards. Yield whether it is sharded."""
+    """Put the model into evaluation mode without gradients while the block runs, and restore modes and random states afterwards.
+
+    Yield whether the model is sharded.
+    """
     modes = [(module, module.training) for module in model.modules()]
     shards = [module for module, _ in modes if isinstance(module, FSDPModule)]
     random = random_state()
@@ -103,8 +119,34 @@ def undisturbed(model: Any, seed: int) -> Iterator[bool]:
         restore_random_state(random)
         for module, training in modes:
             module.training = training
-        for shard in shards:  # FSDP keeps the root unsharded for a backward pass, which does not come
+        for shard in shards:  # FSDP keeps the root unsharded for a backward pass, but there is none
             shard.reshard()
+
+
+@contextmanager
+def finite_outputs(model: Any) -> Iterator[None]:
+    """Raise NonFiniteError as soon as the model's last logits are NaN or infinite.
+
+    On a GPU, sampling from such logits would abort the process.
+
+    All ranks of a sharded model have the same logits, so all of them raise.
+    """
+
+    def check(_: Any, __: Any, outputs: Any) -> None:
+        logits = getattr(outputs, "logits", outputs)
+        # Accept -inf, because a model may mask tokens with it.
+        if isinstance(logits, torch.Tensor) and logits.ndim == 3 and not bool((logits[:, -1] < torch.inf).all()):
+            raise NonFiniteError(_NOT_FINITE)
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    except RuntimeError as error:
+        if _CANNOT_SAMPLE.search(str(error)):
+            raise NonFiniteError(_NOT_FINITE) from error
+        raise
+    finally:
+        hook.remove()
 
 
 def continuations(

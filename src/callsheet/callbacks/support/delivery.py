@@ -1,7 +1,7 @@
 """Sending notifications, with retries and a time limit.
 
-This is our own and not `apprise` for the reasons in `destinations`. Its two functions also have to agree: `longest` is the deadline of the
-lane that sends, so it has the sum of all attempts and pauses.
+`apprise` is not used, for the reasons in `destinations`. The two functions here must agree: `longest` is the deadline of the lane
+that sends, so it is the sum of all attempts and pauses.
 """
 
 from __future__ import annotations

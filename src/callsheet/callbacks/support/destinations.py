@@ -1,8 +1,8 @@
 """Destinations of notifications: webhooks, Slack and mail. Their secrets never appear in messages or records.
 
-We do not use `apprise` (2.3): it requires requests, urllib3, requests-oauthlib, click, Markdown, PyYAML and certifi, while three kinds of
-destination need the standard library alone. It also follows redirects by default, which would send a message to an address that the user
-did not give.
+`apprise` (2.3) is not used, because it requires requests, urllib3, requests-oauthlib, click, Markdown, PyYAML and certifi, while
+these three kinds of destination need only the standard library. It also follows redirects by default, which would send a message
+to an address that the user did not give.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
 HIDDEN = "/..."
-"""Replaces everything after the host in an address that is shown."""
+"""The text that replaces everything after the host when an address is shown."""
 
 _PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
@@ -37,7 +37,7 @@ class Address:
         to: `https://...`, `slack:https://...` or `mailto:...`; with `url_env`, `webhook` or `slack`.
         url_env: the variable that holds the URL.
         server: for mail: `smtp://`, `smtp+starttls://` or `smtps://`, optionally a user and `@`, the host, optionally a port.
-        sender: for mail: the address it comes from; the first recipient's if empty.
+        sender: for mail: the sender's address; if empty, that of the first recipient.
         password_env: for mail: the variable that holds the user's password.
 
     Raises:
@@ -52,7 +52,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if self.url_env:
-            if self.to not in ("", "webhook", "slack"):  # it may be a secret
+            if self.to not in ("", "webhook", "slack"):  # the text may be a secret
                 raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
             user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
@@ -86,7 +86,7 @@ class Address:
 
     @property
     def without_secrets(self) -> str:
-        """`to` as it may be recorded: only the host of a URL."""
+        """`to` in the form that may be recorded: of a URL, only the host."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
@@ -111,7 +111,10 @@ class Address:
 
 
 class NotDelivered(Exception):
-    """Raised when a notification was not delivered. The message holds no secrets; `is_final` means that a retry would not help."""
+    """Raised when a notification was not delivered. The message contains no secrets.
+
+    `is_final` means that a retry would not help.
+    """
 
     def __init__(self, why: str, *, is_final: bool = False) -> None:
         super().__init__(why)
@@ -203,7 +206,7 @@ class Mail:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
         except smtplib.SMTPRecipientsRefused:
             raise NotDelivered("it rejected the recipients", is_final=True) from None
-        except OSError as error:  # this includes smtplib's exceptions
+        except OSError as error:  # smtplib's exceptions are OSErrors too
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:
             raise NotDelivered(type(error).__name__, is_final=True) from None

@@ -20,12 +20,15 @@ _FLOPS_METHODS = ("flops_per_batch", "floating_point_ops")
 """Methods or numbers by which models report the FLOPs of a batch: Composer's name, and Hugging Face's."""
 
 _FIRST_COUNTED = 2
-"""The step of a process that is counted. The first step shows whether anything is compiled. Code that is first called while
-operations are counted would stay uncompiled for good."""
+"""The step of a process that is counted.
+
+It is not the first one, because that shows whether anything is compiled, and because code that is first called while operations
+are counted would never be compiled.
+"""
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ATEN = torch.ops.aten
-_FORMULAS: dict[Any, Callable[..., int]] = {  # for attention on the CPU, which torch has no formulas for
+_FORMULAS: dict[Any, Callable[..., int]] = {  # for attention on the CPU, for which torch has no formulas
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),
@@ -38,11 +41,11 @@ _FORMULAS: dict[Any, Callable[..., int]] = {  # for attention on the CPU, which 
 class OperationCounter(TorchDispatchMode):
     """Adds up the FLOPs of operations inside the context, by torch's formulas for matrix products, convolutions and attention.
 
-    It leaves out what activation checkpointing recomputes in the backward pass, and with it gradients that are differentiated again.
-    If a formula fails, `error` holds its message.
+    It does not count what activation checkpointing recomputes in the backward pass, nor gradients that are differentiated again,
+    which look the same. If a formula fails, `error` holds its message.
     """
 
-    supports_higher_order_operators = True  # they run unchanged and count nothing
+    supports_higher_order_operators = True  # such operators run unchanged and are not counted
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
@@ -85,7 +88,10 @@ class StepFlops:
         self.counter: OperationCounter | None = None
         """The counter of the current step."""
         self.by_tokens = False
-        """Whether the numbers in the batches are the tokens that the run counts anyway. Then batches and steps need not be reported."""
+        """Whether the numbers in the batches are the tokens that the run counts anyway.
+
+        Batches and steps then need not be reported.
+        """
         self._waiting: Any = (
             0  # of steps since the last record: FLOPs if the model reports them, otherwise the numbers in their batches
         )
@@ -106,7 +112,7 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether only batches need to be reported from now on, not steps and forward passes."""
+        """Whether, from now on, only batches need to be reported, but not steps and forward passes."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
@@ -133,7 +139,7 @@ class StepFlops:
             self.is_guessing = self._needs_precision
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
-        elif _get_current_dispatch_mode() is None:  # two nested counters would be left in the wrong order
+        elif _get_current_dispatch_mode() is None:  # two nested counters would be closed in the wrong order
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
@@ -145,10 +151,12 @@ class StepFlops:
             self._take(counter)
 
     def take(self, tokens: float) -> tuple[float | None, float | None]:
-        """Return the FLOPs and the numbers in the batches since the last call. `tokens` is what the run counted for this rank since then.
+        """Return the FLOPs and the numbers in the batches since the last call.
 
-        The FLOPs are None while they are not known. If the model returns them as a tensor, this waits for the device. The numbers are
-        None if it is not settled yet what they count.
+        `tokens` is what the run counted for this rank in that time.
+
+        The FLOPs are None as long as they are not known. If the model returns them as a tensor, this waits for the device. The
+        numbers are None as long as it is not known what they are.
         """
         waiting, self._waiting = float(self._waiting) if not self.by_tokens else tokens, 0
         numbers = waiting if self._reported is None and self.is_settled and self.rate is not None else None
@@ -163,7 +171,7 @@ class StepFlops:
         return counter
 
     def guess(self, model: Any, outputs: Any) -> None:
-        """Guess the precision of a step that cannot be counted: half if an output or a parameter has it."""
+        """Guess the precision of a step that cannot be counted. It is a half precision if an output or a parameter has one."""
         self.is_guessing = False
         seen = [*tensors_in(outputs), *(model.parameters() if isinstance(model, nn.Module) else ())]
         halves = [_HALF[tensor.dtype] for tensor in seen if tensor.dtype in _HALF]
@@ -230,7 +238,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def _is_computed_again() -> bool:
-    """Return whether the operation is recomputed: only such operations have gradients enabled inside a backward pass."""
+    """Return whether the operation is recomputed. Inside a backward pass, only such operations have gradients enabled."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 

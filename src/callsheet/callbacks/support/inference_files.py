@@ -42,7 +42,10 @@ class Call:
         return Call(args, kwargs)
 
     def small(self) -> Call:
-        """Return a copy with two samples. A single sample is repeated, because an exporter would treat a size of 1 as a constant."""
+        """Return a copy with two samples.
+
+        A single sample is repeated, because an exporter would take a size of 1 for a constant.
+        """
         tensors = [leaf for leaf in trees.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         samples = tensors[0].size(0) if tensors else 0
 
@@ -56,7 +59,9 @@ class Call:
 
 
 def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
-    """Return the model's forward as a `torch.export` program. `model` is a copy on the CPU in evaluation mode, and may be changed.
+    """Return the model's forward pass as a `torch.export` program.
+
+    `model` is a copy on the CPU in evaluation mode, which may be changed.
 
     Args:
         call: arguments with tensors on the CPU.
@@ -88,7 +93,7 @@ def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) 
 
 
 def publish(draft: Path, target: Path) -> list[Path]:
-    """Move the contents of `draft` to where `target` belongs, and return the files.
+    """Move the contents of `draft` to the place of `target`, and return the files.
 
     A file, or a folder that did not exist, appears atomically. If the folder existed, its files with other names stay.
     """

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 LISTENERS = "listeners.json"
-"""The list in the run's folder: each callback's name, and its file. A file in that folder has its bare name, because the folder may have another path elsewhere."""
+"""The name of the list in the run's folder.
 
-_MAX_BYTES = 65536  # of the list, when it is read
+The list has each callback's name and its file. A file in that folder is listed by its bare name, because on another machine the
+folder may have another path.
+"""
+
+_MAX_BYTES = 65536  # read at most this much of the list
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
@@ -28,12 +32,12 @@ def withdraw(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder. A job that was killed stays in it."""
+    """Return the list in the run's folder. The entry of a job that was killed stays in the list."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             listed: Any = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):  # there is no list, or it is not ours
+    except (OSError, ValueError, RecursionError):  # there is no list, or callsheet did not write it
         return {}
     return {name: file for name, file in listed.items() if isinstance(file, str)} if isinstance(listed, dict) else {}
 

@@ -13,11 +13,17 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
 
 _ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
-"""The view by segments: the name in torch's page, and the name that its script knows. With the first one the page stays blank."""
+"""The view by segments has one name in torch's page and another in the script that the page loads.
+
+With the first name, the page would stay blank.
+"""
 
 
 class MemoryPages(Callback):
-    """Draws pages from snapshots on disk. That takes seconds, in which it holds the interpreter, and several times the snapshot's memory."""
+    """Draws pages from snapshots on disk.
+
+    This takes seconds, in which it holds the interpreter lock, and several times the snapshot's memory.
+    """
 
     lane = "process"
     lane_options = LaneOptions(deadline=120.0)
@@ -30,7 +36,7 @@ class MemoryPages(Callback):
 
 
 class Drawing:
-    """Draws pages while training continues. Its process lives from the first snapshot until `end`."""
+    """Draws pages while training continues. Its process runs from the first snapshot until `end`."""
 
     def __init__(self) -> None:
         self._manager = CallbackManager([MemoryPages()], costs="off")
@@ -53,7 +59,9 @@ class Drawing:
 
 
 def render_memory(path: Path) -> list[Path]:
-    """Write two pages next to a snapshot that show it over time: by tensors (`.html`) and by segments (`-segments.html`). Return them.
+    """Write two pages next to a snapshot that show the memory over time, and return their paths.
+
+    One shows it by tensors (`.html`), the other by segments (`-segments.html`).
 
     Loading a pickle executes code that it contains: only pass files that this machine wrote.
     """

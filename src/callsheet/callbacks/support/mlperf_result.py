@@ -30,7 +30,9 @@ _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_paralleli
 
 
 class ResultFile:
-    """A file of `:::MLLOG` lines: the first free `result_<number>.txt` of a folder, or the one with a given number.
+    """A file of `:::MLLOG` lines.
+
+    It is `result_<number>.txt`, with the given number or the first that is free in the folder.
 
     Raises:
         ConfigError: a file with this number exists.
@@ -53,7 +55,10 @@ class ResultFile:
         self._file.flush()
 
     def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
-        """Return the compliance checker's complaints about the file with these lines added at its end; none if it accepts it."""
+        """Return the complaints of the compliance checker about the file with these lines added at its end.
+
+        The list is empty if the checker accepts the file.
+        """
         text = self.path.read_text(encoding="utf-8") + "".join(_line(key, value, now_ms(), metadata) for key, value in rest)
         rules = _rules()
         with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +67,7 @@ class ResultFile:
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
         rules.enqueued_configs.clear()  # may be left over from a check that failed
-        guard = logging.NullHandler()  # the checker calls `logging.info`, which would add a handler to a root logger without one
+        guard = logging.NullHandler()  # the checker calls `logging.info`, which adds a handler if the root logger has none
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
@@ -84,7 +89,9 @@ def now_ms() -> int:
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run shows of itself after its first step, by the rules' names. The rules want the batch size first.
+    """Return the values that can be read from a run after its first step, by the rules' names.
+
+    The batch size comes first, because the rules require this.
 
     Args:
         ctx: the run's context.
@@ -94,7 +101,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples
+        if set(parallelism.values()) == {1}:  # otherwise, several ranks have the same samples
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:

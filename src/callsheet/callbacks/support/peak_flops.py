@@ -50,17 +50,17 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bMI350X\b", {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7}),
     (r"\bMI355X\b", {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2}),
 )
-"""Figures by a pattern of the device's name. The first pattern that matches counts."""
+"""The figures in TFLOP/s, by a pattern of the device's name. The first pattern that matches is used."""
 
 
 @cache
 def peak_flops(device: str, precision: str) -> float | None:
     """Return the peak FLOP/s of one device in dense arithmetic, according to its vendor; None if it is not known here.
 
-    The figures come from NVIDIA's and AMD's data sheets and architecture papers. If these have only sparse figures, half of them is used.
-    For GeForce, the figures are those of 16-bit and 8-bit products accumulated in 32 bits, as in training; for AMD Instinct, those of the
-    matrix units, also in `fp32`. For a driver that calls a card "MI250X / MI250" the larger figure is used. Slices of a device (MIG)
-    are not known. AMD's partitions cannot be told from their names, and get the figure of the whole device.
+    The figures come from NVIDIA's and AMD's data sheets and architecture papers. If these have only sparse figures, half of them
+    is used. For GeForce, the figures are those of 16-bit and 8-bit products accumulated in 32 bits, as in training; for AMD
+    Instinct, those of the matrix units, also in `fp32`. For a driver that calls a card "MI250X / MI250" the larger figure is
+    used. Slices of a device (MIG) are not known. AMD's partitions have the same name as the whole device, so they get its figure.
 
     Args:
         device: the name that `torch.cuda.get_device_name` returns.
@@ -76,5 +76,5 @@ def peak_flops(device: str, precision: str) -> float | None:
 
 
 def device_name(device: str) -> str:
-    """Return the name of a torch device such as `"cuda:0"`. Devices other than CUDA and ROCm are their own name."""
+    """Return the name of a torch device such as `"cuda:0"`. For devices other than CUDA and ROCm, return the argument."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device

@@ -38,7 +38,10 @@ class Pictures:
     labels: Tensor | None = None
 
     def drawn(self) -> list[Tensor]:
-        """Return each image on the host, (H, W) or (H, W, 3). A segmentation shows image, prediction and label side by side, within [0, 1]."""
+        """Return each image on the host, as (H, W) or (H, W, 3).
+
+        A segmentation shows image, prediction and label side by side, with values within [0, 1].
+        """
         images = self.images.float().cpu() if self.images.is_floating_point() else self.images.cpu()
         if self.predictions is None or self.labels is None:
             return [image.squeeze(-1) for image in images]

@@ -32,7 +32,7 @@ class SpeedWindow:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Return whether anything was trained since the last point."""
+        """Return whether anything was trained between the last point and `now`."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:

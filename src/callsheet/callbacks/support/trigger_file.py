@@ -11,12 +11,14 @@ from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
 WORDS = ("save", "evaluate", "stop")
-MAX_BYTES = 4096  # of the file, when it is read
+MAX_BYTES = 4096  # read at most this much of the file
 MAX_REASON_CHARACTERS = 200
 
 
 def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
-    """Ask the job whose `SaveOnTrigger` reads `file` to `save`, `evaluate` or `stop`. Return the line that was written.
+    """Ask the job whose `SaveOnTrigger` reads `file` to `save`, `evaluate` or `stop`.
+
+    Return the line that was written.
 
     Other requests in the file stay. A request of the same kind is replaced.
 
@@ -36,7 +38,10 @@ def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
 
 
 def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
-    """Replace the requests in the file by what `change` returns for them. The file is replaced atomically, as it may be read at any time."""
+    """Replace the requests in the file by the result of `change`.
+
+    The file is replaced atomically, because the job may read it at any time.
+    """
     waiting: list[str] = []
     draft = path.with_name(f"{path.name}.new-{os.getpid()}")
     while True:
@@ -45,7 +50,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
                 raise ConfigError(f"{path} is not a regular file; remove it")
             waiting += claimed_lines(path, "changed")
         except FileNotFoundError:
-            pass  # there are no requests, or they were just taken
+            pass  # there are no requests, or the job has just read them
         if not (lines := change(waiting)):
             return
         try:
@@ -64,7 +69,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 def claimed_lines(path: Path, by: str) -> list[str]:
     """Remove the file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
-    os.replace(path, claimed)  # later writes go to a new file
+    os.replace(path, claimed)  # later writes then go to a new file
     with open(claimed, "rb") as file:
         content = file.read(MAX_BYTES)
     os.unlink(claimed)
