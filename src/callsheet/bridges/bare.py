@@ -120,12 +120,7 @@ def attach(
         >>> len(history["train/loss"])
         3
     """
-    if (
-        isinstance(gradient_accumulation_steps, bool)
-        or not isinstance(gradient_accumulation_steps, int)
-        or gradient_accumulation_steps < 1
-    ):
-        raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
+    check_accumulation(gradient_accumulation_steps)
     manager = normalize_callbacks(callbacks) or CallbackManager()
     manager.add(loggers or ())
     check_model(model)
@@ -154,6 +149,12 @@ def attach(
         resume=os.fspath(resume) if resume is not None else None,
         strict=strict,
     )
+
+
+def check_accumulation(steps: Any) -> None:
+    """Raise ConfigError if `gradient_accumulation_steps=` is not a whole number above 0."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"gradient_accumulation_steps={steps!r}: give a whole number above 0")
 
 
 def check_model(model: Any) -> None:

@@ -14,7 +14,7 @@ from ignite.handlers import Checkpoint, ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
-from callsheet.bridges.bare import check_model, torch_optimizer
+from callsheet.bridges.bare import check_accumulation, check_model, torch_optimizer
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -82,12 +82,7 @@ def host(
         ConfigError: an argument is invalid.
         NotSupported: when training begins, or after the first step; see `strict`.
     """
-    if (
-        isinstance(gradient_accumulation_steps, bool)
-        or not isinstance(gradient_accumulation_steps, int)
-        or gradient_accumulation_steps < 1
-    ):
-        raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: give a whole number above 0")
+    check_accumulation(gradient_accumulation_steps)
     if evaluate is not None and not evaluators:
         raise ConfigError("evaluate= runs evaluators; give them with evaluators=, so that callbacks get their results")
     if "train" in (evaluators or {}):
