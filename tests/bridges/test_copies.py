@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from callsheet import Callback, Context, attach
-from callsheet.bridges import copies
+from callsheet.run import copies
 
 from .cells import home
 from .homes.job import POINTS
@@ -61,7 +61,7 @@ class Copies(Callback):
                     if any("callsheet" in _origin(hook) for hook in vars(module).get(container, {}).values()):
                         self.found.append(f"{where}: {kind.__name__} has {container} of {name}")
                 for attribute, value in vars(module).items():
-                    if "callsheet.bridges" in _origin(value):
+                    if _origin(value).startswith(("callsheet.bridges", "callsheet.run")):
                         self.found.append(f"{where}: {kind.__name__} has {attribute} of {name}")
         if type(thing).__module__.startswith("callsheet.bridges"):
             return  # a facade of the host's, which is no object of the user's

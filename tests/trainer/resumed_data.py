@@ -443,19 +443,20 @@ class Stop(Callback):
     """Save a checkpoint and stop after the case's batch; before the first batch of an epoch, at the end of the epoch before it."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.taken = case, 0
+        self.case, self.taken, self.has_stopped = case, 0, False
 
     def on_train_step_end(self, ctx: Context) -> None:
-        if ctx.epoch == self.case.epoch - 1:
+        if ctx.epoch == self.case.epoch:
             self.taken += 1
             if self.taken == self.case.place:
                 self.stop(ctx)
 
     def on_epoch_end(self, ctx: Context) -> None:
-        if self.case.place == 0 and ctx.epoch == self.case.epoch - 2:
+        if self.case.place == 0 and ctx.epoch == self.case.epoch - 1:
             self.stop(ctx)
 
     def stop(self, ctx: Context) -> None:
+        self.has_stopped = True
         ctx.control.save("the case")
         ctx.control.stop("the case")
 
@@ -487,7 +488,9 @@ def undisturbed_attached(case: Case) -> list[Any]:
 def resumed_attached(case: Case) -> list[Any]:
     seed_all(1)
     with tempfile.TemporaryDirectory() as folder:
-        first = attached(case, folder, [Stop(case)])
+        first = attached(case, folder, [stop := Stop(case)])
+        if not stop.has_stopped:  # the epoch has fewer batches
+            return first
         seed_all(random.randrange(100, 1000))
         return first + attached(case, folder, [], resume="auto")
 

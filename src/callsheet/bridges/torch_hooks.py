@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callsheet.bridges.copies import add_hook
+from callsheet.run.copies import add_hook
 from callsheet.bridges.giving_up import is_for_user
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
+from callsheet.run.copies import add_hook
 
 logger = logging.getLogger("callsheet")
 
@@ -60,7 +61,7 @@ class ActivationMonitor(Callback):
         self._interval = batch_log_interval
         self._patterns = tuple(modules) if modules is not None else None
         self._ignore_types = frozenset(ignore_types)
-        self._hooks: list[Any] = []
+        self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # the last tensor examined, its version, its index
         self._greatest: dict[tuple[str, ...], Tensor] = {}
@@ -85,12 +86,12 @@ class ActivationMonitor(Callback):
             return
         for name, module in ctx.model.named_modules():
             if self._is_wanted(name, module):
-                self._hooks.append(module.register_forward_hook(self._hook(name or _WHOLE)))
+                self._remove_hooks.append(add_hook(module.register_forward_hook, self._hook(name or _WHOLE)))
 
     def on_forward_end(self, ctx: Context) -> None:
         """Remove the hooks and log the statistics."""
-        if self._hooks:
-            count = len(self._hooks)
+        if self._remove_hooks:
+            count = len(self._remove_hooks)
             self._unhook()
             if not self._has_seen and not self._has_warned and count > 1:
                 self._has_warned = True
@@ -102,9 +103,9 @@ class ActivationMonitor(Callback):
         self._seen = {}
 
     def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._last = [], None
+        for remove in self._remove_hooks:
+            remove()
+        self._remove_hooks, self._last = [], None
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
         return type(module).__name__ not in self._ignore_types and (

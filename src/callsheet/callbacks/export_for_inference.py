@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from callsheet.core.context import Context
 from callsheet.core.optional import load
 from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.errors import CheckpointError, ConfigError
+from callsheet.run.copies import add_hook
 
 logger = logging.getLogger("callsheet")
 
@@ -90,7 +92,7 @@ class ExportForInferenceCallback(Callback):
         }
         self._processor = processor
         self._sample = self._given
-        self._hook: Any = None
+        self._remove_hook: Callable[[], None] | None = None
         self._first = 0
         self._is_leaving = False
 
@@ -111,7 +113,8 @@ class ExportForInferenceCallback(Callback):
                 raise ConfigError(f"{label_of(self)}: {kind} is not a transformers model; choose another save_format")
         elif self._sample is None:
             self._first = ctx.step
-            self._hook = ctx.model.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
+            register = partial(ctx.model.register_forward_pre_hook, with_kwargs=True, prepend=True)
+            self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():  # the compiled model would contain the calls below for good
@@ -125,7 +128,7 @@ class ExportForInferenceCallback(Callback):
 
         A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
         """
-        if self._hook is not None and ctx.step > self._first:
+        if self._remove_hook is not None and ctx.step > self._first:
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
@@ -185,6 +188,6 @@ class ExportForInferenceCallback(Callback):
         return self._save_path or Path(ctx.run.folder or "", "export", FORMATS[self._format])
 
     def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
+from callsheet.run.copies import add_hook
 from callsheet.run.process_groups import ProcessGroups
 
 KINDS = ("auto", "single", "ddp", "fsdp")
@@ -201,7 +202,7 @@ def _share_statistics(model: nn.Module) -> None:
             distributed.broadcast(buffer, src=0)
 
     if buffers:
-        model.register_forward_pre_hook(follow)
+        add_hook(model.register_forward_pre_hook, follow)
 
 
 def _mesh(shard: int, world: ProcessGroups, device: torch.device) -> DeviceMesh:

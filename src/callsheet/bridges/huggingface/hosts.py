@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from callsheet.bridges.copies import replace
+from callsheet.run.copies import replace
 from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states

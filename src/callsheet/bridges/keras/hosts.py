@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         f"Keras cannot be imported: {error}. callsheet.bridges.keras needs Keras on torch: set KERAS_BACKEND=torch before keras is imported"
     ) from None
 
-from callsheet.bridges.copies import replace
+from callsheet.run.copies import replace
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun

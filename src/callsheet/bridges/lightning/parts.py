@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callsheet.bridges.copies import replace
+from callsheet.run.copies import replace
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mode, start_forward
 from callsheet.core.context import Context

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtnt.framework.state import State
 from torchtnt.utils.progress import estimated_steps_in_loop
 
-from callsheet.bridges.copies import replace
+from callsheet.run.copies import replace
 from callsheet.errors import NotSupported
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from callsheet.core.randomness import random_state, restore_random_state, seed_all
 from callsheet.errors import ConfigError, NonFiniteError
+from callsheet.run.copies import add_hook
 
 Prompt = str | Sequence[int]
 
@@ -138,7 +139,7 @@ def finite_outputs(model: Any) -> Iterator[None]:
         if isinstance(logits, torch.Tensor) and logits.ndim == 3 and not bool((logits[:, -1] < torch.inf).all()):
             raise NonFiniteError(_NOT_FINITE)
 
-    hook = model.register_forward_hook(check)
+    remove_hook = add_hook(model.register_forward_hook, check)
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +147,7 @@ def finite_outputs(model: Any) -> Iterator[None]:
             raise NonFiniteError(_NOT_FINITE) from error
         raise
     finally:
-        hook.remove()
+        remove_hook()
 
 
 def continuations(

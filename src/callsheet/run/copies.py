@@ -1,8 +1,8 @@
 """Add hooks and attributes to the user's objects so that copies of the objects do not have them.
 
-A host registers hooks on the model and replaces some methods of other objects. A copy or pickle of such an object, as made by
+Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an object, as made by
 `torch.save(model)` or `copy.deepcopy(model)`, has neither. The object gets a `__getstate__` of its own, which `copy` and `pickle` look up on
-the object, and which leaves out what the host has added. The object keeps its class and the containers of its hooks.
+the object, and which leaves out what was added. The object keeps its class and the containers of its hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABSENT: Any = object()
 
 
 class _Additions:
-    """The `__getstate__` of an object to which hosts have added hooks and attributes: its state without them."""
+    """The `__getstate__` of an object to which we have added hooks and attributes: its state without them."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
