@@ -132,7 +132,7 @@ class MLPerfCallback(Callback):
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
-        """Start the result: the timed part begins before data is touched."""
+        """Start the result, because the timed part begins before any data is read."""
         self._has_begun = True
         if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):  # nothing will be trained
             return

@@ -1,4 +1,4 @@
-"""`callsheet.launch`: start training on several ranks of one machine, from a script or a notebook."""
+"""`callsheet.launch`: starts training on several ranks of one machine, from a script or a notebook."""
 
 from callsheet.core.optional import needed_by
 

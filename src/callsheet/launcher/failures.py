@@ -1,4 +1,4 @@
-"""The failures of a launch, reported in the launching process."""
+"""The failures of a launch, which are reported in the launching process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 class RankFailure:
     """How one rank failed.
 
-    `error` is its exception in one line, `traceback` the whole text; both are empty if the process was killed. `exitcode` is
-    negative for a signal.
+    `error` is the exception of the rank in one line, and `traceback` the whole text; both are empty if the process was killed.
+    `exitcode` is negative if a signal ended the process.
     """
 
     rank: int
@@ -30,11 +30,14 @@ class RankFailure:
     traceback: str = ""
     at: float = 0.0
     is_of_others: bool = False
-    """The rank could not reach the others, so the cause is probably a failure of another rank."""
+    """Whether the rank could not reach the others. The cause is then probably a failure of another rank."""
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """The sort key: first the ranks that failed, then those that lost them, then those that were terminated; each by time."""
+        """The sort key: first the ranks that failed, then those that could not reach them, then those that were terminated.
+
+        Each group is sorted by time.
+        """
         was_terminated = self.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not self.error
         return (2 if was_terminated else 1 if self.is_of_others else 0, self.at, self.rank)
 
@@ -50,8 +53,10 @@ class RankFailure:
 
 
 class LaunchError(CallsheetError, RuntimeError):
-    """A launch failed on some rank. The message begins with the rank that failed first; `failures` holds all failures, in that
-    order."""
+    """A launch failed on some rank.
+
+    The message begins with the rank that failed first; `failures` holds all failures, in that order.
+    """
 
     def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:
         self.failures = tuple(sorted(failures, key=lambda failure: failure.order))
@@ -64,7 +69,7 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """In the worker: return what to send to the launching process."""
+    """Return what the worker sends to the launching process. Called in the worker."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -75,7 +80,7 @@ def report_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
-    """In the launching process: return the failure, with the source lines of code that was defined in a notebook."""
+    """Return the failure, with the source lines of code that was defined in a notebook. Called in the launching process."""
     return RankFailure(
         rank, exitcode, report["error"], _with_source(report["traceback"]), float(report["at"]), bool(report["is_of_others"])
     )
@@ -96,7 +101,7 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _with_source(text: str) -> str:
-    """Add the source lines that the worker did not have."""
+    """Add the source lines of the code that the worker could not read."""
     lines = text.splitlines()
     found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

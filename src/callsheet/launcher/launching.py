@@ -1,4 +1,4 @@
-"""`launch`: call a function on several ranks of this machine, from a script or a notebook."""
+"""`launch`: calls a function on several ranks of this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -74,34 +74,37 @@ def launch(
     max_restarts: int = 0,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Any] | dict[str, float]:
-    """Call `fn(*args, callbacks=callbacks)` on each of several ranks of this machine, and return the results by rank. Or run a
-    recipe on them, and return its results.
+    """Call `fn(*args, callbacks=callbacks)` on each of several ranks of this machine, and return the results by rank.
+
+    Or run a recipe on these ranks, and return its results.
 
     Torch's elastic launcher starts the processes, with the environment that torchrun would give them. Before they start, the
     arguments and callbacks are rebuilt once in a fresh interpreter and compared. A signal to this process, including Ctrl-C, is
-    forwarded to them once. They have `grace_seconds` to save and end; then the signal takes its usual effect here. No process or
-    file is left behind.
+    forwarded to them once. They have `grace_seconds` to save and end; after that, the signal has its usual effect in this
+    process. No process or file is left behind.
 
     Args:
-        fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. It gets
-            `callbacks` if it takes them. Or a recipe: its file, the name of a shipped one, or a `Recipe` that is not set up yet.
-            The recipe is checked here, and each rank makes its callbacks and loggers from the resolved configuration.
+        fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. The callbacks
+            are passed to it if it has the parameter `callbacks`. Or a recipe: its file, the name of a shipped one, or a `Recipe`
+            that is not set up yet. The recipe is checked here, and each rank makes its callbacks and loggers from the resolved
+            configuration.
         args: the arguments of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
-        callbacks: rebuilt on each rank; those of a recipe come before them.
+        callbacks: callbacks that are rebuilt on each rank; those of a recipe come before them.
         overrides: values that override those of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.
         nproc_per_node: the number of ranks.
         nnodes: must be 1; several machines need a launcher on each.
-        allow_pickle: send objects that are not data (lambdas, closures, definitions in a notebook) as signed cloudpickle; also
-            results.
-        prefix: begin each line that a rank prints with `[rank]`.
-        max_restarts: how often to restart all ranks after one has failed. They get the same callbacks again, so resume in `fn`.
+        allow_pickle: whether to send objects that are not data (lambdas, closures, definitions in a notebook) as signed
+            cloudpickle; this includes results.
+        prefix: whether to begin each line that a rank prints with `[rank]`.
+        max_restarts: how often to restart all ranks after one has failed. The ranks get the same callbacks again, so `fn` must
+            resume by itself.
         grace_seconds: the time between the signal and SIGKILL.
 
     Raises:
         ConfigError: an argument is invalid.
         TransportError: something cannot be sent; the message names it and says what to do.
         LaunchError: a rank failed; the message begins with the traceback of the first one.
-        MissingPackage: `allow_pickle` without cloudpickle.
+        MissingPackage: `allow_pickle` is set, and cloudpickle is not installed.
 
     Example:
         ```python
@@ -159,7 +162,7 @@ def launch(
 
 
 class _Specs(DefaultLogsSpecs):
-    """Where torch writes the workers' output, and the environment of each rank."""
+    """The files for the workers' output, and the environment of each rank."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
@@ -171,10 +174,10 @@ class _Specs(DefaultLogsSpecs):
             self._variables["PYTHONUNBUFFERED"] = "1"  # pass lines on at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Set the ranks' environment; torch calls this before each attempt.
+        """Set the environment of the ranks. Torch calls this before each attempt.
 
-        Each attempt has its own store. Torch's launcher would give all attempts the same one, with the addresses of dead ranks in
-        it. New ranks would then fail to connect if the function makes a process group itself.
+        Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
+        dead ranks. New ranks would then fail to connect if the function makes a process group itself.
         """
         found = super().reify(envs)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -211,7 +214,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """Return the results that the ranks wrote to their files, and the failures of the others."""
+    """Return the results that the ranks wrote to their files, and the failures of the other ranks."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)
@@ -229,7 +232,7 @@ def _collected(
 
 
 def _kill_the_rest(folder: Path) -> None:
-    """Kill workers that torch has lost track of because a signal came while it started or ended them."""
+    """Kill workers that torch no longer knows, because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
         with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its process id may be in use again
@@ -239,7 +242,10 @@ def _kill_the_rest(folder: Path) -> None:
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """Restore the signal handlers afterwards: torch's launcher does not, and a notebook would keep its handlers."""
+    """Restore the signal handlers after the block.
+
+    Torch's launcher does not restore them, so they would stay in a notebook.
+    """
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     is_main, variable_before = threading.current_thread() is threading.main_thread(), os.environ.get(variable)
     earlier = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS} if is_main else {}
@@ -247,7 +253,7 @@ def _restored_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in earlier.items():
-            if handler is not None:  # None: it was set by C code, and cannot be restored from Python
+            if handler is not None:  # None means that C code set it, so Python cannot restore it
                 signal.signal(number, handler)
         if variable_before is None:
             os.environ.pop(variable, None)
@@ -278,7 +284,7 @@ def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
 
 
 def _takes_callbacks(fn: Callable[..., Any], args: Sequence[Any], callbacks: list[Callback]) -> bool:
-    """Return whether `fn` is given the callbacks. Raise ConfigError for a call that could not work."""
+    """Return whether the callbacks are passed to `fn`. Raise ConfigError for a call that cannot work."""
     if not callable(fn):
         raise ConfigError(f"launch() needs a function or a recipe, and {fn!r} is neither")
     try:

@@ -1,4 +1,4 @@
-"""Turns a recipe into what `launch` can send: a function, plain arguments, and callbacks.
+"""Turns a recipe into what `launch` can send, which is a function, plain arguments, and callbacks.
 
 Recipes and the command line are higher layers than this module, so they are imported only when a recipe is launched.
 """
@@ -24,7 +24,7 @@ _OF_EVERY_RECIPE = ("config", "callbacks", "loggers", "resolved")
 
 @runtime_checkable
 class Launchable(Protocol):
-    """What `launch` uses of a `callsheet.recipes.Recipe`."""
+    """The methods of a `callsheet.recipes.Recipe` that `launch` uses."""
 
     config: Any
     callbacks: CallbackManager
@@ -39,7 +39,7 @@ class Launchable(Protocol):
 
 
 def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str], callbacks: Iterable[Callback]) -> Job:
-    """Return what the ranks call for a recipe file or a recipe made in Python.
+    """Return what the ranks call: the function, arguments and callbacks for a recipe file or for a recipe made in Python.
 
     Raises:
         ConfigError: there is no such recipe, a value is invalid, or the recipe is set up already.
@@ -60,7 +60,10 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
-    """On a rank: make the recipe from its resolved configuration, regardless of environment variables, and run it."""
+    """Make the recipe from its resolved configuration and run it; called on a rank.
+
+    Environment variables have no effect.
+    """
     from callsheet.cli.recipe import values_of
 
     with tempfile.TemporaryDirectory(prefix="callsheet-recipe-") as folder:
@@ -72,7 +75,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """On a rank: make the recipe again and run it."""
+    """Make the recipe again and run it; called on a rank."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -82,5 +85,5 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the constructor's arguments that not every recipe has; each is also an attribute."""
+    """Return the names of the constructor's arguments that only this kind of recipe has. Each is also an attribute."""
     return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]

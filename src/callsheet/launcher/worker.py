@@ -16,7 +16,7 @@ from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
 PID = "pid-"
-"""The prefix of the files that list the running workers."""
+"""The prefix of the files that list the workers that are running."""
 
 _LOOK_SECONDS = 0.5
 
@@ -41,17 +41,17 @@ def main() -> None:
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
     """Open the payload and call the function. Return the exit code, and the encoded result or error."""
     try:
-        unpacked = open_payload(os.environ, is_ours=True)  # imports the script, and creates the callbacks
+        unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
-    except BaseException as error:  # SystemExit too: the function was not called yet
+    except BaseException as error:  # including SystemExit, because the function was not called yet
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
 
 
 def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
-    """Call the function; returns as `_answer` does."""
+    """Call the function. Return what `_answer` returns."""
     call: dict[str, Any] = unpacked.extra
     try:
         if call["takes_callbacks"]:
@@ -71,8 +71,9 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
 
 
 class _Watch(threading.Thread):
-    """Ends this worker if the process that launched it has ended or abandoned it: first with SIGTERM, so that the worker can
-    save.
+    """Ends this worker if the process that launched it has ended or abandoned it.
+
+    It uses SIGTERM first, so that the worker can save.
 
     Torch's launcher does not do this: its workers continue when it is killed.
     """
@@ -83,7 +84,7 @@ class _Watch(threading.Thread):
         self._never_set = threading.Event()
 
     def run(self) -> None:
-        """Wait until the launcher is gone, then end this process."""
+        """Wait until the launching process is gone, then end this process."""
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Destinations for records, one logger per file."""
+"""Destinations for records. Each file has one logger."""
 
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ __all__ = [
     "read_metrics",
 ]
 
-__getattr__ = attributes(  # imported on first use: these need more than the standard library
+__getattr__ = attributes(  # imported on first use, because these need more than the standard library
     __name__,
     {
         "MLflowLogger": "callsheet.loggers.mlflow_logger",

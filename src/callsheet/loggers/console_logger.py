@@ -15,7 +15,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # characters of a table cell
+_CELL = 60  # the longest text of a table cell
 
 
 class ConsoleLogger(Logger):
@@ -53,7 +53,7 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        self._evaluated: set[str] = set()  # names in the line of the evaluation whose record comes next
+        self._evaluated: set[str] = set()  # the names that the last evaluation's line has shown; its record comes next
         self._pending = ""  # the line of the last record, if it was not printed
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:

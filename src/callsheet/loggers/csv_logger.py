@@ -23,13 +23,13 @@ _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if fi
 class CSVLogger(Logger):
     """Write `metrics.csv` in the run's folder, with one row per record.
 
-    The first columns are `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`. Then comes a column for each
-    metric, in the order in which they appeared. If a record does not have a metric, its cell is empty. A new metric adds a column, for
-    which the file is replaced atomically. Numbers keep their exact values, including `nan` and `inf`. A metric with the name of one of
-    the first columns is in the column `metric/<name>`.
+    The first columns are `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`. Then comes a column for
+    each metric, in the order in which they appeared. If a record does not have a metric, its cell is empty. A new metric adds a
+    column, for which the file is replaced atomically. Numbers keep their exact values, including `nan` and `inf`. A metric that
+    has the name of one of the first columns is written to the column `metric/<name>`.
 
-    A resumed run removes the rows after the checkpoint. A killed process loses no records, and can only leave the last row incomplete,
-    which the resume removes. If the logger has a `name`, it writes to the folder of that name in the run's folder.
+    A resumed run removes the rows after the checkpoint. A killed process loses no records; at most, its last row is incomplete,
+    and the resume removes that row. If the logger has a `name`, it writes to the folder of that name in the run's folder.
 
     Raises:
         ConfigError: the run has no folder.
@@ -40,12 +40,12 @@ class CSVLogger(Logger):
     def __init__(self) -> None:
         self._path: Path | None = None  # None until the run may write
         self._file: io.FileIO | None = None
-        self._columns: dict[str, None] = {}  # an ordered set
+        self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
         self._resumed_rows: int | None = None  # the number of rows, from the checkpoint
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the row count of an earlier run."""
+        """Forget the number of rows of an earlier run."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -85,7 +85,7 @@ class CSVLogger(Logger):
         self._columns = dict.fromkeys(columns)
 
     def _append(self, row: bytes) -> None:
-        """Write the whole row, or nothing."""
+        """Write the whole row, or nothing of it."""
         assert self._path is not None
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `_close_file`
@@ -109,7 +109,10 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and complete rows of our table. If there is none, return the first columns and no rows."""
+    """Return the columns and the complete rows of the table, if this logger wrote it.
+
+    Otherwise return the first columns and no rows.
+    """
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

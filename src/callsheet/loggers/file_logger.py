@@ -1,4 +1,4 @@
-"""The process's output in a file of the run's folder."""
+"""Copies the process's output to a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ _written: set[Path | None] = set()
 
 
 class FileLogger(Logger):
-    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. It still appears where it did before.
+    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. The output still appears where it did before.
 
-    The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to these
-    streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with the run, the
-    process and the step. Lines are written when they are complete; of a line that is rewritten, as by a progress bar, the last state,
-    without colours. Output during the run's set-up is included, unless the run never begins. When the run ends, the streams are restored.
+    The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to
+    these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with
+    the run, the process and the step. Lines are written when they are complete. If a line is rewritten, as by a progress bar,
+    only its last state is written, without colours. Output during the run's set-up is included, if the run begins. When the run
+    ends, the streams are restored.
 
-    `capture="fd"` copies everything that is written to the file descriptors 1 and 2, also by C libraries, data-loading workers and
-    other children. It starts a second process for each rank, through which all output passes; if that process is killed, printing
-    fails. Standard output is then no terminal, so a progress bar becomes lines. If the logger has a `name`, it writes to
-    `<name>/logs/rank-<rank>.log`.
+    `capture="fd"` copies everything that is written to the file descriptors 1 and 2, also by C libraries, data-loading workers
+    and other children. It starts a second process for each rank, through which all output passes; if that process is killed,
+    printing fails. Standard output is then not a terminal, so a progress bar prints lines instead. If the logger has a `name`, it
+    writes to `<name>/logs/rank-<rank>.log`.
 
     Args:
         capture: `python` or `fd`.
@@ -138,7 +139,7 @@ class FileLogger(Logger):
 def _descriptor_of(stream: Any) -> int | None:
     try:
         number: int = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # not a file
+    except (AttributeError, OSError, ValueError):  # the stream is not a file
         return None
     return number
 

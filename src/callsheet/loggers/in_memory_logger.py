@@ -15,15 +15,16 @@ from callsheet.loggers.logger import Logger
 
 
 class InMemoryLogger(Logger):
-    """Keep what is logged in memory, to be read in a notebook or a test.
+    """Keep what is logged in memory, so that a notebook or a test can read it.
 
-    Like a file, it is a destination: it is filled on the first rank, is emptied when a run begins or resumes, and is not saved in
-    checkpoints. The callback `History`, in contrast, holds only records and evaluations, on all ranks and in every checkpoint, so that a
-    resumed run has its whole curve.
+    Unlike the callback `History`, it is filled only on the first rank, is emptied when a run begins or resumes, and is not saved
+    in checkpoints. `History` holds only records and evaluations, but on all ranks and in every checkpoint, so a resumed run has
+    its whole curve.
 
     Args:
-        most: the number of records, and of tables and batches of images of each name, to keep, the newest ones; None keeps all.
-        images: keep images, as arrays of shape (height, width, 3) and type uint8.
+        most: the number of records to keep, and, for each name, of tables and of batches of images; the newest are kept. None
+            keeps all.
+        images: whether to keep images. They are arrays of shape (height, width, 3) and type uint8.
 
     Raises:
         ConfigError: `most` is less than 1.
@@ -43,11 +44,11 @@ class InMemoryLogger(Logger):
         self.hyperparameters: dict[str, Any] = {}
         """The run's configuration, and the hyperparameters that were logged."""
         self.tables: dict[str, list[tuple[int, list[str], list[list[Any]]]]] = {}
-        """By name: step, columns and rows of each table."""
+        """The step, the columns and the rows of each table, by name."""
         self.images: dict[str, list[tuple[int, list[Any]]]] = {}
-        """By name: step and images of each batch."""
+        """The step and the images of each batch, by name."""
         self.files: dict[str, Path] = {}
-        """By name: the last path."""
+        """The last path that was logged, by name."""
         self.costs: CostReport | None = None
         """What the callbacks have cost so far."""
 

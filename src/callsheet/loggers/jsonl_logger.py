@@ -30,15 +30,16 @@ from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
 from callsheet.loggers.support.line_writer import LineWriter
 from callsheet.loggers.support.resumption import records_before
 
-_ENVIRONMENT_SECONDS = 3.0  # how long a run's end waits for what git answers
+_ENVIRONMENT_SECONDS = 3.0  # how long a run's end waits for the answers of git
 _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):
-    """Write what is logged, and what happens, to the run's folder. Lines are only ever appended.
+    """Write what is logged and what happens to files in the run's folder. Lines are appended and never changed.
 
-    - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a line with
-      `resumed_from_step` and `records`, the number of records before it that still count. `read_metrics` reads the file.
+    - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a
+      line with `resumed_from_step` and `records`, the number of earlier records that are still valid. `read_metrics` reads the
+      file.
     - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end.
     - `hyperparameters.json` holds the hyperparameters.
     - `environment.json` holds what the run was started with: the command, the git commit with uncommitted changes, the installed packages
@@ -50,10 +51,10 @@ class JSONLLogger(Logger):
     NaN and infinite numbers are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` reads. Values that JSON does not
     have are written as their `str()`.
 
-    Threads write lines and images, so training waits for the disk only at evaluations, checkpoints, signals, exceptions and the end of
-    the run, when everything is written. A killed process loses the lines of the last `flush_seconds`, and may leave an incomplete line,
-    which readers skip. Lines that cannot be written are kept and tried again. If the logger has a `name`, it writes to the folder of
-    that name in the run's folder.
+    Threads write lines and images, so training waits for the disk only at evaluations, checkpoints, signals, exceptions and the
+    end of the run; then everything is written. A killed process loses the lines of the last `flush_seconds`, and may leave an
+    incomplete line, which readers skip. Lines that cannot be written are kept and tried again. If the logger has a `name`, it
+    writes to the folder of that name in the run's folder.
 
     Args:
         flush_seconds: the longest time until a line is written.
@@ -73,7 +74,7 @@ class JSONLLogger(Logger):
         self._writer: LineWriter | None = None  # None until the run may write
         self._images: ImageWriter | None = None  # None until images are logged
         self._process = ""
-        self._records = 0  # records of this run's past, without those after a checkpoint that was resumed
+        self._records = 0  # the number of valid records; those after a resumed checkpoint are not valid
         self._resumed_records: int | None = None  # the number of records, from the checkpoint
         self._environment: threading.Thread | None = None  # reads the environment
         self._pictures: dict[str, tuple[int, int]] = {}  # by name: the last step, and its number of images
@@ -81,7 +82,7 @@ class JSONLLogger(Logger):
     # --- events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the record count of an earlier run."""
+        """Forget the number of records of an earlier run."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -132,7 +133,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write everything, because the checkpoint counts the records so far."""
+        """Write everything, because the checkpoint stores the number of records so far."""
         self._flush()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -160,12 +161,12 @@ class JSONLLogger(Logger):
     # --- logging methods ---
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Add to the hyperparameters in the file."""
+        """Add the values to the hyperparameters in the file."""
         if self._writer is not None:
             path = self._folder / "hyperparameters.json"
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
-            except (FileNotFoundError, ValueError):  # ValueError: the file is damaged or not ours
+            except (FileNotFoundError, ValueError, RecursionError):  # the file is damaged, or callsheet did not write it
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
@@ -193,7 +194,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Write a line. The last one of a process includes all costs before."""
+        """Write a line with the costs. The last line of a process includes all costs before it."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
@@ -228,7 +229,7 @@ class JSONLLogger(Logger):
         images, self._images = self._images, None
         try:
             if images is not None:
-                images.close()  # before the writer, to which it adds lines
+                images.close()  # closed before the writer, because it adds lines to the writer
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:

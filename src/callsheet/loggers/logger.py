@@ -12,7 +12,7 @@ from callsheet.core.costs import CostReport, Window
 
 
 class Logger(Callback):
-    """The base of all loggers: override `on_log` for the records, and the methods for whatever else the logger can store.
+    """The base of all loggers. Override `on_log` for the records, and other methods for whatever else the logger can store.
 
     A logger runs on the first rank, after all callbacks that measure and decide. Its errors are reported without ending the run.
     """
@@ -25,7 +25,7 @@ class Logger(Callback):
         """Log hyperparameters of the run, by name. May be called several times; later values replace earlier ones."""
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table: a sequence of cells per row, as long as `columns`."""
+        """Log a table. Each row is a sequence of cells, one for each of the `columns`."""
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Log images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
@@ -34,10 +34,10 @@ class Logger(Callback):
         """Log a file that was written."""
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Log the call sheet, a printable table of all handlers. Called once, after the checkpoint was loaded."""
+        """Log the call sheet, a printable table of all handlers. This is called once, after the checkpoint was loaded."""
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Log the costs of the callbacks in this process so far. Each report replaces the one before."""
+        """Log what the callbacks in this process have cost so far. Each report replaces the one before."""
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
         """Log the time of some consecutive steps, by span and callback."""

@@ -40,23 +40,25 @@ class MLflowLogger(Tracker):
     run (`mlflow.start_run()`) that no logger opened, the logger uses it and leaves it running. The logger does not make its run active:
     to log to it yourself, pass `run_id=logger.run_id` to `mlflow.log_metric`.
 
-    A run ends as FINISHED, FAILED, or KILLED (interrupted or preempted); the tags `callsheet.outcome` and `callsheet.exception` have
-    details. NaN stays NaN; infinite values become the largest finite number. Characters that MLflow does not allow in names, such as
-    parentheses, become `_`. MLflow does not allow params to change: if a hyperparameter changes, for example after a resume, its param
-    keeps the first value, and the tag `changed.<name>` has the latest. Tables are `tables/<name>/<step>.csv`, files `files/<name>`.
+    The status of a run that has ended is FINISHED, FAILED, or KILLED (interrupted or preempted); the tags `callsheet.outcome` and
+    `callsheet.exception` have details. NaN stays NaN; infinite values become the largest finite number. Characters that MLflow
+    does not allow in names, such as parentheses, become `_`. MLflow does not allow params to change: if a hyperparameter changes,
+    for example after a resume, its param keeps the first value, and the tag `changed.<name>` has the latest. Tables are
+    `tables/<name>/<step>.csv`, files `files/<name>`.
 
-    Everything is sent from a lane, so training does not wait for it. Unless the environment says otherwise, a request times out after
-    `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a pause. So a server that is
-    unavailable for a while takes at most a tenth of the lane's time, and no record is lost. The end of the run waits at most four times
-    `timeout` plus 5 seconds. MLflow itself reads credentials from `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN`.
+    Everything is sent from a lane, so training does not wait for it. Unless the environment says otherwise, a request times out
+    after `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a pause. So if a server
+    is unavailable for a while, the lane spends at most a tenth of its time on attempts, and no record is lost. The end of the run
+    waits at most four times `timeout` plus 5 seconds. MLflow itself reads credentials from `MLFLOW_TRACKING_USERNAME`,
+    `..._PASSWORD` or `..._TOKEN`.
 
     Args:
         tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`. None uses MLflow's own setting, or else `mlflow.db` next
             to the run's folder.
-        experiment: its name; it is created if it does not exist. None uses `MLFLOW_EXPERIMENT_NAME`, or `callsheet`.
+        experiment: the experiment's name; it is created if it does not exist. None uses `MLFLOW_EXPERIMENT_NAME`, or `callsheet`.
         run_name: the name in MLflow; None means the run's name.
-        tags: of the run.
-        timeout: of one request, in whole seconds.
+        tags: tags of the run.
+        timeout: the limit for one request, in whole seconds.
 
     Raises:
         ConfigError: the URI has a password, or the timeout is below one second.
@@ -114,7 +116,7 @@ class MLflowLogger(Tracker):
                     self._client.log_image(self.run_id, as_pixels(image), key=key, step=ctx.step, synchronous=True)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Upload the file immediately."""
+        """Upload the file at once."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 self._client.log_artifact(self.run_id, str(path), f"files/{allowed(name)}".removesuffix(f"/{path.name}"))

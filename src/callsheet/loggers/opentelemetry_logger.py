@@ -23,17 +23,17 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # sent for each group of sampled steps: the SDK's queue holds 2048 spans
+_SLICES = 1000  # the most spans for a group of sampled steps; the SDK's queue holds 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class OpenTelemetryLogger(Tracker):
     """Log a run as a trace: the span `run`, and in it `train`, `epoch`, `eval_all`, `eval`, `test`, `predict`, `checkpoint_save` and others.
 
-    A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each value is
-    also a gauge. A span becomes visible when it has ended, `run` last. Hyperparameters are attributes of `run`,
-    `callsheet.config.<name>`. The outcome is `callsheet.outcome` and the status; an exception is an event of the span in which it was
-    raised. Images and tables are not logged.
+    A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each
+    value is also a gauge. A span becomes visible when it has ended, so `run` is visible last. Hyperparameters are attributes of
+    `run` with names `callsheet.config.<name>`. The outcome is the attribute `callsheet.outcome` and the status; an exception is
+    an event of the span in which it was raised. Images and tables are not logged.
 
     A resume continues the same trace, as a child of the first process's `run`. Spans come from the first rank.
 
@@ -42,18 +42,19 @@ class OpenTelemetryLogger(Tracker):
     package itself reads headers, certificates and other settings from `OTEL_EXPORTER_OTLP_...`.
 
     Args:
-        endpoint: of the collector, such as `http://localhost:4318`; None: the application's provider, or `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        endpoint: the URL of the collector, such as `http://localhost:4318`; None: the application's provider, or
+            `OTEL_EXPORTER_OTLP_ENDPOINT`.
         service_name: the program's name; None: `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider has its own.
-        steps: `sampled`: some groups of consecutive steps with all spans and callbacks inside, at no cost in between; `all`: every step
-            with all spans inside, which costs time at each; `none`: no steps.
-        timeout: of one request, and of the run's end, in seconds.
+        steps: which steps are logged. `sampled`: some groups of consecutive steps, with all spans and callbacks inside them, at
+            no cost for other steps. `all`: every step, with all spans inside it, which costs time at each step. `none`: no steps.
+        timeout: the limit in seconds for one request, and for the wait at the run's end.
 
     Raises:
         ConfigError: `steps` is unknown, the endpoint has a password, or the timeout is not above zero.
         MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    lane = "inline"  # spans need this thread's times and current span; a thread of the SDK sends them
+    lane = "inline"  # spans need the times and the current span of this thread; a thread of the SDK sends them
     package = "opentelemetry"
     extra = "opentelemetry"
 
@@ -82,7 +83,7 @@ class OpenTelemetryLogger(Tracker):
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Note the time. The checkpoint determines which trace it is."""
+        """Record the time. The trace is chosen later, because it depends on the checkpoint."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:

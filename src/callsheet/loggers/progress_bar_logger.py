@@ -1,4 +1,4 @@
-"""Progress of a run on a terminal."""
+"""Shows the progress of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _SILENT_SECONDS = 2.0
 class ProgressBarLogger(Logger):
     """Show how far training is, on standard error: a bar on a terminal, lines elsewhere.
 
-    The bar moves at most four times a second; a line is written for a record, at most every five seconds. Both show the epoch, the
-    step, the loss, the speed and the time left, estimated from `ctx.state.elapsed`. Every evaluation and checkpoint, and the outcome,
-    have lines of their own. The bar is removed before an exception is printed; if drawing it fails, lines replace it. If no step or
-    batch ends for two seconds, the bar counts the seconds and names the handler that is being called, if there is one.
+    The bar is redrawn at most four times a second. Without a bar, a line is written for a record, at most every five seconds.
+    Both show the epoch, the step, the loss, the speed and the time left, estimated from `ctx.state.elapsed`. Every evaluation and
+    checkpoint, and the outcome, have lines of their own. The bar is removed before an exception is printed; if drawing the bar
+    fails, lines are written instead. If no step or batch ends for two seconds, the bar counts the seconds and names the handler
+    that is being called, if there is one.
 
     Args:
         bar: whether to show a bar, which needs rich; `"auto"` shows it if standard error is a terminal and rich is installed.
@@ -65,7 +66,7 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_log(self, ctx: Context) -> None:
-        """Take the figures of the record. Without a bar, write them."""
+        """Keep the figures of the record. Without a bar, write them."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
             return  # the record of an evaluation, which has its own line
@@ -75,7 +76,7 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Begin to count the batches of an evaluation. If there is no bar for training, show one."""
+        """Begin to count the batches of an evaluation. If there is no bar for training, show one for the evaluation."""
         self._begin_counting(ctx)
 
     def on_eval_step_end(self, ctx: Context) -> None:
@@ -198,7 +199,7 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
         transient=total is None,  # an evaluation's bar disappears at its end
-        auto_refresh=False,  # the handlers draw
+        auto_refresh=False,  # the handlers draw the bar
         redirect_stdout=sys.stdout.isatty(),  # on a terminal, what is printed appears above the bar; a file is not changed
     )
     bar.add_task(name, total=total, status="")

@@ -21,14 +21,14 @@ _QUEUE = 1000  # events that may wait for the disk before the lane blocks
 class TensorboardLogger(Tracker):
     """Log records, hyperparameters, images and tables to event files, which `tensorboard --logdir runs` shows.
 
-    A resume writes a new file in the same folder, which hides the steps after the checkpoint. A run that starts over in its old folder
-    hides everything there. (TensorBoard's fast loader only hides steps of metrics that are logged again; `--load_fast=false` hides all.)
-    Values that are measured again at the checkpoint's own step, such as an evaluation after the save, appear twice. Numbers have 32
-    bits, as always in TensorBoard; NaN and infinite values are kept.
+    A resume writes a new file in the same folder, which hides the steps after the checkpoint. A run that starts from the
+    beginning in its old folder hides everything that was there. (TensorBoard's fast loader hides only steps of metrics that are
+    logged again; with `--load_fast=false`, it hides all.) Values that are measured again at the checkpoint's own step, such as an
+    evaluation after the save, appear twice. Numbers have 32 bits, as always in TensorBoard; NaN and infinite values are kept.
 
-    Hyperparameters are the text `hyperparameters`; as they are at the first record, they are also shown by TensorBoard's HParams. Tables,
-    `outcome` and `exception` are text. Files are not shown. The logger runs in a lane. Everything that was logged is on disk when a
-    checkpoint has been saved, soon after a signal or an exception, and at the run's end.
+    Hyperparameters are logged as the text `hyperparameters`. Those that are known at the first record also appear in
+    TensorBoard's HParams. Tables, `outcome` and `exception` are text. Files are not shown. The logger runs in a lane. Everything
+    that was logged is on disk when a checkpoint has been saved, soon after a signal or an exception, and at the run's end.
 
     Args:
         folder: the folder that holds several runs, each in a folder with its name; None means `tensorboard` in the run's own folder.
@@ -42,7 +42,7 @@ class TensorboardLogger(Tracker):
     writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
-    state_is_ready = False  # a checkpoint waits until the files have all records that it counts
+    state_is_ready = False  # a checkpoint waits until all records before it are in the files
 
     def __init__(self, *, folder: str | Path | None = None, flush_seconds: float = 10.0) -> None:
         if not flush_seconds > 0:
@@ -55,7 +55,7 @@ class TensorboardLogger(Tracker):
         self._has_hparams = False  # HParams uses the first event that it finds
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write everything, because the checkpoint counts the records so far."""
+        """Write everything, because the checkpoint stores the number of records so far."""
         self._flush()
 
     def on_preempt(self, ctx: Context) -> None:
@@ -87,14 +87,14 @@ class TensorboardLogger(Tracker):
             int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*") if path.name.split(".")[3].isdigit()
         ]
         pause = max(begun, default=0) + 1 - time.time()
-        if 0 < pause <= 1:  # files are read in the order of their names, which contain whole seconds
+        if 0 < pause <= 1:  # TensorBoard reads files in the order of their names, which contain whole seconds
             time.sleep(pause)
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
             str(folder), _QUEUE, self.flush_seconds
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # TensorBoard hides later steps at each start event but the first, so the first process writes one as well.
+        # At each start event except the first, TensorBoard hides later steps. So the first process writes a start event too.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

@@ -23,8 +23,8 @@ _LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPT
 class TrackioLogger(Tracker):
     """Log records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Hugging Face Space.
 
-    Without `space_id` and `server_url` it is an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder; `trackio show` shows it.
-    A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.
+    Without `space_id` and `server_url`, data is stored in an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder;
+    `trackio show` shows it. A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.
 
     A resume continues the run of the same name and id; steps that are trained again appear twice. If a Trackio run is open that no
     logger opened, the logger uses it and leaves it open. The outcome and an exception are Trackio alerts: `run finished`,
@@ -128,7 +128,10 @@ class TrackioLogger(Tracker):
         self._has_unsent = True
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values, with unsent hyperparameters. Trackio sends these once unless reset, and of those stored together it uses the first."""
+        """Log values, together with unsent hyperparameters.
+
+        Trackio sends hyperparameters only once unless they are reset, and of several that are stored together it uses the first.
+        """
         if self._has_unsent and time.monotonic() >= self._send_at:
             self.run._config_logged = False
             self._has_unsent, self._send_at = False, time.monotonic() + 1.0

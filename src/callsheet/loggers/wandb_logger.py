@@ -28,10 +28,11 @@ class WandBLogger(Tracker):
     All calls of W&B are made from a lane, so training does not wait for them, and `wandb.run` exists shortly after training has begun.
     The end of the run takes at most 5 seconds more than `timeout`.
 
-    A resume continues the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are trained again are kept, because
-    W&B counts its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger opened, the logger uses
-    it and leaves it open. The run's summary has `outcome`, and `exception` if there was one; W&B shows the run as finished, failed,
-    killed (interrupted) or preempted. W&B reads the key from its usual places: `WANDB_API_KEY`, or what `wandb login` wrote.
+    A resume continues the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are trained again appear
+    twice, because W&B counts its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger
+    opened, the logger uses it and leaves it open. The run's summary has `outcome`, and `exception` if there was one; W&B shows
+    the run as finished, failed, killed (interrupted) or preempted. W&B reads the key from its usual places: `WANDB_API_KEY`, or
+    what `wandb login` wrote.
 
     Args:
         project, entity, group, job_type, tags: the run's place in W&B; None leaves it to W&B's own settings.
@@ -151,7 +152,7 @@ class WandBLogger(Tracker):
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # the program's own metrics keep their axis
+        if not self._is_ours:  # metrics of the program itself keep their axis
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)

@@ -1,5 +1,8 @@
-"""Tools for tests: check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's
-grammar, fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks."""
+"""Tools for tests.
+
+They check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's grammar,
+fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks.
+"""
 
 from callsheet.core.optional import needed_by
 

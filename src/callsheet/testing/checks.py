@@ -71,7 +71,10 @@ def constructs(subject: Subject, folder: Path) -> None:
 
 
 def registers(subject: Subject, folder: Path) -> None:
-    """A manager accepts the callback, and two callbacks with different names; without a state also two without names."""
+    """A manager accepts the callback, and two callbacks with different names.
+
+    Without a state, it also accepts two without names.
+    """
     CallbackManager([subject.make()])
     CallbackManager(_named(subject))
     if not _keeps_state(subject.make()):
@@ -79,7 +82,10 @@ def registers(subject: Subject, folder: Path) -> None:
 
 
 def two_work_in_one_run(subject: Subject, folder: Path) -> None:
-    """Two callbacks with different names work in one run, or the second is rejected when the run starts, by a message with both names."""
+    """Two callbacks with different names work in one run.
+
+    Otherwise the second is rejected when the run starts, by a message with both names.
+    """
     both = _named(subject)
     try:
         with Scene(subject, _new(folder), *both) as scene:
@@ -90,8 +96,10 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 
 
 def fits_twice(subject: Subject, folder: Path) -> None:
-    """The callback continues when `fit` is called again, with evaluations in between; in another run it acts as a new one does; it logs no
-    warning twice."""
+    """The callback continues when `fit` is called again after an evaluation. In another run it acts like a new one.
+
+    It logs no warning twice.
+    """
     used, fresh = subject.make(), subject.make()
     with Scene(subject, _new(folder), used) as scene:
         scene.fit(_HALF)
@@ -128,7 +136,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """An exception during a run leaves it unchanged, wherever it is raised, and the callback does not fail after it."""
+    """An exception that is raised anywhere during a run leaves it unchanged, and the callback does not fail after it."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),
@@ -142,7 +150,7 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
 
 
 def is_preemptive(subject: Subject, folder: Path) -> None:
-    """A run that is asked to stop, stops. A run that is preempted saves a checkpoint, ends, and can be resumed."""
+    """A run ends if a callback requests a stop. A run that is preempted saves a checkpoint, ends, and can be resumed."""
 
     def stop(ctx: Context) -> None:
         ctx.control.stop("for the test", replicated=True)
@@ -159,7 +167,7 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
     with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=preempt) as scene:
         scene.fit()
-    if not scene.moments.has_come:  # it had stopped before
+    if not scene.moments.has_come:  # the run had stopped before
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
@@ -171,7 +179,10 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
 
 def resumes(subject: Subject, folder: Path) -> None:
-    """Saved and resumed, the callback acts bit for bit as in an uninterrupted run. A new callback may also join a resumed run."""
+    """After a save and a resume, the callback acts bit for bit as in a run without interruption.
+
+    A new callback may also be added to a resumed run.
+    """
     with Scene(subject, _new(folder), subject.make()) as whole:
         whole.fit()
     _compare_resumed(subject, folder, whole)
@@ -180,7 +191,9 @@ def resumes(subject: Subject, folder: Path) -> None:
 
 
 def is_neutral(subject: Subject, folder: Path) -> None:
-    """Training with the callback and without it is the same bit for bit, and it draws no random numbers that it has not declared.
+    """Training is the same bit for bit with and without the callback.
+
+    The callback draws no random numbers unless it declares `draws_random`.
 
     Training is not compared for callbacks of the phases `change` and `decide`, whose purpose is to affect it.
     """
@@ -198,7 +211,7 @@ def is_neutral(subject: Subject, folder: Path) -> None:
 
 
 def leaves_nothing(subject: Subject, folder: Path) -> None:
-    """A run, also a failed one, leaves behind no threads, processes, open files, handlers or hooks."""
+    """A run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
     _things_after(subject, folder, subject.make(), fails=False)  # the first run triggers imports and caches that stay for good
@@ -225,7 +238,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks; its checkpoint is of the step `SAVED_AT`."""
+    """The results of a run without callbacks. Its checkpoint was saved after step `SAVED_AT`."""
 
     weights: dict[str, Tensor]
     losses: list[str]
@@ -248,7 +261,7 @@ def _made_bare(trainer: MakesTrainer) -> _Bare:
 
 
 _bare = cache(_made_bare)
-"""The bare runs, one for each trainer."""
+"""Returns the run without callbacks for a trainer; it is made once for each trainer."""
 
 
 def _nobody() -> Callback:
@@ -256,7 +269,7 @@ def _nobody() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """Return what differs from the bare run."""
+    """Return what differs from the run without callbacks."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -292,7 +305,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Check a run that `error` ends at that event and step, if the run gets there."""
+    """Check a run that `error` ends at that event and step, if the run reaches them."""
 
     def fail(ctx: Context) -> None:
         raise error

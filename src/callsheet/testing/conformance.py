@@ -1,6 +1,6 @@
 """The conformance suite: checks that every callback must pass, to be called from its tests.
 
-The checks run on the CPU, so they cannot find out whether a callback waits for the device.
+The checks run on the CPU, so they cannot detect a callback that waits for the device.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ class Check(Protocol):
     __name__: str
 
     def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-        """Raise ConformanceError if the callback does not pass, or SkipTest, with the reason, if that cannot be checked."""
+        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if that cannot be checked."""
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Restore the random states of the process afterwards, and use one thread: for so small a model several threads are slower."""
+    """Use one thread while the block runs, because more are slower for so small a model.
+
+    Restore the random states of the process afterwards.
+    """
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
@@ -48,7 +51,7 @@ def _apart() -> Iterator[None]:
 
 
 def _check(check: Callable[[Subject, Path], None]) -> Check:
-    """Add the names of the callback and the check to what was found."""
+    """Return a check that adds the names of the callback and the check to an error."""
 
     @wraps(check)
     def run(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
@@ -73,7 +76,9 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
 
 
 def runs_on_ranks(subject: Subject, folder: Path) -> None:
-    """On two ranks, both have the same outcome and the same records, the callback is neutral, and the run can be resumed."""
+    """On two ranks, the outcome and the records are the same on both, the callback does not change training, and the run can be
+    resumed.
+    """
     for error in find_on_ranks([subject], folder):
         if error is not None:
             raise error
@@ -101,7 +106,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Run all checks of `CONFORMANCE` on a callback: real, short runs on the CPU, the last one on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback. They are short real runs on the CPU, the last one on two ranks.
 
     Args:
         what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it must

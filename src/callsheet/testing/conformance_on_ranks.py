@@ -61,7 +61,7 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Return the error of each callback in their order, or None if it passes, so that each can be a separate test."""
+    """Return the error of each callback, in their order, or None if it passes. Each callback can then have its own test."""
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
@@ -177,7 +177,7 @@ def _path(folder: Path, number: int, rank: int) -> Path:
 
 
 def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
-    """Return what every rank found, by callback; None if the rank did not finish it."""
+    """Return what every rank found, for each callback. It is None if the rank did not finish the callback."""
     return [
         [
             pickle.loads(path.read_bytes()) if (path := _path(folder, number, rank)).exists() else None
@@ -206,7 +206,10 @@ def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
 
 
 def _difference(one: _End, other: _End) -> str:
-    """Return the first difference of the records. Even times must be equal: ranks that decide by a record must see the same values."""
+    """Return the first difference between the records.
+
+    Even times must be equal, because ranks that decide by a record must see the same values.
+    """
     if [step for step, _ in one.records] != [step for step, _ in other.records]:
         return f"of the steps {[step for step, _ in one.records]} in one, {[step for step, _ in other.records]} in the other"
     for (step, values), (_, others) in zip(one.records, other.records, strict=True):

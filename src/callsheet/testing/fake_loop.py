@@ -1,4 +1,4 @@
-"""A loop without training: it fires the events of a whole run, with given losses, and carries out the requests of callbacks."""
+"""A loop without training. It fires the events of a whole run with given losses, and carries out the requests of callbacks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ ROWS, INPUTS = 4, 2
 
 
 class FakeLoop:
-    """Fires every event of a run, in the lifecycle's order, in milliseconds; to test what a callback decides.
+    """Fires every event of a run in the lifecycle's order, within milliseconds. Use it to test what a callback decides.
 
-    Each step's loss is the next of `losses`, and each evaluation's result the next of `validation`. Every gradient equals the loss,
-    and a plain SGD with learning rate 0.1 applies it, so that the values of a monitor can be computed by hand. Requests to stop, save
-    and evaluate are carried out; a checkpoint is kept in memory. There are no data, no scheduler and no other ranks.
+    Each step's loss is the next item of `losses`, and each evaluation's result the next item of `validation`. Every gradient
+    equals the loss, and a plain SGD with learning rate 0.1 applies it, so that the values of a monitor can be computed by hand.
+    Requests to stop, save and evaluate are carried out; a checkpoint is kept in memory. There are no data, no scheduler and no
+    other ranks.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        losses: the mean loss of each step; their number is that of the steps.
-        steps_per_epoch: None puts all steps into one epoch.
+        losses: the mean loss of each step. There are as many steps as losses.
+        steps_per_epoch: None means that all steps are in one epoch.
         microbatches: the number of microbatches in each step.
-        validation: by dataset, the losses of the evaluations in order; the last one is repeated.
+        validation: the losses of the evaluations in order, by dataset; the last one is repeated.
         eval_every: steps between two evaluations; None evaluates at the end of each epoch.
         log_interval: how often a metrics record is made.
         test_loss: the loss of a test after training; None for no test.
@@ -42,7 +43,7 @@ class FakeLoop:
         model: the model that callbacks see; None is a `Linear(2, 1)` of zeros.
         folder: the folder that contains the run's folder, for callbacks that write.
         resume: a checkpoint of an earlier loop, one of the values of its `saved`.
-        raises: by the step's number, an exception that the model raises in that step's forward.
+        raises: exceptions that the model raises in its forward pass, by the step's number.
 
     Raises:
         ConfigError: there are no losses, or a dataset has none.
@@ -105,7 +106,7 @@ class FakeLoop:
         self._run.checkpoints.loads = self._load
         self._run.losses = lambda: self._step_loss
         self.saved: dict[int, dict[str, Any]] = {}
-        """The checkpoints by the step after which they were made; give one as `resume` to another loop."""
+        """The checkpoints, by the step after which they were made. Pass one to another loop as `resume`."""
 
     @property
     def ctx(self) -> Context:

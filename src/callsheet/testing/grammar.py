@@ -1,4 +1,5 @@
-"""Check a sequence of events against the lifecycle's grammar: which event may follow which, and which fields are available.
+"""Checks a sequence of events against the lifecycle's grammar, which says which event may follow which, and which fields are
+available.
 
 Every `order` in the lifecycle's table is a regular expression over names. The checker takes its derivative by each name, which is the
 expression for what may follow (Brzozowski, "Derivatives of regular expressions", 1964). So it finds a violation at the first wrong
@@ -133,8 +134,9 @@ class GrammarChecker:
     """Checks events one by one, and knows which may come next and which fields are available.
 
     Args:
-        orders: the order inside spans where it differs from the lifecycle's, as in a host that fetches batches ahead.
-        within: the span in which the sequence begins, such as `train` for a loop that fires nothing outside it; by default the whole run.
+        orders: the order inside those spans in which it differs from the lifecycle's, as in a host that fetches batches ahead.
+        within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
+            whole run.
 
     Example:
         >>> checker = GrammarChecker()
@@ -154,7 +156,7 @@ class GrammarChecker:
         self._base = len(self._open)
         self._windows: dict[
             str, tuple[str, int]
-        ] = {}  # by available field: the event that closes its window, and the depth at which it opened
+        ] = {}  # for each available field: the event that closes its window, and the depth at which the window opened
         self._past = ""
         self._failed = False
         self._count = 0
@@ -179,7 +181,7 @@ class GrammarChecker:
                 event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is fired"
             )
             if event == "on_run_end":
-                self._open = [("", EMPTY)]  # the open spans end without firing their end events
+                self._open = [("", EMPTY)]  # the spans that are open end without firing their end events
         elif event in POINTS:
             if event not in ANYWHERE:
                 self._advance(event, name)
@@ -221,8 +223,8 @@ class GrammarChecker:
     def _follow_windows(self, event: str, depth: int) -> None:
         """Open and close windows; `depth` is the number of spans that were open before the event.
 
-        A window closes at the latest before the end of the span that contains its first event: the last fetch of an epoch opens one
-        that no step will close.
+        A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
+        an epoch, whose window no step closes.
         """
         ended = event in SPAN_OF and len(self._open) < depth
         for name, (closes, parent) in list(self._windows.items()):

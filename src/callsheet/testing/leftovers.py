@@ -1,4 +1,4 @@
-"""Find what a run leaves behind in the process and on the model."""
+"""Finds what a run leaves behind in the process and on the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HOOKS = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dic
 class Surroundings:
     """A snapshot of the things in a process that a run can leave behind.
 
-    `settings` are things of which the process has one, such as `sys.stdout`. `variables` are those of the environment.
+    `settings` are things that a process has only once, such as `sys.stdout`. `variables` are the environment variables.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Surroundings:
     @classmethod
     def now(cls) -> Surroundings:
         """Take a snapshot now."""
-        gc.collect()  # unreferenced objects are not left behind
+        gc.collect()  # objects that nothing refers to do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
@@ -54,7 +54,10 @@ def settings_left(before: Surroundings) -> list[str]:
 
 
 def more_left(before: Surroundings) -> list[str]:
-    """Return the threads, processes, open files and environment variables that are new since `before`, after waiting for them to end."""
+    """Return the threads, processes, open files and environment variables that were not there `before`.
+
+    This waits a while for them to end.
+    """
     deadline = time.monotonic() + PATIENCE
     while found := _more(before):
         if time.monotonic() > deadline:
@@ -132,7 +135,11 @@ def _processes() -> tuple[psutil.Process, ...]:
 
 
 def _files() -> Counter[str]:
-    """Return the open descriptors by path; pipes and sockets by type, since their numbers differ. Empty on systems that do not list them."""
+    """Return the open descriptors by path.
+
+    Pipes and sockets are listed by type, because their numbers differ. The result is empty on systems that do not list
+    descriptors.
+    """
     found: Counter[str] = Counter()
     try:
         descriptors = os.listdir("/proc/self/fd")

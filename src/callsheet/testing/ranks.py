@@ -1,4 +1,4 @@
-"""Several ranks on one machine, as real processes over gloo, for tests of distributed code."""
+"""Runs several ranks on one machine, as real processes over gloo, to test distributed code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it
 
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank's process ended: the function's return value, or a traceback if it raised; neither if the process was killed."""
+    """How the process of one rank ended: with the function's return value, or with a traceback if it raised.
+
+    Both are empty if the process was killed.
+    """
 
     rank: int
     value: Any = None
@@ -33,7 +36,9 @@ class RanksFailed(AssertionError):
 
 
 class RankProcesses:
-    """Processes that each run `function(*arguments)` as one rank of `world_size`, with this process's environment and what torchrun adds.
+    """Processes that each run `function(*arguments)` as one rank of `world_size`.
+
+    They get this process's environment and the variables that torchrun adds.
 
     The function is imported by its name, so it must be defined at the top of a module; its arguments and result are pickled. This
     process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still run.
@@ -59,7 +64,7 @@ class RankProcesses:
             process.start()
 
     def kill(self, rank: int) -> None:
-        """SIGKILL one rank."""
+        """Kill one rank with SIGKILL."""
         self.processes[rank].kill()
 
     def wait(self, timeout: float) -> list[RankEnd]:
@@ -107,7 +112,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,  # the current one: the fork server has the environment from when it was started
+        **os.environ,  # the current environment; the fork server has that of its start
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",

@@ -25,7 +25,7 @@ CLOCK = ("time/*", "throughput/*", "memory/*", "system/*", "*per_second*", "*sec
 """Patterns of values that are never compared between two runs, because they depend on time or on the machine."""
 
 ACTS = ("change", "decide")
-"""The phases of callbacks whose purpose is to change training: they need not be neutral."""
+"""The phases of callbacks whose purpose is to change training. The check that training stays the same does not apply to them."""
 
 Factory = Callable[[], Callback]
 
@@ -33,7 +33,7 @@ Factory = Callable[[], Callback]
 class MakesTrainer(Hashable, Protocol):
     """A function that makes the same trainer each time. The trainer trains for at least 10 steps, evaluates, and makes metrics records.
 
-    It gets `folder` as `runs_folder`, and `resume`. The name of its run never changes.
+    It receives `folder` as `runs_folder`, and `resume`. The name of its run is always the same.
     """
 
     def __call__(self, folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer: ...
@@ -41,13 +41,13 @@ class MakesTrainer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A callback under test, if its factory alone is not enough.
+    """A callback under test. Use this if a factory alone does not say enough.
 
     Args:
         make: makes a new callback at each call.
-        varies: patterns of values that differ between two equal runs, besides the usual (`time/*`, `throughput/*`, `memory/*`,
-            `system/*`, and names with `seconds` or `per_second`): metrics by their names, and fields of the callback's state as
-            `state/<key>`, such as `state/run_id`.
+        varies: patterns of values that differ between two equal runs, in addition to the usual ones (`time/*`, `throughput/*`,
+            `memory/*`, `system/*`, and names with `seconds` or `per_second`): metrics by their names, and fields of the
+            callback's state as `state/<key>`, such as `state/run_id`.
         trainer: makes the trainer for the test, if the small default run lacks something that the callback needs.
     """
 
@@ -79,7 +79,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """The finding of a check, with a hint."""
+    """What a check found, with a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -87,18 +87,18 @@ class Found(Exception):
 
 
 class Planted(Exception):
-    """Raised on purpose during a run."""
+    """An exception that a test raises on purpose during a run."""
 
 
 class Scene:
-    """One run; `with` makes the trainer and closes it.
+    """One run. The `with` statement makes the trainer and closes it.
 
     Args:
         subject: the callback under test.
-        folder: the folder of this run; to resume, that of the earlier run.
-        callbacks: the callbacks of the run, besides a `Moments` before them and a `Watch` after them.
+        folder: the folder of this run; for a resume, the folder of the earlier run.
+        callbacks: the callbacks of the run. A `Moments` is added before them and a `Watch` after them.
         at: the event and step at which `act` is called.
-        act: a function to call once.
+        act: a function that is called once.
         resume: the checkpoint to resume from.
         checking: as in `CallbackManager`.
 
@@ -145,7 +145,7 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
-            with self.trainer:  # also closes it if a state cannot be read
+            with self.trainer:  # closes the trainer even if a state cannot be read
                 if error is not None:
                     self.trainer.__exit__(kind, error, frames)
                 else:
@@ -159,11 +159,11 @@ class Scene:
 
     @property
     def comes_to(self) -> tuple[int, str]:
-        """The number of steps that the run made, and its outcome."""
+        """Return the number of steps that the run made, and its outcome."""
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train until `until`, by default to the end."""
+        """Train until `until`. Without it, train to the end."""
         self.trainer.fit(until or self._longest)
         return self
 
@@ -187,7 +187,10 @@ class _Listener(logging.Handler):
 def difference_of_records(
     subject: Subject, one: Sequence[tuple[int, dict[str, str]]], other: Sequence[tuple[int, dict[str, str]]]
 ) -> str:
-    """Return the first difference between two runs' records, in the values that are compared; empty if there is none."""
+    """Return the first difference between the records of two runs. Only values that are compared count.
+
+    The result is empty if there is none.
+    """
     for (step, values), (other_step, others) in zip(one, other, strict=False):
         if step != other_step:
             return f"a record at step {step} in one, at step {other_step} in the other"
@@ -202,12 +205,15 @@ def difference_of_records(
 
 
 def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first difference between two states, in the values that are compared; empty if there is none."""
+    """Return the first difference between two states. Only values that are compared count.
+
+    The result is empty if there is none.
+    """
     return difference(subject, dict(_leaves(one, "state")), dict(_leaves(other, "state")))
 
 
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the first name that is missing in one, or has another value. Without a subject all names are compared."""
+    """Return the first name that is missing in one mapping or has different values. Without a subject, all names are compared."""
     for name in sorted(one.keys() | other.keys()):
         if (subject is None or subject.compares(name)) and one.get(name) != other.get(name):
             return f"{name} is {_readable(one.get(name))} in one, {_readable(other.get(name))} in the other"

@@ -1,4 +1,4 @@
-"""A small run with a bit of everything, to test callbacks."""
+"""A small run that uses a little of everything, to test callbacks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ STEPS = 10
 """The number of steps of the small run."""
 
 SAVED_AT = 3
-"""The step after which a checkpoint is requested: inside an epoch, between two metrics records and between two evaluations."""
+"""The step after which a checkpoint is requested.
+
+It is inside an epoch, between two metrics records, and between two evaluations.
+"""
 
 FIRED_AT = (2, 7)
-"""The steps at which a table, images, a file and hyperparameters are logged: once before the checkpoint, and once after it."""
+"""The steps at which a table, images, a file and hyperparameters are logged: one before the checkpoint and one after it."""
 
 
 class SmallModel(nn.Module):
-    """A model from four numbers to one: `body`, `norm`, `dropout` and `head`. It uses random numbers, and training changes its buffers."""
+    """A model from four numbers to one, with `body`, `norm`, `dropout` and `head`.
+
+    It draws random numbers, and training changes its buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +42,7 @@ class SmallModel(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs of shape (batch, 1)."""
+        """Return outputs of shape (batch, 1)."""
         outputs: Tensor = self.head(self.dropout(torch.relu(self.norm(self.body(inputs)))))
         return outputs
 
@@ -83,9 +89,9 @@ def small_batches() -> DataLoader[tuple[Tensor, ...]]:
 
 
 class Moments:
-    """Acts in a small run at fixed events, before all other callbacks: it requests a checkpoint, and logs something.
+    """Acts at fixed events of a small run, before all other callbacks. It requests a checkpoint, and logs something.
 
-    Called at every event.
+    It is called at every event.
 
     Args:
         folder: the folder for the file that is logged.
@@ -101,7 +107,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Act if it is time."""
+        """Act if this is the time to act."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
@@ -121,9 +127,10 @@ class Moments:
 
 
 class Watch:
-    """Records the results of a run bit for bit: its events, each step's loss, every record and evaluation, the paths of its checkpoints.
+    """Records the results of a run bit for bit: its events, each step's loss, every record and evaluation, and the paths of its
+    checkpoints.
 
-    Called at every event.
+    It is called at every event.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Code that several loggers share."""
+"""Code that several loggers use."""

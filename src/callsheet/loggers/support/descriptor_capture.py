@@ -1,7 +1,8 @@
 """Copying everything that is written to the file descriptors 1 and 2 to a file.
 
-We do not use `wurlitzer` (3.1): it reads the pipes on a thread of this process, which a library that holds the interpreter lock blocks,
-and whose last output is lost in a crash. It waits for that thread without a time limit, and is not typed.
+`wurlitzer` (3.1) is not used, for three reasons. It reads the pipes on a thread of this process, which is blocked by a library
+that holds the interpreter lock, and whose last output is lost in a crash. It waits for that thread without a time limit. And it
+has no types.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _live: list[DescriptorCapture] = []
 class DescriptorCapture:
     """Copies what this process, its libraries and its children write to standard output and error to an `OutputLog`.
 
-    The descriptors become pipes to a small process, which forwards everything to the original destination. A thread would not do: a
-    library that fills the pipe while it holds the interpreter lock would block forever, and the last output of a crash would be lost. A
-    process that was forked from the one that created the capture can write, and its end does not end the capture.
+    The descriptors become pipes to a small process, which forwards everything to the original destination. A thread is not
+    enough: a library that fills the pipe while it holds the interpreter lock would block forever, and the last output before a
+    crash would be lost. A process that is forked from this one can write too, and the capture continues when such a process ends.
 
     Raises:
         ConfigError: the descriptors cannot be passed on, as on Windows.
@@ -76,7 +77,7 @@ class DescriptorCapture:
         """Write text to the log only."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # `_is_writing`: called by a signal handler in the middle of a message
+                return  # `_is_writing` is true if a signal handler calls this in the middle of a message
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")
@@ -87,7 +88,7 @@ class DescriptorCapture:
                 self._is_writing = False
 
     def failure(self) -> OSError | None:
-        """Return why text is lost, once each time that writing begins to fail; otherwise None."""
+        """Return why text is lost. Return it only once each time that writing begins to fail; otherwise return None."""
         if self._is_closed:
             return None
         try:
@@ -100,7 +101,9 @@ class DescriptorCapture:
         return OSError(answer.decode().splitlines()[0])
 
     def close(self) -> None:
-        """Restore the descriptors, unless others have replaced them, and wait until all output is in the log. May be called twice.
+        """Restore the descriptors, unless other code has replaced them, and wait until all output is in the log.
+
+        This may be called twice.
 
         Raises:
             OSError: output was lost, or could not be written in time.
@@ -122,7 +125,7 @@ class DescriptorCapture:
         return self._pipes[descriptor] == _identity(descriptor)
 
     def _put_back(self, descriptor: int) -> None:
-        """Restore the descriptor's previous target, skipping captures that have been closed since."""
+        """Restore the target that the descriptor had before. Captures that have been closed since are skipped."""
         passed = [self]
         while (under := passed[-1]._under[descriptor]) is not None and under._is_closed:
             passed.append(under)

@@ -1,4 +1,4 @@
-"""What a run was started with: command, git commit and changes, packages, hardware. Read on a thread of its own."""
+"""Records what a run was started with: command, git commit and changes, packages, hardware. It is read on a separate thread."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", 
 
 
 def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
-    """Read the environment on a thread, and call `write` there with it. Return the thread.
+    """On a new thread, read the environment and pass it to `write`. Return the thread.
 
-    Nothing is read on the caller's thread but the current folder and the command, which a program may change later. What cannot be read is
-    left out.
+    Only the current folder and the command are read on the caller's thread, because a program may change them later. What cannot
+    be read is left out.
     """
     folder, command = Path.cwd(), list(sys.orig_argv)
 
@@ -125,8 +125,8 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 def _asked(folder: Path, *question: str) -> str | None:
-    """Return what git answers, or None if there is no git, no repository, or no answer in time."""
-    # No hook, pager, editor or prompt of the user's may run or wait, and reading must not write to the repository.
+    """Return the answer of git. Return None if there is no git, no repository, or no answer in time."""
+    # The user's hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}
     try:
         answer = subprocess.run(

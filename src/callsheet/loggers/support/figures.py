@@ -1,4 +1,4 @@
-"""Formatting of figures for people."""
+"""Formats figures for people."""
 
 from __future__ import annotations
 

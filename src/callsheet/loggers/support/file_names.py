@@ -1,4 +1,4 @@
-"""Paths in a run's folder, made from names that users choose."""
+"""Makes paths in a run's folder from names that users choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from callsheet.errors import ConfigError
 
 
 def path_from(name: str) -> str:
-    """Return `name` as a path that stays inside its folder and that every file system accepts. Slashes separate folders."""
+    """Return `name` as a path that stays inside its folder and that every file system accepts.
+
+    Slashes in the name separate folders.
+    """
     return "/".join(re.sub(r"[^\w.-]", "_", part).lstrip(".") or "_" for part in name.split("/"))
 
 
@@ -29,7 +32,7 @@ def folder_of(logger: Callback, ctx: Context) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader sees the old content or the new."""
+    """Write a file atomically, so that a reader sees either the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
     try:

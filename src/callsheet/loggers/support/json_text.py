@@ -1,4 +1,4 @@
-"""JSON text of any value, for every JSON reader."""
+"""Converts any value to JSON text that every JSON reader accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what a `JSONLLogger` wrote, also while it writes."""
+"""Reads what a `JSONLLogger` wrote. The logger may still be writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ METRICS = "metrics.jsonl"
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a JSONL file; none if there is no such file. Lines that a killed process left incomplete are skipped.
+    """Yield the complete lines of a JSONL file. If there is no such file, yield nothing.
+
+    Lines that a killed process left incomplete are skipped.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file (reading a named pipe could block forever).
@@ -31,14 +33,16 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except (ValueError, RecursionError):  # incomplete, still being written, or not ours
+            except (ValueError, RecursionError):  # the line is incomplete, or callsheet did not write it
                 continue
             if isinstance(line, dict):
                 yield line
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
-    """Return the records in a run's folder, in the order in which they were logged; none if there is no `metrics.jsonl`.
+    """Return the records in a run's folder, in the order in which they were logged.
+
+    The list is empty if there is no `metrics.jsonl`.
 
     If the run was resumed, the records after the checkpoint are left out, so that no step appears twice. Incomplete lines are skipped.
     May be called while the run writes.
@@ -50,7 +54,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
                 del records[int(line["records"]) :]
             else:
                 records.append(_record(line))
-        except (KeyError, TypeError, ValueError, AttributeError):  # not one of our lines
+        except (KeyError, TypeError, ValueError, AttributeError):  # callsheet did not write this line
             continue
     return records
 

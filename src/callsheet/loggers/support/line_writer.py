@@ -1,4 +1,4 @@
-"""Writing lines to files from a background thread."""
+"""Writes lines to files from a background thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _KEPT_BYTES = 64 * 2**20  # the most to keep for a file that cannot be written
 class LineWriter:
     """Appends lines to files in a folder, each within about `seconds`.
 
-    `append` never waits for the disk. Text that cannot be written is kept and tried again, continuing in the middle of a line if
-    necessary. In a process that was forked from the one that created the writer it writes nothing, because the queued lines belong to
-    the parent. While `may_write` returns False, lines are dropped.
+    `append` never waits for the disk. Text that cannot be written is kept and written later, from the middle of a line if
+    necessary. In a forked process the writer writes nothing, because the queued lines belong to the parent. While `may_write`
+    returns False, lines are dropped.
 
     Raises:
-        OSError: from `append` and `flush`, once each time that writing begins to fail; the line is kept.
+        OSError: raised by `append` and `flush`, once each time that writing begins to fail; the line is kept.
     """
 
     def __init__(self, folder: Path, seconds: float, *, may_write: Callable[[], bool] = lambda: True) -> None:
@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # The deque's own lock is held only for an append, never while something is written.
+        # The deque's own lock is held only during an append, and not while lines are written.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # guards `_files`
@@ -86,7 +86,7 @@ class LineWriter:
                 self._something.set()  # retry
 
     def _write(self) -> None:
-        if not self._may_write():  # the folder belongs to another process now
+        if not self._may_write():  # another process has taken over the folder
             self._given.clear()
             for file in self._files.values():
                 file.waits.clear()

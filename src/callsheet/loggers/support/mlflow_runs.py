@@ -1,4 +1,4 @@
-"""Access to MLflow: short timeouts, runs to resume or to create, and allowed names."""
+"""Access to MLflow: requests with short timeouts, finding or creating a run, and allowed names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # the timeouts of current requests, each on its own thread
+_talking: list[int] = []  # the timeouts of the requests that are running, each on its own thread
 _before: dict[Any, Any] = {}  # MLflow's own defaults, while requests are made
 
 
@@ -28,8 +28,8 @@ _before: dict[Any, Any] = {}  # MLflow's own defaults, while requests are made
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
     """Use a short timeout for requests inside the context, because MLflow's defaults would wait for minutes.
 
-    MLflow reads its defaults at every request, and the user's environment variables override them. This changes the defaults, not the
-    environment: writing it in one thread while a library reads it in another may crash the program.
+    MLflow reads its defaults at every request, and environment variables of the user override them. This changes the defaults and
+    not the environment, because a program may crash if one thread writes the environment while a library reads it in another.
     """
     known = mlflow.environment_variables
     with _lock:
@@ -49,10 +49,12 @@ def patience(mlflow: Any, timeout: int) -> Iterator[None]:
 
 
 def active_run(mlflow: Any) -> Any:
-    """Return the program's active run, or None. MLflow shows a thread only its own runs, and the logger may be on another thread.
+    """Return the program's active run, or None.
 
-    The main thread's run comes first, then the only run of another thread. If several other threads have runs, it returns None, because
-    it is not known which one the logger should use.
+    MLflow shows a thread only the runs of that thread, and the logger may be on another one.
+
+    The run of the main thread is preferred, then the only run of another thread. If several other threads have runs, the result
+    is None, because it is not known which one the logger should use.
     """
     if (own := mlflow.active_run()) is not None:
         return own
@@ -78,7 +80,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Set the run with this id to RUNNING and return it. If it no longer exists, warn and return None."""
+    """Set the run with this id to RUNNING and return it. If it no longer exists, log a warning and return None."""
     try:
         run = client.get_run(run_id)
     except mlflow.MlflowException as error:
@@ -115,6 +117,9 @@ def allowed(name: str) -> str:
 
 
 def _beside(uri: str) -> str | None:
-    """Return the artifact location: next to an SQLite file, not in the working directory. None lets the server choose."""
+    """Return the artifact location, which is next to an SQLite file and not in the working directory.
+
+    None lets the server choose.
+    """
     path = uri.partition("sqlite:///")[2]
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path else None

@@ -1,6 +1,7 @@
-"""Access to OpenTelemetry: through the application's own provider, or one of ours that closes in time.
+"""Access to OpenTelemetry, either through the application's own provider or through one of callsheet's that closes in time.
 
-Imported when a run is opened, because it needs the package. Nothing here draws from Python's `random`, which training may use.
+This module is imported only when a run is opened, because it needs the package. Nothing here draws from Python's `random`,
+because training may use it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class OwnProvider:
 
 
 def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:
-    """Return the application's provider, if it has set one and no endpoint is given; otherwise one of our own, and the object to close."""
+    """Return the application's provider, if it has set one and no endpoint is given.
+
+    Otherwise return one of callsheet's, and the object to close.
+    """
     theirs = trace.get_tracer_provider()
     if endpoint is None and not isinstance(theirs, trace.ProxyTracerProvider):
         return theirs, None
@@ -78,7 +82,7 @@ def provider_for(endpoint: str | None, service_name: str | None, timeout: float)
 
 
 def tracer_of(provider: Any) -> Any:
-    """Return a tracer of `provider`, with our own identifiers if it would draw them from `random`."""
+    """Return a tracer of `provider`. Its identifiers are replaced by callsheet's if it would draw them from `random`."""
     tracer = provider.get_tracer(_SCOPE)
     if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
         tracer.id_generator = _Ids()

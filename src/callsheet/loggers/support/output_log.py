@@ -1,7 +1,7 @@
-"""A file with a process's output, as a terminal would finally show it.
+"""A file with a process's output, in the form that a terminal would show at the end.
 
-This module needs only the standard library, and nothing of callsheet: as a script it is the process that copies file descriptors into
-such a file; see `descriptor_capture`.
+This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
+descriptors into such a file; see `descriptor_capture`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|
 class OutputLog:
     """Writes text to a file, line by line, from any thread of the process that created it. In a forked process it does nothing.
 
-    Of a line that is rewritten, as by a progress bar, the last state is kept. Colours and other codes are removed. A file that would
-    become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write errors are
-    reported by `failure`, never raised where something is printed.
+    If a line is rewritten, as by a progress bar, only its last state is kept. Colours and other codes are removed. A file that
+    would become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write
+    errors are reported by `failure`, never raised where something is printed.
 
     Raises:
         OSError: from the constructor, if the file cannot be opened.
@@ -56,7 +56,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return why text is lost, once each time that writing begins to fail; otherwise None."""
+        """Return why text is lost. Return it only once each time that writing begins to fail; otherwise return None."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -98,7 +98,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return the visible text of a complete line; None if it consisted of codes."""
+    """Return the visible text of a complete line. Return None if the line contained only codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -107,9 +107,9 @@ def _shown(line: str) -> str | None:
 # --- the process that copies ---
 
 END = b"\0\0\0\0"
-"""The message that closes the log. Other messages are text for the log only: its length in four bytes, and the text."""
+"""The message that closes the log. Any other message is text for the log only: first its length in four bytes, then the text."""
 CLOSED = b"\0"
-"""The answer to it. Other answers are errors, one per line."""
+"""The answer to the message that closes the log. Any other answer is a list of errors, one per line."""
 
 
 class _Source:
@@ -122,7 +122,10 @@ class _Source:
         self._target = target
 
     def read(self) -> bytes:
-        """Read the output that is available, pass it on to the terminal, and return it. Return empty bytes at the end of the output."""
+        """Read the output that is available, pass it on to the original target, and return it.
+
+        Return empty bytes at the end of the output.
+        """
         content = rest = os.read(self.descriptor, 65536)
         while rest and self._target >= 0:
             try:
@@ -135,7 +138,7 @@ class _Source:
 
 
 class Copier:
-    """Copies output until all writers have closed the sources. A message may close the log earlier."""
+    """Copies output until all writers have closed the sources. A message may close the log before that."""
 
     def __init__(self, path: str, max_bytes: int | None, messages: int, answers: int, sources: list[_Source]) -> None:
         self._answers = answers
@@ -199,7 +202,7 @@ class Copier:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it must outlive the processes whose output it copies
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # this process must outlive those whose output it copies
         signal.signal(each, signal.SIG_IGN)
     log_path, max_size, message_source, answer_target, *triples = sys.argv[1:]
     watched = [_Source(name, int(source), int(target)) for name, source, target in (each.split(":") for each in triples)]

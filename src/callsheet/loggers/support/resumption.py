@@ -1,4 +1,4 @@
-"""The records in a run's folder after a resume."""
+"""Finds the valid records in a run's folder after a resume."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from callsheet.core.context import Context
 
 
 def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> int:
-    """Return how many records in the run's folder, given by their steps, are before the checkpoint. Called at `on_checkpoint_load_end`.
+    """Return how many records in the run's folder were logged before the checkpoint. Call this at `on_checkpoint_load_end`.
 
-    `counted` is the number in the checkpoint; None compares steps instead. If the run starts from the beginning or is a fork, the result
-    is 0.
+    `steps` are the steps of the records.
+
+    `counted` is the number that the checkpoint stores; if it is None, steps are compared instead. If the run starts from the
+    beginning or is a fork, the result is 0.
     """
     resumed = ctx.checkpoint
     if resumed is None or not _is_own(ctx, resumed.path):
         return 0
     if counted is not None:
-        return min(counted, len(steps))  # a crash of the machine may have lost some of them
+        return min(counted, len(steps))  # fewer if a crash of the machine has lost some
     return sum(step <= resumed.step for step in steps)
 
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # a tracker that is down may take at most one tenth of the time
+_SHARE = 10  # attempts to reach an unavailable tracker may take at most one tenth of the time
 
 
 class RetryQueue:
-    """Sends entries in order. Entries that cannot be sent are kept, and sent with later ones.
+    """Sends entries in order. Entries that cannot be sent are kept and sent later.
 
-    After a failure it pauses for ten times as long as the attempt took, and for at least one call: a tracker that is down must not block
-    its lane for long, because the lane's queue is bounded.
+    After a failure it pauses for ten times as long as the attempt took, and for at least one call of `put`. An unavailable
+    tracker must not block its lane for long, because the lane's queue is bounded.
 
     Args:
         send: sends some entries, and raises an exception if that fails.
@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Send `entries`, after those that wait, or only queue them during a pause. Raise what `send` raises."""
+        """Send `entries` after those that are waiting. During a pause, only queue them. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:

@@ -1,4 +1,4 @@
-"""A thread that shows what a loop is doing when it has shown nothing for a while."""
+"""A thread that shows what a loop is doing if nothing has been shown for a while."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SilenceWatch:
         """Stop the thread and show nothing more."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # a terminal that takes no more text must not hold up the run
+            self._thread.join(_JOIN_SECONDS)  # a terminal that accepts no more text must not make the run wait
 
     def _look(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):

@@ -1,4 +1,4 @@
-"""Copying what is written to `sys.stdout` and `sys.stderr`."""
+"""Copies what is written to `sys.stdout` and `sys.stderr`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Take = Callable[[str, str], None]
 
 
 class StreamTee:
-    """Replaces a stream in `sys`: what is written there is also passed to `take`, in the process that created the tee.
+    """Replaces a stream in `sys`. In the process that created the tee, what is written to the stream is also passed to `take`.
 
-    If another object has wrapped the tee when it is closed, the tee stays in place and only forwards. If it is ever back in `sys`, it
-    removes itself.
+    If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
+    is again the stream in `sys`.
     """
 
     def __init__(self, name: str, take: Take) -> None:
@@ -47,7 +47,7 @@ class StreamTee:
             self.write(line)
 
     def close_tee(self) -> None:
-        """Stop copying, and remove the tee if possible. The stream itself stays open. May be called twice."""
+        """Stop copying, and remove the tee if possible. The stream itself stays open. This may be called twice."""
         self._take = None
         self._remove()
         _move_handlers(self, self.under)
@@ -66,7 +66,10 @@ class StreamTee:
 
 
 def _move_handlers(source: Any, target: Any) -> None:
-    """Redirect logging handlers from one stream to another, because they keep the stream that was in `sys` when they were created."""
+    """Redirect logging handlers from one stream to another.
+
+    A handler keeps the stream that was in `sys` when the handler was created.
+    """
     known = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in [logging.getLogger(), *known]:
         for handler in logger.handlers:

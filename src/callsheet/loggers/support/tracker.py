@@ -1,4 +1,6 @@
-"""The base class of loggers for trackers: one run of the tracker, opened before training and closed with the run's outcome.
+"""The base class of loggers for experiment trackers.
+
+Each logger has one run of the tracker, which is opened before training and closed with the run's outcome.
 
 A logger derives from `Tracker`, sets `package` and `extra`, and implements:
 
@@ -8,9 +10,10 @@ A logger derives from `Tracker`, sets `package` and `extra`, and implements:
     _fail(ctx, error)       log an exception, on one line (optional)
     _close(ctx, outcome)    end the run; only called if `is_ours`
 
-These methods run in a lane, on one thread, while training continues: the context is a snapshot, and the `deadline` of `lane_options`
-should allow for the time that `_close` may take. They are only called while a run is open. Methods of `Logger` that the logger
-overrides itself, such as `log_images`, check `self.is_open`. If the logger has its own `state_dict`, it extends this one's.
+These methods run in a lane, on one thread, while training continues: the context is a snapshot, and the `deadline` of
+`lane_options` should allow for the time that `_close` may take. They are only called while a run is open. If the logger overrides
+methods of `Logger`, such as `log_images`, they must check `self.is_open`. If it overrides `state_dict`, it must extend the result
+of the one here.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run of the tracker. `is_ours` means that the logger opened it, and so closes it."""
+    """A run of the tracker. If `is_ours`, the logger opened the run, and so must close it."""
 
     run_id: str
     is_ours: bool = True
@@ -49,7 +52,10 @@ class Tracker(Logger):
     """
 
     lane: Lane = "background"
-    """A tracker may be slow or unavailable, and training does not wait for it. A subclass can choose `inline` if that is necessary."""
+    """A tracker may be slow or unavailable, so it runs in a lane and training does not wait for it.
+
+    A subclass can choose `inline` if that is necessary.
+    """
 
     package: ClassVar[str]
     """The package that is imported."""
@@ -59,10 +65,14 @@ class Tracker(Logger):
     _opened: ClassVar[set[str]] = set()
     """The ids of runs that loggers of this process have opened. Another logger may find them active, and must not use them."""
     _opening: ClassVar[dict[str, threading.Lock]] = {}
-    """Locks by package. Two loggers of one tracker, each in its lane, open their runs one after the other, so that the second knows the first's."""
+    """One lock for each package.
+
+    Two loggers of one tracker, each in its own lane, open their runs one after the other, so that the second knows the first
+    one's run.
+    """
 
     def __init__(self) -> None:
-        self.run_id: str | None = None  # the id of the tracker's run; stays when it is closed
+        self.run_id: str | None = None  # the id of the tracker's run; kept after the run is closed
         self.is_open = False
         self._is_ours = False
         self._saved: dict[str, Any] = {}
@@ -71,11 +81,14 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether the state is complete without waiting for the lane: the run is open, and the subclass adds no state."""
+        """Whether the state can be read without waiting for the lane.
+
+        This is so if the run is open and the subclass adds no state.
+        """
         return self.is_open and type(self).state_dict is Tracker.state_dict
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Open a run, or the one of the checkpoint."""
+        """Open a new run, or the one that the checkpoint names."""
         is_resumed = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
         self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if is_resumed else None}
         with self._opening.setdefault(self.package, threading.Lock()):
@@ -108,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the id of the tracker's run, and the name of ours."""
+        """Return the id of the tracker's run, and the name of callsheet's run."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import the tracker's package. It is not stored, so that a logger can be copied."""
+        """Import the tracker's package and return it. It is not stored in an attribute, so that a logger can be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
@@ -169,7 +182,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_secret(what: str, url: str | None, environment: str) -> None:
-    """Reject a URL with a password or a token, since options are written to the run's folder. `environment` names the alternative."""
+    """Reject a URL that contains a password or a token, because options are written to the run's folder.
+
+    `environment` names the environment variables to use instead.
+    """
     parts = urlsplit(url or "")
     asked = any(secret in name for name, _ in parse_qsl(parts.query) for secret in _SECRETS)
     if asked or parts.password is not None or (parts.scheme.startswith("http") and parts.username is not None):
