@@ -13,7 +13,7 @@ import pytest
 
 from callsheet import RunInUseError
 from callsheet.errors import RunLockLostError
-from callsheet.run.run_lock import RunLock
+from callsheet.run.run_lock import RunLock, claim_of
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
 
@@ -202,3 +202,26 @@ def test_a_half_written_claim_is_respected_and_then_superseded(tmp_path: Path, m
     assert time.monotonic() - began >= 0.1
     lock.check()
     lock.release()
+
+
+def test_a_claim_is_read_without_touching_it(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    assert claim_of(folder) is None
+    lock = RunLock(folder)
+    lock.acquire(0)
+    claim = claim_of(folder)
+    assert claim is not None
+    assert claim.is_alive
+    lock.release()
+    assert claim_of(folder) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"[1]", b"{}"])
+def test_a_claim_that_is_not_one_is_left_in_place(content: bytes, tmp_path: Path) -> None:
+    claims = tmp_path / ".x.lock"
+    claims.mkdir()
+    (claims / "1").write_bytes(content)
+    assert claim_of(tmp_path / "x") is None
+    with pytest.raises(RunInUseError):
+        RunLock(tmp_path / "x").acquire(0)

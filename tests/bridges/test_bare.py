@@ -685,6 +685,16 @@ def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here() ->
         attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("argument", ["eval_interval", "eval_dataloader", "eval_steps", "val_loader"])
+def test_an_argument_of_evaluations_is_answered_with_what_evaluates_in_attach(argument: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        TypeError, match=rf"attach has no argument '{argument}'; give the results .* to run\.evaluated\(.*evaluate=FUNCTION"
+    ):
+        attach(model=model, optimizer=optimizer, **{argument: 3})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("callbacks", [["all"], []])
 def test_a_loop_that_accumulates_within_one_step_fires_all_its_microbatches(callbacks: list[str]) -> None:
     """nanoGPT's: it takes one batch from the iterator, and goes forward and backward several times."""

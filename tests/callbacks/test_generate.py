@@ -137,6 +137,27 @@ def test_at_intervals_and_at_the_end_each_step_once(tmp_path: Path, interval: st
     assert [step for step, _ in drawn(tmp_path, generate)] == expected
 
 
+class Poisons(Callback):
+    """Makes the weights NaN at the second step."""
+
+    phase = "change"
+
+    @torch.no_grad()
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            next(iter(ctx.model.parameters())).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_model_whose_outputs_are_not_finite_generates_nothing_and_training_continues(
+    sampled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate = Generate(prompts=["a"], interval="1ba", max_new_tokens=2, do_sample=sampled)
+    assert [step for step, _ in drawn(tmp_path, generate, Poisons())] == [1]
+    warnings = [record.getMessage() for record in caplog.records if "generates nothing" in record.getMessage()]
+    assert warnings == ["Generate generates nothing at step 2: the model's outputs are NaN or infinite (this is said once)"]
+
+
 def test_a_name_is_the_tables(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], max_new_tokens=2)
     generate.name = "poems"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1.0e+30}}
 
 
 def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
@@ -123,4 +124,22 @@ def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
     err = capsys.readouterr().err
     assert "the loss was nan at step" in err
     assert "stop_on_nan=false to train on" in err
-    assert main(["train", "nan.yaml", "--stop_on_nan", "false", "--run_name", "on"]) == 0
+    samples = (
+        '--callbacks=[{"class_path": "callsheet.callbacks.Generate", "init_args": {"prompts": ["some "], "interval": "2ba"}}]'
+    )
+    assert main(["train", "nan.yaml", "--stop_on_nan", "false", "--run_name", "on", "--prompts", '["some "]', samples]) == 0
+    assert caplog.text.count("Generate generates nothing at step") == 1
+    assert caplog.text.count("no samples are generated: the model's outputs are NaN or infinite") == 1
+    assert "The run (6 steps, finished: " in capsys.readouterr().out
+
+
+def test_why_a_run_was_stopped_is_in_the_terminal_without_a_logger_that_says_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopper = "{class_path: callsheet.callbacks.ThresholdStopper, init_args: {monitor: train/loss, threshold: 1.0e+9}}"
+    assert main(["train", "tiny.yaml", "--loggers", "[]", f"--callbacks=[{stopper}]"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("stopped by ThresholdStopper: ") == 1
+    assert re.search(r"^The run \(\d+ steps, stopped by ThresholdStopper: .*\) is in ", out, re.MULTILINE)
+    assert main(["runs"]) == 0
+    assert " ended " in capsys.readouterr().out  # nothing has recorded the outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,45 @@ def test_sequences_longer_than_the_model_takes_are_rejected(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=said):
         built(LanguageModel(str(tmp_path)))
     assert built(LanguageModel(config={"model_type": "llama", **short, "max_position_embeddings": 64}))
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No hub can be reached, and the folder is its empty cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer", "processor"])
+def test_a_name_that_is_nowhere_ends_at_once_with_one_line_where_the_hub_cannot_be_asked(
+    what: str, no_hub: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, began = VisionLanguageModel(path="nosuch/model-x"), time.monotonic()
+    loads = {
+        "model": lambda: model.build(AutoModelForCausalLM, vocabulary=8, longest=8),
+        "tokenizer": model.make_tokenizer,
+        "processor": model.make_processor,
+    }[what]
+    with pytest.raises(
+        ConfigError, match=f"no {what} could be loaded from 'nosuch/model-x': there is no such folder, no copy .* the hub"
+    ):
+        loads()
+    assert time.monotonic() - began < 10  # the hub's client would retry for half a minute
+    assert [record.getMessage() for record in caplog.records] == [
+        f"there is no folder nosuch/model-x; loading the {what} of that name from the hub"
+    ]
+
+
+def test_a_copy_of_a_model_is_used_where_the_hub_cannot_be_asked(no_hub: Path, tmp_path: Path) -> None:
+    model = LanguageModel(hidden_size=16, layers=1, heads=2, intermediate_size=16)
+    copy = no_hub / "models--kept--tiny" / "snapshots" / "abc"
+    made: Any = model.build(AutoModelForCausalLM, vocabulary=32, longest=8)
+    made.save_pretrained(copy)
+    (no_hub / "models--kept--tiny" / "refs").mkdir()
+    (no_hub / "models--kept--tiny" / "refs" / "main").write_text("abc")
+    again = LanguageModel(path="kept/tiny").build(AutoModelForCausalLM, vocabulary=32, longest=8)
+    assert torch.equal(next(iter(again.parameters())), next(iter(made.parameters())))

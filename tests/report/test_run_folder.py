@@ -7,6 +7,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from callsheet.report import RunFolder, RunReader, data, image_bytes
 from callsheet.report import records as records_module
 from callsheet.report.lines import _LONGEST_LINE
 from callsheet.report.perfetto import trace_json
+from callsheet.run.run_lock import RunLock
 
 from .sample_run import FailsAt, Logs, fit
 
@@ -171,6 +174,34 @@ def test_running_and_lost_depend_on_the_last_write(crafted: Path) -> None:
     run = RunFolder.read(crafted)
     assert run.outcome == "lost"
     assert run.ended == pytest.approx(long_ago, abs=1)
+
+
+def test_a_run_without_events_runs_while_its_lock_is_held(crafted: Path) -> None:
+    (crafted / "config.yaml").write_text("recipe: pretrain\n")
+    (crafted / "run.json").write_text("{}")
+    reader, lock = RunReader(crafted), RunLock(crafted)
+    lock.acquire(0)
+    assert reader.read().outcome == "running"
+    for path in crafted.iterdir():  # without a logger, it writes nothing for hours
+        os.utime(path, (1e9, 1e9))
+    held = reader.read()
+    assert held.outcome == "running"
+    lock.release()
+    assert reader.version() != held.version
+    assert reader.read().outcome == "lost"
+    (crafted / "results.json").write_text('{"step": 3}')
+    ended = reader.read()
+    assert (ended.outcome, ended.results) == ("ended", {"step": 3})
+    os.utime(crafted / "config.yaml", (time.time() + 60, time.time() + 60))  # started again since, and killed
+    assert reader.read().outcome == "lost"
+
+
+def test_a_run_whose_process_is_gone_is_lost_at_once(crafted: Path) -> None:
+    write(crafted, "events.jsonl", {"event": "run_start", "step": 0, "time": 1e9, "run": "named"})
+    holder = "import sys, os; from callsheet.run.run_lock import RunLock; RunLock(sys.argv[1]).acquire(0); os._exit(1)"
+    assert RunFolder.read(crafted).outcome == "running"
+    subprocess.run([sys.executable, "-c", holder, str(crafted)], check=False)
+    assert RunFolder.read(crafted).outcome == "lost"
 
 
 def test_a_slow_run_is_given_time(crafted: Path) -> None:

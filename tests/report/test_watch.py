@@ -292,6 +292,7 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
         (b"{", None, 400),
         (b"", None, 400),
         (b"\xff\xfe", None, 400),
+        (b"[" * 1000, None, 400),
         (b'{"act": "stop"}' + b" " * 5000, None, 413),
         (b'{"act": "stop"}', "-1", 413),
         (b'{"act": "stop"}', "many", 413),

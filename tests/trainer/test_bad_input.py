@@ -123,6 +123,14 @@ def test_a_duration_without_a_unit_is_rejected_with_both_spellings(value: Any, t
         trainer.fit(value)
 
 
+@pytest.mark.parametrize("value", [3.0, "3.0", "3."])
+def test_a_whole_number_with_a_fraction_part_is_answered_as_a_whole_number(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no unit: give '3ep' for epochs, or '3ba' for batches"):
+        trainer_of(tmp_path, max_duration=value)
+    with pytest.raises(ConfigError, match=r"max_duration=2\.5 has no unit: give whole epochs, such as '3ep', or whole batches"):
+        trainer_of(tmp_path, max_duration=2.5)
+
+
 @pytest.mark.parametrize("value", [4, "4"])
 def test_a_bare_number_means_batches_in_every_interval_of_the_trainer(value: Any, tmp_path: Path) -> None:
     evaluated: list[int] = []

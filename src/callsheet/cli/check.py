@@ -26,10 +26,10 @@ from callsheet.cli.key_types import (
     typed_keys,
     words_of,
 )
-from callsheet.cli.yaml_file import loaded
 from callsheet.core.callback import Callback
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
+from callsheet.recipes.yaml_file import loaded
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

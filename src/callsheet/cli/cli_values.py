@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.cli import environment
-from callsheet.cli.yaml_file import line_of, read_yaml
 from callsheet.errors import ConfigError
+from callsheet.recipes.yaml_file import line_of, read_yaml, reject_deep
 
 
 class Part(dict[str, Any]):
@@ -64,6 +64,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
     """
     yield _file(path)
     for key, value in variables.items():
+        reject_deep(value, environment.variable(key))
         yield Source({key: value}, variable=environment.variable(key))
     words = iter(overrides)
     for word in words:
@@ -72,6 +73,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
             continue
         if not equals and (value := next(words, "")) == "":  # jsonargparse's message says that a value is missing
             continue
+        reject_deep(value, f"--{key}")
         yield _file(Path(value)) if key == "config" else Source({key: value})
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from callsheet.cli.key_types import names_code, parts_of, typed_keys
-from callsheet.cli.yaml_file import loaded
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError, did_you_mean
+from callsheet.recipes.yaml_file import loaded
 from callsheet.transport.payload import KEY, PAYLOAD
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from callsheet.cli import names
 from callsheet.cli.named_run import RUNS
 from callsheet.cli.recipe import errors_on_first_rank, values_of
 from callsheet.cli.shipped import RECIPES, recipe_path
-from callsheet.cli.yaml_file import read_yaml
 from callsheet.core.callback import Callback
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
+from callsheet.recipes.yaml_file import read_yaml
 from callsheet.report.index import run_names
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from callsheet.cli.check import first_error, probe
 from callsheet.cli.cli_values import Source, sources_of
 from callsheet.cli.key_types import item_of, names_code, typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
-from callsheet.cli.yaml_file import read_yaml
 from callsheet.core.callback import Callback
 from callsheet.core.ranks import read_ranks
 from callsheet.core.spec import import_path
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
+from callsheet.recipes.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from callsheet.cli.named_run import RUNS, nearest
 from callsheet.cli.recipe import Prepared, prepared
 from callsheet.cli.shipped import RECIPES, file_of_run
+from callsheet.errors import ConfigError, did_you_mean
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 """Keys that are not shown as settings: callbacks and loggers are in the call sheet."""
@@ -22,7 +24,12 @@ def show(recipe: str, overrides: list[str]) -> str:
     Raises:
         ConfigError: `callsheet train` would reject the recipe as well.
     """
-    if not Path(recipe).is_file() and recipe not in RECIPES and (run := file_of_run(recipe)) is not None:
+    if not Path(recipe).is_file() and recipe not in RECIPES:
+        if (run := file_of_run(recipe)) is None:
+            raise ConfigError(
+                f"there is no recipe or run {recipe!r}{_near(recipe)} (a YAML file; a recipe: {', '.join(RECIPES)}; a run's folder, or its "
+                f"name in {RUNS}/)"
+            )
         recipe = str(run)
     what = prepared(recipe, overrides, command="show")
     settings = yaml.safe_load(what.resolved)
@@ -31,6 +38,12 @@ def show(recipe: str, overrides: list[str]) -> str:
     lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _APART]
     lines += ["", *_folder(settings), f"Start it: callsheet train {shlex.join([recipe, *overrides])}"]
     return "\n".join(lines)
+
+
+def _near(name: str) -> str:
+    """Return `; did you mean 'x'?` for the closest recipe, the closest run, or both."""
+    recipe, run = did_you_mean(name, RECIPES), nearest(name)
+    return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 
 
 def _described(what: Prepared, overrides: list[str]) -> list[str]:

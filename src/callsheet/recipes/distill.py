@@ -230,7 +230,7 @@ class _Beside(Finetune):
 
 def _is_of(folder: Path, recipe: Finetune) -> bool:
     file = folder / "config.yaml"
-    return file.exists() and file.read_text() == recipe.resolved
+    return file.exists() and file.read_bytes() == recipe.resolved.encode()
 
 
 def _run(recipe: Finetune) -> None:

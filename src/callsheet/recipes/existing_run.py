@@ -14,6 +14,7 @@ import yaml
 from callsheet.checkpoint import find_checkpoints
 from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, DistributedError
+from callsheet.recipes.yaml_file import read_yaml
 from callsheet.run.checkpoints import AUTO
 from callsheet.run.run_marker import MARKER, is_marked
 from callsheet.run.store import attempt_store, keeper_of_store, within
@@ -105,11 +106,11 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
     """Reject resuming a run with the model, data or optimizer of another job.
 
     Raises:
-        ConfigError: the configuration at `path` differs from `resolved` in a key that is not in `may_change`.
+        ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
     """
     if not resolved or not path.exists():
         return
-    before, now = with_current_names(yaml.safe_load(path.read_text())), yaml.safe_load(resolved)
+    before, now = with_current_names(_settings_in(path)), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
@@ -118,6 +119,21 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
             f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; --resume new "
             "sets it aside and starts a new run; --run_name NAME starts another beside it"
         )
+
+
+def _settings_in(path: Path) -> Mapping[str, Any]:
+    """Return the settings that a run was trained with."""
+    way_out = (
+        "the file holds the values that the run was trained with: restore it, or delete it to resume the run without comparing them; "
+        "--resume new sets the run aside and starts a new one"
+    )
+    try:
+        settings = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {way_out}") from None
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{path}: {_short(settings)} is not a mapping of keys and values; {way_out}")
+    return settings
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:

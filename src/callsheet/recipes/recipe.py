@@ -198,8 +198,8 @@ class Recipe(Generic[AnyConfig]):
             lock.release()
         if self.ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n")
-            (folder / "config.yaml").write_text(written)
+            (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n", encoding="utf-8")
+            replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
         """Restore the name of the earlier run after the new one failed to start, unless another process has started one there."""
@@ -318,12 +318,18 @@ class Recipe(Generic[AnyConfig]):
             width = max(map(len, self.results))
             lines.append(f"{self.results_are_in}:")
             lines += [f"  {name:<{width}}  {value:6.3f}" for name, value in self.results.items()]
-        lines.append(f"\nThe run ({self.trainer.run.outcome}, {self.trainer.state.timestamp.batch} steps) is in {folder}: ")
+        lines = [_printable(line) for line in lines]
+        lines.append(f"\nThe run ({self.trainer.state.timestamp.batch} steps, {self._how_it_ended()}) is in {folder}: ")
         if folder.exists():
             lines[-1] += ", ".join(sorted(entry.name for entry in folder.iterdir()))
         if (checkpoints := folder / "checkpoints").exists():
             lines.append(f"Its checkpoints: {', '.join(sorted(entry.name for entry in checkpoints.iterdir() if entry.is_dir()))}")
         return "\n".join(lines)
+
+    def _how_it_ended(self) -> str:
+        """Return the run's outcome with its reason: `finished`, or `stopped by EarlyStopper: ...`."""
+        outcome, reason = str(self.trainer.run.outcome), self.trainer.run.outcome_reason
+        return outcome if not reason else reason if reason.startswith(outcome) else f"{outcome}: {reason}"
 
     # --- for the files of recipes ---
 
@@ -393,6 +399,11 @@ class Recipe(Generic[AnyConfig]):
             lock_timeout_seconds=config.lock_timeout_seconds,
             config=yaml.safe_load(self.resolved) if self.resolved else settings_of(config),
         )
+
+
+def _printable(text: str) -> str:
+    """Return `text` as a terminal can show it: a model may generate control characters, which would change the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _millions(count: int) -> str:

@@ -69,7 +69,7 @@ def _endings(run: RunFolder) -> Iterator[Problem]:
         yield Problem(
             "error",
             "The run is lost",
-            f"It has recorded no end and has stopped writing; its last step is {run.last_step}. It was killed, or hangs.",
+            f"It has recorded no end and has stopped writing; its last recorded step is {run.last_step}. It was killed, or hangs.",
         )
 
 

@@ -22,9 +22,15 @@ from callsheet.core.run_state import MetricsRecord, Outcome
 from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_of, whole
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.records import RecordLines, Resume
+from callsheet.run.run_lock import claim_of
+from callsheet.run.run_marker import MARKER
 
-RUNNING, LOST = "running", "lost"
-"""The outcome of a run that has recorded no end: `running` if it wrote recently, else `lost`."""
+RUNNING, LOST, ENDED = "running", "lost", "ended"
+"""The outcome of a run that has recorded no end.
+
+`running` if it wrote recently and its process is not gone, or, for one without a log of events, if its process is alive. Else `ended` if it
+has written its results since it began, so that only its outcome is unknown; else `lost`.
+"""
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
 _TEXTS = ("hyperparameters.json", "environment.json", "config.yaml", "call_sheet.txt", "results.json")
@@ -47,8 +53,8 @@ class RunFolder:
     `records` are the metrics records that no resume has undone, and `times` their times. If a run does not fit into memory, some
     records are left out (`records_left_out`), but none with a rare metric or a value that is not finite. `checkpoints` and
     `evaluations` have `is_undone`, true if the run was later resumed from before them. `costs` has the last report of each process,
-    and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running` or `lost`; `reason`
-    says why it ended. `version` changes whenever reading the folder would give something else.
+    and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running`, `ended` or
+    `lost`; `reason` says why it ended. `version` changes whenever reading the folder would give something else.
     """
 
     path: Path
@@ -245,7 +251,9 @@ class RunReader:
         return hashlib.blake2s(repr(stats).encode(), digest_size=12).hexdigest()
 
     def _version(self, state: str) -> str:
-        return f"{state}-{'silent' if self._is_silent() else 'live'}"
+        claim = claim_of(self._path)
+        owner = "unowned" if claim is None else "owned" if claim.is_alive else "left"
+        return f"{state}-{'silent' if self._is_silent() else 'live'}-{owner}"
 
     def _last_write(self) -> float:
         return max((status.st_mtime for _, status in self._inputs()), default=math.nan)
@@ -262,7 +270,23 @@ class RunReader:
                 return str(event.get("outcome") or Outcome.FINISHED)
             if event["event"] == "run_start":
                 break
-        return LOST if self._is_silent() else RUNNING
+        return RUNNING if self._is_running() else ENDED if self._has_results() else LOST
+
+    def _is_running(self) -> bool:
+        """Return whether a process trains in the folder, as far as its lock and the times of its files tell."""
+        claim = claim_of(self._path)
+        if claim is not None and claim.is_of_dead_process:
+            return False
+        if not self._events and (self._path / MARKER).exists():  # without JSONLLogger only the lock shows that it runs
+            return claim is not None and claim.is_alive
+        return not self._is_silent()  # a run that hangs keeps its lock
+
+    def _has_results(self) -> bool:
+        """Return whether the results are of the last start, which has written `config.yaml`."""
+        try:
+            return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
+        except OSError:
+            return False
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:

@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = json.loads(self._body())
             message = self.server.run.ask(str(request["act"]))
-        except (ValueError, TypeError, KeyError) as error:  # ConfigError is a ValueError
+        except (ValueError, TypeError, KeyError, RecursionError) as error:  # ConfigError is a ValueError
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
             raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
         except RequestRejected as error:

@@ -250,6 +250,8 @@ def _parsed(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:  # also bytes that are not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
+    except RecursionError:
+        reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")
     if not isinstance(row, dict):
         reject(place, f"this line is a JSON {type(row).__name__}, not an object; give an object with a value for each column")
     return row

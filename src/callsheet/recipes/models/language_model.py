@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,11 +18,16 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 from callsheet.recipes.models.configuration_keys import check_changed, check_made
 
+logger = logging.getLogger("callsheet")
+
 BYTE_TOKENIZER = "bytes"
 """The name of the tokenizer that needs no file."""
 
 CLASSIFIES = "ForSequenceClassification"
 """The end of the names of models with a classification head."""
+
+_HUB_SECONDS = 10.0
+"""How long the hub may take to answer before only copies on this machine are used."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -184,11 +191,20 @@ def _is_of_new_head(name: str, model: Any) -> bool:
 def loaded(auto: Any, name: str, what: str, revision: str | None = None, **options: Any) -> Any:
     """Return `auto.from_pretrained(name)`, without running code of the model's repository.
 
+    If `name` is no local folder and the hub does not answer, only a copy that an earlier download has left is used.
+
     Raises:
         ConfigError: it does not exist, or cannot be loaded.
     """
+    source = name
     try:
-        return auto.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
+        if not Path(name).is_dir() and _is_name_on_hub(name):
+            logger.info("there is no folder %s; loading the %s of that name from the hub", name, what)
+            if not _hub_answers():
+                source = _copy_of(name, revision)
+                logger.info("the hub does not answer; using the copy in %s", source)
+        with _quiet_hub():
+            return auto.from_pretrained(source, revision=revision, trust_remote_code=False, **options)
     except (
         OSError,
         ValueError,
@@ -197,6 +213,40 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         RuntimeError,
     ) as error:  # for missing packages, and weights that do not fit
         raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
+
+
+def _is_name_on_hub(name: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
+def _hub_answers() -> bool:
+    """Return whether a single request reaches the hub. The hub's own client would retry for a minute, for each file."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception:  # the HTTP library's errors, which depend on the version of the hub's client; or its offline mode
+        return False
+    return True
+
+
+def _copy_of(name: str, revision: str | None) -> str:
+    """Return the folder with the copy of a model that an earlier download has left. Raise an OSError if there is none."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, revision=revision, local_files_only=True)
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Leave out the hub's log lines about retries: an error that remains is raised."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub.setLevel(level)
 
 
 def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
@@ -208,7 +258,7 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
         if what == "tokenizer" and not any(folder.glob("token*")):
             return "the folder has no tokenizer; name one with model.tokenizer, such as bytes"
         return str(error)
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if not _is_name_on_hub(name):
         return f"there is no such folder; {give}"
     causes, cause = set(), error
     while cause is not None and type(cause).__name__ not in causes:

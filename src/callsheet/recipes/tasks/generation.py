@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from callsheet.callbacks.support.continuations import Prompt, Prompts, written
+from callsheet.errors import NonFiniteError
 from callsheet.trainer import Trainer
+
+logger = logging.getLogger("callsheet")
 
 FINAL_TABLE = "generations/final"
 
@@ -16,6 +20,8 @@ def log_continuations(
 ) -> list[tuple[str, str]]:
     """Return each prompt with the model's continuation, and log them as a table. With sharded weights every rank must call this.
 
+    If the model's outputs are NaN or infinite, log a warning and return nothing.
+
     Args:
         trainer: the trainer of the model.
         prompts: texts, special tokens included, or their ids.
@@ -24,7 +30,12 @@ def log_continuations(
         temperature: the sampling temperature; 0 takes the most likely token.
         seed: the seed of the sampling.
     """
-    rows = continuations(trainer, prompts, tokenizer, most, temperature=temperature, seed=seed)
+    try:
+        rows = continuations(trainer, prompts, tokenizer, most, temperature=temperature, seed=seed)
+    except NonFiniteError as error:
+        if trainer.run.is_world_process_zero:
+            logger.warning("no samples are generated: %s", error)
+        return []
     if rows:
         trainer.ctx.log_table(FINAL_TABLE, ["prompt", "continuation"], [list(row) for row in rows])
     return rows
@@ -40,7 +51,11 @@ def continuations(
     seed: int = 0,
     batch_size: int = 8,
 ) -> list[tuple[str, str]]:
-    """Return each prompt with the model's continuation, without logging; otherwise as `log_continuations`."""
+    """Return each prompt with the model's continuation, without logging; otherwise as `log_continuations`.
+
+    Raises:
+        NonFiniteError: the model's outputs are NaN or infinite.
+    """
     if not prompts:
         return []
     words: dict[str, Any] = {"max_new_tokens": most, "do_sample": temperature > 0}

@@ -9,13 +9,16 @@ from typing import Any
 import yaml
 
 from callsheet.errors import ConfigError
+from callsheet.report.lines import is_shallow
+
+_TOO_DEEP = ": its lists and mappings are nested too deeply; give at most 60 levels"
 
 
 def read_yaml(path: Path) -> Any:
     """Return the content of the file.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8, is not YAML, or gives a key twice; the message has the file and the line.
+        ConfigError: it cannot be read, is not UTF-8, is not YAML, is nested too deeply, or gives a key twice; the message has the file and the line.
     """
     try:
         content = path.read_bytes()
@@ -30,17 +33,52 @@ def read_yaml(path: Path) -> Any:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _check_keys(node, path)
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+        raise ConfigError(f"{path}{_syntax_error(error, text)}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # such as a date with a month 13
+        raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes if it is a text") from None
+    except RecursionError:
+        raise ConfigError(f"{path}{_TOO_DEEP}") from None
+    if not is_shallow(value):
+        raise ConfigError(f"{path}{_TOO_DEEP}")
+    return value
 
 
 def loaded(value: Any) -> Any:
-    """Return a text read as YAML, or the value itself if it is not a text or not YAML."""
+    """Return a text read as YAML, or the value itself if it is not a text, not YAML, or nested too deeply."""
     try:
-        return yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError:
+        content = yaml.safe_load(value) if isinstance(value, str) else value
+    except (yaml.YAMLError, ValueError, RecursionError):
         return value
+    return content if is_shallow(content) else value
+
+
+def reject_deep(value: Any, place: str) -> None:
+    """Raise ConfigError if a value of the command line or of the environment is YAML that is nested too deeply to be read."""
+    try:
+        is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
+    except (yaml.YAMLError, ValueError):
+        return  # it is a plain text, or is rejected with its key
+    except RecursionError:
+        is_read = False
+    if not is_read:
+        raise ConfigError(f"{place}{_TOO_DEEP}")
+
+
+def _syntax_error(error: yaml.YAMLError, text: str) -> str:
+    """Return `:LINE: this is not YAML: WHAT`, on one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark or error.context_mark) is not None:
+        began = error.context_mark
+        since = f" (line {began.line + 1})" if began is not None and began.line != mark.line else ""
+        what = ", ".join(filter(None, [error.problem, error.context and f"{error.context}{since}"]))
+        return f":{mark.line + 1}: this is not YAML: {' '.join(what.split())}"
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f":{line}: this is not YAML: the character {error.character:#04x} is not allowed"
+    return f": this is not YAML: {' '.join(str(error).split())}"
 
 
 def line_of(path: Path, key: str) -> int:
