@@ -1,1 +1,1 @@
-"""The commands of the command line, one per file."""
+"""The commands of the command line. Each file has one."""

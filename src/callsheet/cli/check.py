@@ -1,4 +1,4 @@
-"""Find out why jsonargparse rejects a recipe's values, and say it in one line.
+"""Finds out why jsonargparse rejects the values of a recipe, and says it in one line.
 
 jsonargparse lists everything that it has tried. `first_error` checks the values a second time, one by one, against their types.
 """
@@ -39,18 +39,18 @@ _Errors = Iterator[tuple[str, str]]
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
-    """Return what is wrong with the values and where, or "" if every value fits its key."""
+    """Return what is wrong with the values and where. Return an empty string if every value has the type of its key."""
     return next(_Check().errors(typed_keys(parser) | {"config": None}, sources), "")
 
 
 @dataclass(slots=True)
 class _Made:
-    """A class, or a function, that a value names, with the arguments given for it so far."""
+    """A class or function that a value names, with the arguments for it that were given so far."""
 
     at: str
     owner: Any
     later: int
-    """How many positional arguments are given later, such as an optimizer's parameters."""
+    """How many positional arguments are passed to it later, such as an optimizer's parameters."""
     has: set[str]
     source: Source
 
@@ -81,7 +81,7 @@ class _Check:
             inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
             if name in kinds:
                 is_item = name != word and not isinstance(loaded(value), list)
-                if name == word and not isinstance(value, Part):  # what earlier sources gave is replaced
+                if name == word and not isinstance(value, Part):  # this value replaces those of earlier sources
                     self._made = [made for made in self._made if not f"{made.at}.".startswith((f"{key}.", f"{key}["))]
                 yield from self._value(item_of(kinds[name], list) if is_item else kinds[name], value, key, owner)
             elif inner and isinstance(loaded(value), Mapping):
@@ -101,7 +101,8 @@ class _Check:
             return
         content = loaded(value)
         group = parts_of(kind)
-        # `float | Tensor` and `str | Time` take plain values, too: only a mapping or a list is walked there.
+        # The types `float | Tensor` and `str | Time` also accept plain values, so only a mapping or a list is checked as code
+        # there.
         is_code = names_code(kind) and not group and (owner is None or (isinstance(content, Mapping) and "class_path" in content))
         if not is_code and not (group and isinstance(content, (Mapping, list))):
             if not fits(kind, value):
@@ -128,7 +129,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check the name of a class with its arguments, or further arguments of the class named last."""
+        """Check the name of a class and its arguments, or only arguments if they are for the class that was named last."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -155,13 +156,13 @@ class _Check:
             yield from self._group(_arguments(made.owner, made.later), arguments, at, made.owner)
 
     def _class(self, path: str, at: str, base: type | None) -> Generator[tuple[str, str], None, Any]:
-        """Yield what is wrong with the import path, and return the class or function there, or None."""
+        """Yield what is wrong with the import path. Return the class or function at this path, or None."""
         found = None
         try:
             found = import_path(path) if "." in path else _subclasses(base).get(path)
         except ConfigError as error:
             yield at, f"{at}: {error}"
-        except Exception as error:  # any error of the module itself
+        except Exception as error:  # the module itself may raise any error
             yield at, f"{at}: importing {path!r} fails: {type(error).__name__}: {error}"
         if found is None:
             near = did_you_mean(path, _subclasses(base)) or f"; give an import path, such as {example_of(base)}"

@@ -1,4 +1,4 @@
-"""The values given for a recipe's keys: in which order they apply, and where each comes from."""
+"""The values that are given for a recipe's keys: the order in which they apply, and where each comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Part(dict[str, Any]):
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Return the first word of a dotted key, and the value that the key gives it."""
+    """Return the first word of a dotted key, and the value that this word gets."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 
@@ -27,18 +27,18 @@ class Source:
     """Values that come from one place: a file, a variable of the environment, or an argument of the command line."""
 
     values: Mapping[str, Any]
-    """Dotted keys are allowed, and a `+` behind a key whose value is added to a list."""
+    """The values by key. Keys may be dotted, and may end in `+` if their value is added to a list."""
 
     path: Path | None = None
     variable: str = ""
 
     @property
     def is_command_line(self) -> bool:
-        """Whether it was given on the command line."""
+        """Whether the values come from the command line."""
         return self.path is None and not self.variable
 
     def gives(self, key: str) -> bool:
-        """Return whether a value for this key, or for a part of it, is here."""
+        """Return whether this source has a value for the key or for a part of it."""
         node: Any = self.values
         while key and isinstance(node, Mapping):
             first, _, key = key.partition(".")
@@ -57,7 +57,9 @@ class Source:
 
 
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:
-    """Yield the recipe file, the environment's values by key and the arguments of the command line; each overrides those before it.
+    """Yield the recipe file, the environment's values by key, and the arguments of the command line.
+
+    Each overrides those before it.
 
     Raises:
         ConfigError: a file cannot be read, or is not a YAML mapping.

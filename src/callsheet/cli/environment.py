@@ -1,4 +1,7 @@
-"""Read values of a recipe's keys from the environment. Only plain values: a variable must not decide what code is imported."""
+"""Reads values of a recipe's keys from environment variables.
+
+Only plain values are allowed, because a variable must not decide which code is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 PREFIX = "CALLSHEET_"
 
 _FILES = ("recipe", "config")
-"""Keys that name a file to read, which may name code to import."""
+"""Keys that name a file. Such a file may name code to import."""
 
 
 def variable(key: str) -> str:
@@ -58,7 +61,10 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
 
 
 def _holds_a_class(value: Any) -> bool:
-    """Return whether a value contains a `class_path`, also inside a text that is YAML itself: jsonargparse reads that, too."""
+    """Return whether a value contains a `class_path`.
+
+    The value may also be text that is YAML itself, because jsonargparse reads such text too.
+    """
     if isinstance(value, dict):
         return "class_path" in value or any(map(_holds_a_class, value.values()))
     if isinstance(value, list):

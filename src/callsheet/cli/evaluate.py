@@ -14,7 +14,7 @@ _FORMAT = "{:.6g}".format
 
 
 def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = None, out: str | None = None) -> str:
-    """Return the table of the model's results, and write them as JSON to `out` if it is given.
+    """Return the table of the model's results. If `out` is given, also write them there as JSON.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or its recipe evaluates nothing.

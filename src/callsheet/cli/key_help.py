@@ -12,7 +12,10 @@ from callsheet.cli.key_types import names_code
 
 
 class KeyHelp(DefaultHelpFormatter):
-    """jsonargparse's formatter, but keys of classes show only class names: all arguments and subclasses would hide the rest."""
+    """The formatter of jsonargparse, except that a key of a class shows only the class names.
+
+    All arguments and subclasses would hide the other keys.
+    """
 
     def _get_help_string(self, action: Action) -> str:
         text: str = super()._get_help_string(action)

@@ -1,4 +1,4 @@
-"""The types of a recipe's keys: in words, and whether their values name code."""
+"""Describes the types of a recipe's keys in words, and finds out whether their values name code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """Return the expected base class, if the type names code: the return type of a callable, or the class itself."""
+    """Return the expected base class if values of this type name code.
+
+    It is the return type of a callable, or the class itself.
+    """
     if get_origin(kind) is Callable:
         made = get_args(kind)[1]
         return made if inspect.isclass(made) else None
@@ -60,7 +63,7 @@ def parts_of(kind: Any) -> type | None:
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items if the type is such a container, or may be one; None otherwise."""
+    """Return the type of the items if the type is such a container or may be one. Otherwise return None."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -68,7 +71,9 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return how many of the constructor's arguments are given later: those of a callable, such as an optimizer's parameters."""
+    """Return how many of the constructor's arguments are passed later, which are those of a callable, such as an optimizer's
+    parameters.
+    """
     if get_origin(kind) is Callable:
         return len(get_args(kind)[0])
     return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)
@@ -93,7 +98,7 @@ def in_words(kind: Any) -> str:
 
 
 def words_of(kind: Any) -> list[str]:
-    """Return the words that a type with a fixed set of them takes."""
+    """Return the allowed words of a type that has a fixed set of them."""
     if get_origin(kind) is Literal:
         return [part for part in get_args(kind) if isinstance(part, str)]
     return [word for part in get_args(kind) for word in words_of(part)] if get_origin(kind) in (Union, types.UnionType) else []

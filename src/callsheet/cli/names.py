@@ -1,4 +1,4 @@
-"""Support `name` beside `class_path` and `init_args`, so that a file can have two callbacks of one class."""
+"""Supports `name` next to `class_path` and `init_args`, so that a file can contain two callbacks of one class."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ NAMED = f"{__name__}.named"
 
 
 def named(callback: Callback, name: str) -> Callback:
-    """Return the callback with this name. A name in a file becomes a call of this: jsonargparse knows only `class_path` and `init_args`."""
+    """Return the callback with this name.
+
+    A name in a file becomes a call of this function, because jsonargparse knows only `class_path` and `init_args`.
+    """
     callback.name = name
     return callback
 
 
 def register() -> None:
-    """Register the format with jsonargparse; may be called twice."""
+    """Register the format with jsonargparse. This may be called twice."""
     from jsonargparse import get_loader, set_dumper, set_loader
 
     load = get_loader("yaml")

@@ -1,4 +1,4 @@
-"""Open an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
+"""Opens an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 def opened(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
-    """Return the job of a run, with a trainer that has its weights and must be closed.
+    """Return the job of a run. Its trainer has the run's weights and must be closed.
 
     Args:
         run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
         overrides: values that override those of the run, as on the command line.
         command: the command for which the run is opened.
-        checkpoint: a path, or the name of one of the run's checkpoints; None is the newest good one.
-        with_changes: whether the run's callbacks that change the weights, such as an EMA, take part; all others never do.
+        checkpoint: a path, or the name of one of the run's checkpoints; None is the newest one whose weights and loss are finite.
+        with_changes: whether the run's callbacks that change the weights, such as an EMA, are used; all other callbacks never
+            are.
 
     Raises:
         ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.
@@ -70,7 +71,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the recipe file of a run, and its folder if `run` names that."""
+    """Return the recipe file of a run, and the run's folder if `run` names a folder."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
@@ -87,7 +88,7 @@ def _described(run: str) -> tuple[Path, Path | None]:
 
 @contextmanager
 def _with_current_names(path: Path) -> Iterator[Path]:
-    """Yield the recipe file of a run, or a temporary copy with the keys of today if an earlier version wrote it."""
+    """Yield the recipe file of a run. If an earlier version wrote it, yield a temporary copy with the present names of keys."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path)
@@ -124,7 +125,7 @@ def _changes_weights(spec: Any) -> bool:
 
 @contextmanager
 def _left_out_without_a_word() -> Iterator[None]:
-    """Suppress the warning about unused states in the checkpoint: callbacks that do not take part are left out on purpose."""
+    """Suppress the warning about unused states in the checkpoint, because some callbacks are left out on purpose."""
     logger = logging.getLogger("callsheet")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | None = None, out: str | None = None) -> str:
-    """Write an answer for each row to `out`, which appears when it is complete, or to standard output as the answers arrive.
+    """Write an answer for each row to `out` or to standard output.
+
+    `out` appears when it is complete; on standard output, answers appear one by one.
 
     Return a summary to print at the end.
 
@@ -30,7 +32,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
     from callsheet.recipes.data.rows import Rows, Table
 
     table = Rows(rows).read(())
-    assert isinstance(table, Table)  # rows are streamed only on request
+    assert isinstance(table, Table)  # rows are streamed only if that is requested
     job = opened(run, overrides, command="predict", checkpoint=checkpoint)
     is_first = job.ranks.rank == 0
     written = 0
@@ -47,7 +49,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
 @contextmanager
 def _places(table: Table, path: str) -> Iterator[None]:
-    """Replace the number of a row in a recipe's message, such as `row 3`, by its place in the file."""
+    """In a recipe's message, replace the number of a row, such as `row 3`, by its place in the file."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Read a recipe file with overriding values, and make the job from it."""
+"""Reads a recipe file with values that override it, and makes the job."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The checked values of a recipe file and its overrides, before anything is made from them.
+    """The checked values of a recipe file and its overrides. Nothing is made from them yet.
 
-    `given` has a value for every key, and may be changed before `made()`.
+    `given` has a value for every key. It may be changed before `made()` is called.
     """
 
     path: Path
@@ -65,7 +65,10 @@ class Values:
         return Prepared(self.path, job, resolved)
 
     def _place_of(self, error: ConfigError) -> str:
-        """Return the place of the value that a class rejected, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `, or "" if it is not found."""
+        """Return the place of the value that a class rejected, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
+
+        Return an empty string if it is not found.
+        """
         kinds = typed_keys(self.parser)
         for key in (key for key, kind in kinds.items() if names_code(kind) and item_of(kind, list)):
             for number, spec in enumerate(self.given.get(key) or []):
@@ -79,7 +82,7 @@ class Values:
         return self._source_of(key).place(key) if is_key else ""
 
     def _source_of(self, key: str) -> Source:
-        """Return the source whose value of a key applies; the recipe file if none gives it."""
+        """Return the source whose value for a key is used. This is the recipe file if no source has one."""
         return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
 
 
@@ -117,7 +120,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """Let only the first rank of a machine report an error that all ranks raise; the others exit with the same status."""
+    """Let only the first rank of a machine report an error that all ranks raise. The others exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -142,7 +145,7 @@ def values_of(
         ConfigError: a key is unknown, or a value has a wrong type.
     """
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a recipe may name a user's callback, in a module in the current folder
+        sys.path.append(os.getcwd())  # a recipe may name a callback in a module of the current folder
     kind = recipe_class(path)
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)

@@ -1,4 +1,4 @@
-"""`callsheet recipes`: list the shipped recipes, or copy one to start from."""
+"""`callsheet recipes`: list the shipped recipes, or copy one as a starting point."""
 
 from __future__ import annotations
 

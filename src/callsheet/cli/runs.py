@@ -30,13 +30,18 @@ COLUMNS: dict[str, tuple[_Key, bool]] = {
     "started": (lambda row, _: row.started, True),
     "device": (lambda row, _: _device(row), False),
 }
-"""The columns to sort by: a function of a run and a metric, and whether the greatest value comes first."""
+"""The columns by which runs can be sorted.
+
+Each has a function of a run and a metric, and says whether the greatest value comes first.
+"""
 
 
 def runs(
     folder: str, *, sort: str = "started", is_reversed: bool = False, metric: str = "validation/loss", as_json: bool = False
 ) -> str:
-    """Return the table, or JSON with all metrics: a list of objects, times in seconds, NaN as the string `"NaN"`, null for unknown values.
+    """Return the table, or JSON with all metrics.
+
+    The JSON is a list of objects, with times in seconds, NaN as the string `"NaN"`, and null for unknown values.
 
     Raises:
         ConfigError: there is no such folder, column or metric.
@@ -59,7 +64,7 @@ def runs(
 
 
 def _sorted(found: Runs, column: str, metric: str, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows; unknown values come last in both directions, and equal rows stay in their order, newest first."""
+    """Sort the rows. Unknown values come last in both directions. Equal rows keep their order, newest first."""
     key, greatest_first = COLUMNS[column]
 
     def is_known(row: RunRow) -> bool:
@@ -106,7 +111,7 @@ def _device(row: RunRow) -> str:
 
 
 def _number(of: MetricRow | None, what: str) -> str:
-    return "" if of is None else f"{getattr(of, what):.4g}"  # also `nan`, which is worth showing
+    return "" if of is None else f"{getattr(of, what):.4g}"  # `nan` is shown too, because it matters
 
 
 def _duration(seconds: float) -> str:

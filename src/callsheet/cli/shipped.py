@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the file that `recipe` names: a path, or a shipped recipe. With `is_shipped` only a shipped recipe.
+    """Return the file that `recipe` names. It is a path or a shipped recipe; with `is_shipped`, only a shipped recipe.
 
     Raises:
         ConfigError: there is no such file.
@@ -28,7 +28,7 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
         return path
     shipped = (
         Path(str(resources.files("callsheet"))) / "recipes" / f"{recipe}.yaml"
-    )  # importing the package `recipes` needs torch
+    )  # the files are found without importing the package `recipes`, which needs torch
     if recipe in RECIPES and shipped.is_file():
         return shipped
     if (run := file_of_run(recipe)) is not None:
@@ -39,6 +39,6 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
 
 
 def file_of_run(run: str) -> Path | None:
-    """Return the recipe file of a run, given its folder or its name in `runs/`; None if it has none."""
+    """Return the recipe file of a run, given the run's folder or its name in `runs/`. Return None if it has none."""
     files = [folder / "config.yaml" for folder in (Path("runs", run), Path(run))]
     return next((file for file in files if file.is_file()), None)

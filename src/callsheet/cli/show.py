@@ -15,14 +15,14 @@ from callsheet.cli.shipped import RECIPES, file_of_run
 from callsheet.errors import ConfigError, did_you_mean
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
-"""Keys that are not shown as settings: callbacks and loggers are in the call sheet."""
+"""Keys that are not listed as settings. Callbacks and loggers are in the call sheet."""
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Return the call sheet and the settings of a recipe, or of a run. Makes no model, reads no data and writes nothing.
+    """Return the call sheet and the settings of a recipe or a run. This makes no model, reads no data and writes nothing.
 
     Raises:
-        ConfigError: `callsheet train` would reject the recipe as well.
+        ConfigError: `callsheet train` would reject the recipe too.
     """
     if not Path(recipe).is_file() and recipe not in RECIPES:
         if (run := file_of_run(recipe)) is None:
@@ -41,7 +41,7 @@ def show(recipe: str, overrides: list[str]) -> str:
 
 
 def _near(name: str) -> str:
-    """Return `; did you mean 'x'?` for the closest recipe, the closest run, or both."""
+    """Return `; did you mean 'x'?` for the recipe or run with the most similar name, or for both."""
     recipe, run = did_you_mean(name, RECIPES), nearest(name)
     return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 

@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.5
 
 
 def watch(run: str, *, port: int = 0, opens_browser: bool = True) -> int:
-    """Serve the page until Ctrl-C, and return the exit status. A run that does not exist yet is waited for.
+    """Serve the page until Ctrl-C, and return the exit status. If the run does not exist yet, wait for it.
 
     Raises:
         ConfigError: the port is not available, or the folder is not that of a run.
@@ -51,7 +51,10 @@ def _waited_for(run: str) -> Path:
 
 
 def _has_screen() -> bool:
-    """Return whether the user would see a browser that is opened here. Without a screen a text browser would block the terminal."""
+    """Return whether the user would see a browser that is opened here.
+
+    Without a screen, a text browser would block the terminal.
+    """
     if sys.platform in ("darwin", "win32"):
         return "SSH_CONNECTION" not in os.environ
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) and "SSH_CONNECTION" not in os.environ

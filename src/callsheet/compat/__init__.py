@@ -1,1 +1,1 @@
-"""The seed systems' own names: code that was written for them runs when its import line is changed."""
+"""The names of other training systems. Code that was written for them runs here when its import line is changed."""

@@ -1,4 +1,7 @@
-"""Names of a seed system that have no counterpart here: they can be imported, and using one raises an error that says what to do instead."""
+"""Names of other training systems that callsheet does not have.
+
+They can be imported, and using one raises an error that says what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The class of such names: calling one and reading a public attribute raise `NotSupported`."""
+    """The class of such names. Calling one and reading a public attribute raise `NotSupported`."""
 
     instead: str
     system: str

@@ -9,11 +9,13 @@ from callsheet.core.costs import CostReport
 
 
 def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
-    """Return one row for each callback, the costliest first, each with `events`: rows with the same columns for its events.
+    """Return one row for each callback, the most expensive first.
 
-    `calls`, `seconds` and `worst` count only the timed calls. `of_step` is the share of a step that events of every step take, and
-    `per_step` the same in seconds. `of_run` is the share of the run that all other events take. Where every call is timed, all of
-    it is in `of_run`.
+    Each row has `events`, a list of rows with the same columns for its events.
+
+    `calls`, `seconds` and `worst` count only the timed calls. `of_step` is the fraction of a step that events of every step take,
+    and `per_step` is the same in seconds. `of_run` is the fraction of the run that all other events take. If every call is timed,
+    all time is in `of_run`.
     """
     window_seconds = sum(report.window_seconds for report in reports)
     window_steps = sum(report.window_steps for report in reports)
@@ -39,7 +41,7 @@ def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
 
 
 def costs_table(reports: Sequence[CostReport]) -> dict[str, Any]:
-    """Return the rows of the table, and the totals that their shares refer to."""
+    """Return the rows of the table, and the totals to which their fractions refer."""
     return {
         "mode": ", ".join(sorted({report.mode for report in reports})),
         "processes": len(reports),

@@ -1,7 +1,7 @@
 """An SQLite index of the runs in a folder.
 
-The index is only a cache of the runs' folders. A run is read again when the size or time of one of its files has changed. An index
-that is damaged, deleted or of another version is rebuilt. If the index cannot be written, it is kept in memory.
+The index is only a cache of the runs' folders. A run is read again when the size or time of one of its files has changed. An
+index that is damaged, missing or of another version is built again. If the index cannot be written, it is kept in memory.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: list[str] | None
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        version = reader.version()  # taken before reading: what the run writes during it is read the next time
+        version = reader.version()  # taken before reading, so that what the run writes meanwhile is read next time
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:  # a running run may be lost by now
             try:
                 changed.append((version, _row(name, reader.read())))
-            except FileNotFoundError:  # deleted since it was listed
+            except FileNotFoundError:  # the run was deleted since it was listed
                 names.discard(name)
     gone = known.keys() - names
     if changed or gone:
@@ -247,7 +247,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        # Fails at once if the file cannot be written, and lets only one process at a time create the tables.
+        # This fails at once if the file cannot be written, and lets only one process at a time create the tables.
         index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]

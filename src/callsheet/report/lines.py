@@ -1,4 +1,4 @@
-"""Read the files that a run appends to: only new lines, and only files inside the run's folder."""
+"""Reads the files to which a run appends lines. Only new lines are read, and only files inside the run's folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _LATEST = 1e11  # seconds since 1970, in the year 5138
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the plain file `name` in `folder`, links resolved; None if it is missing or outside `folder`."""
+    """Return the path of the plain file `name` in `folder`, with links resolved.
+
+    Return None if it is missing or outside `folder`.
+    """
     try:
         path = (folder / name).resolve()
         if path.is_relative_to(folder.resolve()) and stat.S_ISREG(path.stat().st_mode):
             return path
-    except (OSError, ValueError, RuntimeError):  # missing, a zero byte in the name, a loop of links
+    except (OSError, ValueError, RuntimeError):  # raised if the file is missing, its name has a zero byte, or links form a loop
         pass
     return None
 
@@ -44,8 +47,8 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
 class JsonLines:
     """A file of JSON lines that may still grow. `new()` yields the objects that were appended since the last call.
 
-    A line that is not a JSON object, such as one cut off by a kill, is skipped and counted in `torn`. An incomplete last line is read
-    once it is complete.
+    A line that is not a JSON object, for example because a kill cut it off, is skipped and counted in `torn`. An incomplete last
+    line is read once it is complete.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -85,7 +88,7 @@ class JsonLines:
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
-                if found is None and not is_whole:  # still being written, or torn: the next call decides
+                if found is None and not is_whole:  # still being written, or cut off; the next call decides
                     break
                 self._offset = file.tell()
                 if found is not None:
@@ -109,7 +112,7 @@ def _brackets(line: bytes) -> int:
 def is_shallow(value: Any) -> bool:
     """Return whether no list or mapping in `value` is nested so deeply that code that descends into it could fail.
 
-    An object that occurs several times, through a YAML anchor, is checked once.
+    An object that occurs several times, because of a YAML anchor, is checked once.
     """
     level = [value]
     for _ in range(_DEEPEST):

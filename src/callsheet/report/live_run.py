@@ -1,4 +1,4 @@
-"""A running run: its new data for the page, and requests to it."""
+"""A run that is running: its new data for the page, and requests to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.report.run_folder import LOST, RUNNING, RunFolder, RunReader
 
 logger = logging.getLogger("callsheet")
 
-_MAX_CORE_SHARE = 0.1  # of one core, for reading
+_MAX_CORE_SHARE = 0.1  # the fraction of one core that reading may take
 _MAX_TRIGGER_BYTES = 2**20
 _PENDING_WARN_SECONDS = 30.0  # the page mentions a request that is pending for longer
 
@@ -27,8 +27,9 @@ _PENDING_WARN_SECONDS = 30.0  # the page mentions a request that is pending for 
 class LiveRun:
     """A run's folder, read again when it has changed. Threads may share it.
 
-    Reading is delayed so that it takes at most a tenth of a core, which the job may need. `ask` writes a request to the trigger file
-    of the job's `SaveOnTrigger`. If the run ends without having seen the request, it is withdrawn: a resumed run must not find it.
+    Reading is delayed so that it takes at most a tenth of a core, because the job may need the processor. `ask` writes a request
+    to the trigger file of the job's `SaveOnTrigger`. If the run ends before it has read the request, the request is removed, so
+    that a resumed run does not find it.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -45,7 +46,7 @@ class LiveRun:
         self._not_before = 0.0
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's data as JSON, or None if `since` is its version."""
+        """Return the page's data as JSON. Return None if `since` is the current version."""
         with self._lock:
             no_acts = self._look()
             if self._run.version == since:
@@ -82,7 +83,10 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def _look(self) -> str:
-        """Read what is new if it is time to, and return why the run accepts no requests. That reason is part of the version."""
+        """Read what is new if enough time has passed.
+
+        Return why the run accepts no requests, which is also part of the version.
+        """
         is_there = self.folder.is_dir()
         began = time.monotonic()
         if is_there and began >= self._not_before and self._reader.version() != self._read_version:
@@ -90,7 +94,7 @@ class LiveRun:
                 self._run = self._reader.read()
                 self._read_version = self._run.version
                 self._put_off(began)
-            except FileNotFoundError:  # renamed since the check
+            except FileNotFoundError:  # the folder was renamed since the check
                 is_there = False
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
@@ -111,7 +115,7 @@ class LiveRun:
         return ""
 
     def _withdraw(self) -> None:
-        """Withdraw the pending requests, which the run has not seen before its end."""
+        """Remove the requests that the run had not read before its end."""
         for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)
@@ -127,7 +131,10 @@ def _lines_of(trigger: Path) -> list[str]:
 
 
 def why_not(run: RunFolder) -> str:
-    """Return why the run accepts no requests, as a sentence; empty if, according to its folder, it accepts them."""
+    """Return as a sentence why the run accepts no requests.
+
+    Return an empty string if, according to its folder, it accepts them.
+    """
     if run.outcome == LOST:
         return "the run has not written anything for a long time"
     if run.outcome != RUNNING:
@@ -140,13 +147,14 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the trigger file of the run's `SaveOnTrigger`; of several the first that is in the run's folder.
+    """Return the trigger file of the run's `SaveOnTrigger`. If there are several, return the first one in the run's folder.
 
     Raises:
-        ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make us write elsewhere.
+        ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to
+            another place.
     """
     listeners = listeners_in(run.path)
-    if run.call_sheet:  # a listener that the call sheet lacks is left over from an earlier job, which was killed
+    if run.call_sheet:  # a listener that is not on the call sheet is left over from a job that was killed
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:
         if "SaveOnTrigger" in run.call_sheet:
@@ -159,7 +167,7 @@ def trigger_of(run: RunFolder) -> Path:
         try:
             if path.name not in ("", "..") and path.parent.resolve() == run.path.resolve():
                 return path
-        except (OSError, ValueError, RuntimeError):  # a zero byte, a loop of links
+        except (OSError, ValueError, RuntimeError):  # raised for a zero byte in the name and for a loop of links
             continue
     raise ConfigError(
         f"the run's SaveOnTrigger reads {next(iter(listeners.values()))!r}, outside its folder: write to it by hand"

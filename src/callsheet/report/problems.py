@@ -15,8 +15,8 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # of a step; above it a callback is reported, as the run itself does
-_COSTLY_SECONDS = 50e-6  # per step; below it a callback is never reported
+_COSTLY_SHARE = 0.05  # fraction of a step above which a callback is reported, as in the run itself
+_COSTLY_SECONDS = 50e-6  # time per step below which a callback is never reported
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600

@@ -1,4 +1,7 @@
-"""The metrics records of a run's folder, without those that a resume has undone, and limited to what fits into memory."""
+"""The metrics records in a run's folder.
+
+Records that a resume has undone are left out, and the number of records is limited to what fits into memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _RARE = 2_000  # a metric with no more values than this keeps all of them
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A resume of a run after `step`. It undid `dropped` records, up to `dropped_to_step`."""
+    """A resume of a run after `step`. It undid `dropped` records, the last of them of step `dropped_to_step`."""
 
     step: int
     time: float
@@ -26,7 +29,7 @@ class Resume:
 
 
 class RecordLines:
-    """The records that no resume has undone, read line by line."""
+    """The records that no resume has undone. They are read line by line."""
 
     def __init__(self) -> None:
         self.kept: list[MetricsRecord] = []
@@ -105,5 +108,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # If all of the records are needed, trying again at every line would be useless.
+        # If all records are needed, trying again at every line would be useless.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

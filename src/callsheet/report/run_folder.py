@@ -26,10 +26,11 @@ from callsheet.run.run_lock import claim_of
 from callsheet.run.run_marker import MARKER
 
 RUNNING, LOST, ENDED = "running", "lost", "ended"
-"""The outcome of a run that has recorded no end.
+"""The outcomes of a run that has recorded no end.
 
-`running` if it wrote recently and its process is not gone, or, for one without a log of events, if its process is alive. Else `ended` if it
-has written its results since it began, so that only its outcome is unknown; else `lost`.
+It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
+Otherwise it is `ended` if the run has written its results since it began, so that only its outcome is unknown, and `lost` if it
+has not.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
@@ -52,9 +53,9 @@ class RunFolder:
 
     `records` are the metrics records that no resume has undone, and `times` their times. If a run does not fit into memory, some
     records are left out (`records_left_out`), but none with a rare metric or a value that is not finite. `checkpoints` and
-    `evaluations` have `is_undone`, true if the run was later resumed from before them. `costs` has the last report of each process,
-    and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running`, `ended` or
-    `lost`; `reason` says why it ended. `version` changes whenever reading the folder would give something else.
+    `evaluations` have `is_undone`, which is true if the run was later resumed from an earlier step. `costs` has the last report
+    of each process, and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running`,
+    `ended` or `lost`; `reason` says why it ended. `version` changes whenever the content of the folder has changed.
     """
 
     path: Path
@@ -88,7 +89,9 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Read the run in the folder `path`, finished or not. To read one run repeatedly, use a `RunReader`: it reads only what is new.
+        """Read the run in the folder `path`, finished or not.
+
+        To read one run repeatedly, use a `RunReader`, which reads only what is new.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -115,12 +118,18 @@ class RunFolder:
         return max(seconds, default=math.nan)
 
     def start_event(self) -> dict[str, Any]:
-        """Return the last `run_start` event, of the first start or of a resume: device, world size, versions."""
+        """Return the last `run_start` event, which has the device, the world size and the versions.
+
+        It is written at the first start and at each resume.
+        """
         return next((event for event in reversed(self.events) if event.get("event") == "run_start"), {})
 
 
 class RunReader:
-    """Reads the folder of a run that is still written, repeatedly, each time only what was appended. Threads may share it."""
+    """Reads the folder of a run repeatedly while the run still writes.
+
+    It reads each time only what was appended. Threads may share it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -128,7 +137,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return what `RunFolder.version` would be now. Only the sizes and times of the files are checked; nothing is read."""
+        """Return what `RunFolder.version` would be now. This checks only the sizes and times of the files and reads none."""
         with self._lock:
             return self._version(self._state())
 
@@ -143,7 +152,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            state = self._state()  # taken before reading: what the run appends during it makes another version
+            state = self._state()  # taken before reading, so that what the run appends meanwhile changes the version
             self._add_new()
             return self._run(self._version(state))
 
@@ -273,7 +282,7 @@ class RunReader:
         return RUNNING if self._is_running() else ENDED if self._has_results() else LOST
 
     def _is_running(self) -> bool:
-        """Return whether a process trains in the folder, as far as its lock and the times of its files tell."""
+        """Return whether a process trains in the folder, judging by its lock and the times of its files."""
         claim = claim_of(self._path)
         if claim is not None and claim.is_of_dead_process:
             return False
@@ -282,7 +291,7 @@ class RunReader:
         return not self._is_silent()  # a run that hangs keeps its lock
 
     def _has_results(self) -> bool:
-        """Return whether the results are of the last start, which has written `config.yaml`."""
+        """Return whether the results were written after the last start, which has written `config.yaml`."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:
@@ -290,7 +299,10 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """Return the PNG `file` that `images.jsonl` names; None if it is not a PNG below the folder's `images`, or too large to show."""
+    """Return the PNG `file` that `images.jsonl` names.
+
+    Return None if it is not a PNG below the folder's `images`, or is too large to show.
+    """
     path = inside(Path(folder), file)
     if path is None or not path.is_relative_to((Path(folder) / "images").resolve()):
         return None
@@ -305,7 +317,10 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
 
 
 def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
-    """Return the events of a kind, each with `is_undone`: whether the run was later resumed from before its step."""
+    """Return the events of a kind.
+
+    Each has `is_undone`, which says whether the run was later resumed from before its step.
+    """
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "run_start":
@@ -361,7 +376,10 @@ def _window(line: dict[str, Any]) -> Window | None:
 
 
 def _is_usable(part: Slice) -> bool:
-    """Return whether its times could come from a clock: a trace converts them to whole nanoseconds."""
+    """Return whether the times of the slice could come from a clock.
+
+    A trace converts them to whole nanoseconds, which fails for other numbers.
+    """
     return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
 
 

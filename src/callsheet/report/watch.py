@@ -35,11 +35,14 @@ _IDLE_SECONDS = 60.0  # a connection without a complete request is closed after 
 _MOST_CONNECTIONS = 32  # open at once, each with a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
-"""The answer to the address with the token. It reloads `/` at once, from this page's own origin, so that the browser sends the cookie."""
+"""The answer to the address with the token.
+
+It loads `/` at once from this page's own origin, so that the browser sends the cookie.
+"""
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the page of the run in `folder`, on `port`, or on a free port if it is 0.
+    """Serves the page of the run in `folder` on `port`. If the port is 0, a free one is used.
 
     Raises:
         ConfigError: the server cannot listen on the port.
@@ -53,7 +56,7 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.run = LiveRun(folder)
         self.token = secrets.token_urlsafe(32)
-        self.form_token = secrets.token_urlsafe(32)  # in the page, for its buttons
+        self.form_token = secrets.token_urlsafe(32)  # part of the page, for its buttons
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.waiting: dict[socket.socket, float] = {}  # connections that wait for a request or read one, and since when
@@ -64,11 +67,14 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page with the token. Anyone who has it can do everything that the page can."""
+        """The address of the page with the token. Anyone who has this address can do everything that the page can."""
         return self._with(self.token)
 
     def ticket_url(self) -> str:
-        """Return an address that can be opened once: other users may see it in the list of processes."""
+        """Return an address that can be opened once.
+
+        Other users may see the address in the list of processes.
+        """
         ticket = secrets.token_urlsafe(32)
         self._tickets.add(ticket)
         return self._with(ticket)
@@ -83,7 +89,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """The cookie's name. It contains the port, because a browser shares cookies between all ports of a host."""
+        """The name of the cookie. It contains the port, because a browser shares cookies between all ports of a host."""
         return f"callsheet-{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -200,13 +206,16 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _request_is_whole(self) -> None:
-        """Stop the idle timer: the request is complete, and the connection now waits for our answer."""
+        """Stop the idle timer, because the request is complete and the connection now waits for the answer."""
         self.server.waiting.pop(self.connection, None)
 
     # --- access ---
 
     def _check_host(self) -> None:
-        """Reject other host names: a foreign site could let its name resolve to this machine (DNS rebinding) and read the page."""
+        """Reject other host names.
+
+        Otherwise a foreign site could let its name resolve to this machine (DNS rebinding) and read the page.
+        """
         if not _LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
             raise _Rejected(HTTPStatus.FORBIDDEN, f"open the page as {HOST} or localhost")
 
@@ -264,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what the base class rejects: an invalid request, or an unknown method."""
+        """Answer a request that the base class rejects: one that is invalid or has an unknown method."""
         self.close_connection = True
         # An invalid request line has no version, and then the answer would have no status line.
         self.request_version = self.protocol_version

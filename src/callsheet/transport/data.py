@@ -1,4 +1,6 @@
-"""Encodes callbacks, functions and values as data, and decodes them: JSON, tensors and, only if allowed, pickles for the rest.
+"""Encodes callbacks, functions and values as data, and decodes them.
+
+The data are JSON, tensors and, only if allowed, pickles for everything else.
 
 A value that JSON lacks is an object with one key that starts with `@`:
 
@@ -48,7 +50,7 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
     """Return `value` as bytes: JSON, tensors as safetensors, and pickles if allowed.
 
     Raises:
-        TransportError: something in it cannot be encoded; the message says what, where, and what to do.
+        TransportError: something in `value` cannot be encoded; the message says what, where, and what to do.
     """
     encoder = Encoder(allow_pickle)
     encoded = encoder.encoded(value, "")
@@ -63,8 +65,9 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
 
 
 def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script: None) -> Any:
-    """Return the value that `encode` was given. This imports, calls constructors, and unpickles: only for content with a valid
-    signature.
+    """Return the value that was passed to `encode`.
+
+    This imports modules, calls constructors and unpickles, so use it only for content with a valid signature.
 
     If the content refers to a script, `on_script` is called with its path before any object is made.
     """
@@ -129,8 +132,10 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Return one pickle of everything that data cannot express, so that shared objects stay shared; empty if there is
-        nothing."""
+        """Return one pickle of everything that cannot be expressed as data. Objects that are shared stay shared.
+
+        The result is empty if there is nothing to pickle.
+        """
         if not self._pickled:
             return b""
         cloudpickle = load("cloudpickle", extra="train", wanted_by="allow_pickle=True")
@@ -181,7 +186,7 @@ class Encoder:
         }
 
     def _is_simple(self, value: Any) -> bool:
-        """Return whether it is a dataclass that consists only of its fields, and whose class has an import path."""
+        """Return whether the value is a dataclass that consists only of its fields, and whose class has an import path."""
         kind: Any = type(value)
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
             return False
@@ -262,13 +267,13 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # before its arguments, in the order of encoding
+                place = len(self._numbered)  # numbered before its arguments, in the order of encoding
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                # Without the constructor, which might change its arguments.
+                # The constructor is not called, because it might change its arguments.
                 made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.decoded(item))
@@ -308,7 +313,7 @@ class Decoder:
             setattr(callback, word, self.decoded(value))
         state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            callback.load_state_dict(state)  # only if it differs: many callbacks take this for a resume
+            callback.load_state_dict(state)  # only if it differs, because many callbacks take this call for a resume
         return callback
 
     def _numbered_as(self, value: Any) -> Any:

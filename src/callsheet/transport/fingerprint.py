@@ -1,8 +1,8 @@
-"""Fingerprints: describe callbacks as data, so that two processes can compare them attribute by attribute.
+"""Fingerprints describe callbacks as data, so that two processes can compare them attribute by attribute.
 
-Values are compared by their content, and so is which objects are shared. An object of an unknown type is described by what pickle
-would take of it (`__reduce_ex__`), without pickling it. An object that cannot be inspected, such as a lock, a thread or a socket,
-is described by its type only.
+Values are compared by their content, and it is also compared which objects are shared. An object of an unknown type is described
+by what pickle would store of it (`__reduce_ex__`), but is not pickled. An object that cannot be inspected, such as a lock, a
+thread or a socket, is described by its type only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Node = list[Any]
 """`[type, text]`, `[type, {name: node}]`, or `["same", path]` for an object that occurred before."""
 
 IGNORE = "transport_ignore"
-"""The class attribute that names instance attributes which may differ."""
+"""The class attribute that names those instance attributes which may differ between processes."""
 
 _DEEPEST = 100  # levels; each takes several calls, and Python's stack is limited
 _LONG = 1000  # items; of longer lists only a digest is kept
@@ -44,7 +44,7 @@ def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
 
 
 def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str]:
-    """Return the differences, one line each: the path and the kind of difference, never the values."""
+    """Return the differences, one line each. A line has the path and the kind of difference, but never the values."""
     return [line for name in here for line in _compare(here[name], there[name], name)]
 
 
@@ -205,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether equal objects of its type are interchangeable, so that sharing makes no difference."""
+    """Return whether equal objects of this type can replace each other, so that it makes no difference whether they are shared."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False
@@ -215,8 +215,10 @@ def _is_value(value: Any) -> bool:
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a user's class, which may have changed since it was imported; of a method only its qualified
-    name."""
+    """Yield the attributes of a user's class, which may have changed since the class was imported.
+
+    Of a method, only its qualified name is used.
+    """
     if kind is Callback or kind.__module__.split(".")[0] == "callsheet" or not issubclass(kind, Callback):
         return
     for name, value in vars(kind).items():

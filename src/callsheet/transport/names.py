@@ -56,7 +56,10 @@ def path_of(thing: object) -> str:
 
 
 def name_of(kind: Any) -> str:
-    """Return the name of a class or function, the same in a process that runs its script as in one that imports it."""
+    """Return the name of a class or function.
+
+    It is the same in a process that runs the script as in one that imports it.
+    """
     module = getattr(kind, "__module__", None) or ""
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
@@ -88,8 +91,10 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """Return the script as a module: the running one if this process runs the script, else imported, without its `__main__`
-    part."""
+    """Return the script as a module.
+
+    If this process runs the script, it is the running module. Otherwise the script is imported, without its `__main__` part.
+    """
     if not script:
         raise ConfigError("the payload refers to a script, but does not name it")
     for name in (MAIN, _IMPORTED_MAIN):
@@ -106,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # as for a script; multiprocessing then uses its path
+    module.__spec__ = None  # as in a script, so that multiprocessing uses its path
     return module
 
 

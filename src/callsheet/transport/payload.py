@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: sending callbacks to other processes."""
+"""`pack` and `unpack`, which send callbacks to other processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ is_opening = False
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Callbacks as bytes, ready to be sent; `post` sends them."""
+    """Callbacks as bytes. `post` sends them."""
 
     names: tuple[str, ...]
     """The labels of the callbacks."""
@@ -38,8 +38,9 @@ class Payload:
 
     @contextmanager
     def post(self) -> Iterator[dict[str, str]]:
-        """Write the payload for one launch. Yield the environment variables that the processes need, and delete everything at the
-        end.
+        """Write the payload for one launch.
+
+        Yield the environment variables that the processes need, and delete everything at the end.
 
         Example:
             ```python
@@ -57,7 +58,7 @@ class Payload:
 def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Mapping[str, Any] | None = None) -> Payload:
     """Return the callbacks as a payload: the import paths of their classes, their arguments and their states.
 
-    Before anything is sent, they are rebuilt once in a fresh interpreter and compared with the originals.
+    Before anything is sent, the callbacks are rebuilt once in a fresh interpreter and compared with the originals.
 
     Args:
         callbacks: the callbacks to send.
@@ -65,7 +66,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
         extra: further values, returned as `Unpacked.extra`.
 
     Raises:
-        TransportError: something cannot be sent, or would arrive changed; the message names it and says what to do.
+        TransportError: something cannot be sent, or would not arrive unchanged; the message names it and says what to do.
         NotACallbackError: something is not a callback.
     """
     if is_opening:
@@ -98,7 +99,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
 def unpack() -> list[Callback]:
     """Return the callbacks that were sent to this process. It must have the environment variables from `Payload.post`.
 
-    Call it once: it removes the key from the environment, so that child processes do not inherit it.
+    Call this once. It removes the key from the environment, so that child processes do not inherit it.
 
     Raises:
         TransportError: nothing was sent; or other users can access the file, it was changed, or it belongs to another launch.
@@ -119,8 +120,9 @@ class Unpacked:
 
 
 def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False) -> Unpacked:
-    """Return what was sent to this process. With `is_ours`, the process exists only for that, and takes over the sender's
-    `sys.path`, `sys.argv` and `__main__`.
+    """Return what was sent to this process.
+
+    With `is_ours`, the process exists only for this payload, and uses the sender's `sys.path`, `sys.argv` and `__main__`.
 
     Raises:
         TransportError: see `unpack`.

@@ -1,4 +1,4 @@
-"""The preflight check: a payload is first rebuilt in a fresh interpreter, and compared with the original.
+"""The preflight check: before a payload is sent, it is rebuilt in a fresh interpreter and compared with the original.
 
 So the sender gets an error about a mistake at once, and need not search for it in the log of one of many workers.
 """
@@ -81,8 +81,8 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
 
 
 def main() -> None:
-    """In the fresh interpreter: rebuild the payload, and answer with its fingerprint."""
-    from callsheet.transport.payload import open_payload  # a circular import otherwise
+    """In the fresh interpreter, rebuild the payload and answer with its fingerprint."""
+    from callsheet.transport.payload import open_payload  # imported here, to avoid a circular import
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     path = Path(os.environ["CALLSHEET_PAYLOAD"])
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended: no process then waits for the answer."""
+    """End this process when its parent has ended, because nobody waits for the answer then."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

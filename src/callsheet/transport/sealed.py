@@ -1,4 +1,4 @@
-"""Signed files in a private folder, for one launch: a change by anybody else is detected before the content is used.
+"""Signed files in a private folder, for one launch. A change by somebody else is detected before the content is used.
 
 A sealed file consists of a magic number, the launch's id, the kind of content, the content, and an HMAC-SHA-256 over all of them.
 Each launch has a new random key, which is in no file. This protects against other users and against files of earlier launches. It
@@ -51,7 +51,10 @@ class Key:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key that `text()` gave. Raise a `TransportError`, which does not repeat the text, if it is not one."""
+        """Return the key from what `text()` returned.
+
+        Raise a `TransportError`, which does not repeat the text, if it is not a key.
+        """
         try:
             raw = bytes.fromhex(text)
         except ValueError:
@@ -77,8 +80,8 @@ def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
     """Return the content of `sealed`, after checking its signature.
 
     Raises:
-        TransportError: it is cut short, was changed, or belongs to another launch. The message says which, and repeats no
-            content.
+        TransportError: the content is cut short, was changed, or belongs to another launch. The message says which, and does not
+            repeat the content.
     """
     head = len(_MAGIC) + _LAUNCH + _KIND
     if len(sealed) < head + _MAC:
@@ -158,8 +161,8 @@ def _why(error: OSError) -> str:
 class PrivateFolder:
     """A folder of mode 0700 for one launch, removed at the end of the block.
 
-    A launcher that is killed removes nothing. So each folder has a lock file that its owner locks, and creating a folder removes
-    this user's folders whose lock is free.
+    A launcher that is killed removes nothing. So each folder has a lock file that is locked by the process that made it. Whenever
+    a folder is created, this user's folders whose lock is free are removed.
     """
 
     def __init__(self) -> None:
@@ -172,7 +175,7 @@ class PrivateFolder:
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self.path / "lock.new", self.path / _LOCK)  # visible to others only once it is locked
+            os.rename(self.path / "lock.new", self.path / _LOCK)  # others see the file only once it is locked
             undo.pop_all()
 
     def __enter__(self) -> Self:

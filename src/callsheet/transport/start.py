@@ -1,6 +1,6 @@
-"""Run by its path in a fresh interpreter, with the name of one of callsheet's modules: calls that module's `main`.
+"""Calls `main` of one of callsheet's modules, whose name is the argument. It is run by its path in a fresh interpreter.
 
-It is run by its path, not as a module, so that it is found wherever the starting process found callsheet. Later imports use the
+It is run by its path and not as a module, so that it is found in the same place as by the starting process. Later imports use the
 payload's `sys.path`.
 """
 

@@ -1,4 +1,4 @@
-"""NeMo AutoModel's names: its callbacks, and its four recipes over ours. NeMo AutoModel need not be installed."""
+"""NeMo AutoModel's names: its callbacks, and its four recipes, which run callsheet's. NeMo AutoModel need not be installed."""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""Convert AutoModel's configurations to those of our recipes. Keys that our recipes do not support are rejected by name."""
+"""Converts AutoModel's configurations to those of callsheet's recipes. Keys that these do not support are rejected by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HINTS = {
 
 @dataclass
 class Schedule:
-    """When AutoModel validates, saves and ends. AutoModel counts steps and epochs from 0."""
+    """The steps at which AutoModel validates, saves and ends. AutoModel counts steps and epochs from 0."""
 
     ckpt_every_steps: int | None = None
     val_every_steps: int | None = None
@@ -91,7 +91,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Return an AutoModel configuration as one of ours, of the class `kind`, and AutoModel's schedule.
+    """Return an AutoModel configuration as one of callsheet's, of the class `kind`, and AutoModel's schedule.
 
     Raises:
         ConfigError: a key or value is not supported; the message names it and the nearest supported one.
@@ -121,7 +121,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the fields of our configuration that have no key in AutoModel; they are under the key `callsheet`."""
+    """Return the fields of callsheet's configuration that AutoModel has no key for. They are given under the key `callsheet`."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)

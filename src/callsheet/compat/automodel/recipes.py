@@ -1,4 +1,4 @@
-"""AutoModel's four recipes, over ours: `Recipe(cfg, callbacks=[...])`, `setup()`, `run_train_validation_loop()`."""
+"""AutoModel's four recipes, which run callsheet's: `Recipe(cfg, callbacks=[...])`, `setup()`, `run_train_validation_loop()`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepScheduler(Scheduled):
 
 
 class _AsScheduled(Callback):
-    """Requests what AutoModel's step scheduler plans: evaluations, checkpoints, and the end after `num_epochs`."""
+    """Makes the requests that AutoModel's step scheduler plans: evaluations, checkpoints, and the end after `num_epochs`."""
 
     phase = "decide"
 
@@ -72,7 +72,7 @@ class _AsScheduled(Callback):
         self.schedule = schedule
         self.scheduler: StepScheduler
         self.best: float | None = None
-        self.best_yet = ""  # the loss that is the lowest yet, at this step
+        self.best_yet = ""  # the name of the loss that is the lowest so far, at this step
 
     def on_data_init_end(self, ctx: Context) -> None:
         self.scheduler = StepScheduler(ctx, self.schedule)
@@ -118,20 +118,20 @@ class _Facade(RecipeFacade):
 class BaseRecipe:
     """The base of the four recipes.
 
-    Callbacks are AutoModel's, or ours. AutoModel's six hooks are called with this recipe. The exception hook is called wherever an
-    exception comes from: in `setup`, in the loop, or with Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
+    Callbacks may be AutoModel's or callsheet's. AutoModel's six hooks are called with this recipe. The exception hook is called
+    for every exception: in `setup`, in the loop, and for Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
     existing run is resumed.
 
     Args:
-        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML; the page on this bridge lists the keys that
-            are supported. Or the configuration of our own recipe.
+        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML; the page on this bridge lists the
+            keys that are supported. It may also be the configuration of callsheet's recipe.
         callbacks: the callbacks, called in this order.
 
     Attributes:
-        recipe: our own, after `setup`.
+        recipe: callsheet's recipe, after `setup`.
 
     Raises:
-        ConfigError: of what `cfg` asks, something is not supported, or cannot work.
+        ConfigError: something that `cfg` asks for is not supported or cannot work.
     """
 
     OURS: ClassVar[type[Recipe[Any]]]

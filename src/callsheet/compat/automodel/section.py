@@ -41,7 +41,7 @@ class Section:
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of several keys that mean the same, of which at most one may be given."""
+        """Return the value of one of several keys that have the same meaning. At most one of them may be given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")

@@ -1,6 +1,7 @@
-"""`composer.callbacks`: Composer's callbacks by their names, with its options, and callsheet's own behind them.
+"""`composer.callbacks`: callbacks with Composer's names and options. They are implemented by callsheet's callbacks.
 
-What they log has callsheet's names, and comes with the Trainer's records; see the page "Built-ins", "Coming from Composer".
+The metrics that they log have callsheet's names, and are part of the Trainer's records; see the page "Built-ins", "Coming from
+Composer".
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CHECKPOINTS = "a checkpoint is a folder with a name of its own; see Trainer(sav
 
 
 _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
-"""The last rules that have Composer's two benchmarks."""
+"""The last version of the rules that has each of Composer's two benchmarks."""
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
@@ -325,7 +326,7 @@ class ActivationMonitor(callbacks.ActivationMonitor):
 
 
 class LoadCheckpoint(callbacks.LoadCheckpoint):
-    """Starts with the weights of a checkpoint. Needs `load_weights_only=True`."""
+    """Starts with the weights of a checkpoint. This needs `load_weights_only=True`."""
 
     def __init__(
         self,

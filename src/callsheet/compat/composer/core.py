@@ -1,4 +1,7 @@
-"""`composer.core`: events, times, data and base classes, also by the submodules that Composer has them in."""
+"""`composer.core`: events, times, data and base classes.
+
+They can also be imported from the submodules of Composer that have them.
+"""
 
 from __future__ import annotations
 

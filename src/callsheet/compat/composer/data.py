@@ -43,7 +43,10 @@ class DataSpec:
 
 
 def loader_of(given: Any, batches: int = -1) -> Any:
-    """Return the dataloader of a `DataSpec`, ours or Composer's, of a dictionary of its arguments, or as it is given; cut to `batches` from 0 on."""
+    """Return the dataloader of a `DataSpec` (callsheet's or Composer's), of a dictionary of its arguments, or the given one.
+
+    If `batches` is 0 or more, only as many batches are used.
+    """
     if isinstance(given, Mapping) and "dataloader" in given:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
@@ -57,7 +60,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether an element of a list is a dataloader rather than a batch."""
+    """Return whether an element of a list is a dataloader and not a batch."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):

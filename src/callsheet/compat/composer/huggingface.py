@@ -19,8 +19,9 @@ class HuggingFaceModel(ComposerModel):
 
     Args:
         metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
-        use_logits: whether the metrics are given the logits and the labels; otherwise they are given the model's outputs.
-        shift_labels: whether the labels are shifted by one for the metrics; None: if the model is a causal language model.
+        use_logits: whether the metrics get the logits and the labels; otherwise they get the model's outputs.
+        shift_labels: whether the labels are shifted by one for the metrics. None: they are if the model is a causal language
+            model.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HuggingFaceModel(ComposerModel):
             model.resize_token_embeddings(len(tokenizer))
 
     def forward(self, batch: Any) -> Any:
-        """Call the model with those of the batch's entries that it takes."""
+        """Call the model with those entries of the batch that it accepts."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 "Unexpected batch type. Expected a dictionary with keys corresponding to the inputs to the forward function of the Huggingface "
@@ -122,7 +123,7 @@ class HuggingFaceModel(ComposerModel):
 
     @staticmethod
     def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
-        """Raise NotSupported: checkpoints are callsheet's."""
+        """Raise NotSupported, because checkpoints have callsheet's format."""
         raise NotSupported(
             "HuggingFaceModel.hf_from_composer_checkpoint() is not supported, unlike in Composer: make the model from its configuration, and give "
             "the checkpoint to Trainer(load_path=...)"

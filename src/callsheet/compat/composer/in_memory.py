@@ -1,4 +1,4 @@
-"""Composer's logger that keeps everything: by name, with the timestamps at which it was logged."""
+"""Composer's logger that keeps everything by name, with the timestamps at which it was logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from callsheet.bridges.composer.names import LoggerDestination
 
 
 class InMemoryLogger(LoggerDestination):
-    """`data` has, by name, pairs of a `Timestamp` and a value; `most_recent_values` the last of each; `hyperparameters` the settings."""
+    """Keeps what is logged.
+
+    `data` has, by name, pairs of a `Timestamp` and a value. `most_recent_values` has the last value of each name, and
+    `hyperparameters` the settings.
+    """
 
     def __init__(self) -> None:
         self.data: dict[str, list[tuple[Any, Any]]] = {}

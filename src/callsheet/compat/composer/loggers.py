@@ -1,4 +1,4 @@
-"""`composer.loggers`: Composer's loggers by their names, with its options, and callsheet's own behind them."""
+"""`composer.loggers`: loggers with Composer's names and options. They are implemented by callsheet's loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`composer.models`: models for Composer's Trainer, and the tasks made from them. `ComposerClassifier` and `HuggingFaceModel` load when used."""
+"""`composer.models`: models for Composer's Trainer, and the tasks made from them.
+
+`ComposerClassifier` and `HuggingFaceModel` are imported at their first use.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,10 @@ class ModelMetric:
 
 
 class TrainMetrics(Callback):
-    """The model's training metrics over each batch: logged as `train/<name>`, and read as `state.train_metrics`."""
+    """The model's training metrics over each batch.
+
+    They are logged as `train/<name>`, and are available as `state.train_metrics`.
+    """
 
     phase = "change"  # so that the metrics are available to all other callbacks of the same event
 
@@ -143,10 +149,13 @@ class TrainMetrics(Callback):
 
 
 class EpochScheduler(LRScheduler):
-    """Several schedulers as one. `step`, which is called after every batch, does nothing if they are stepped once an epoch."""
+    """Several schedulers as one.
+
+    `step` is called after every batch. It does nothing if the schedulers are stepped once an epoch.
+    """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
-        self.optimizer = optimizer  # no base's constructor: it would make a first step of its own
+        self.optimizer = optimizer  # the base's constructor is not called, because it would make a first step
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
 

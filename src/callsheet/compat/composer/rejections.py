@@ -1,4 +1,4 @@
-"""Reject unsupported arguments by name."""
+"""Rejects unsupported arguments by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Reject arguments that differ from Composer's defaults. By name: the value, the default, and what to do instead.
+    """Reject arguments that differ from Composer's defaults.
+
+    For each name, `given` has the value, the default, and what to do instead.
 
     Raises:
         NotSupported: the message names the argument, and has a hint.

@@ -11,7 +11,10 @@ from callsheet.compat.not_offered import not_offered
 
 
 def offer(package: str, submodules: Mapping[str, str]) -> None:
-    """Make `package.<submodule>` importable, each with these names of the package, separated by blanks."""
+    """Make `package.<submodule>` importable.
+
+    Each submodule has the names of the package that are listed for it, separated by blanks.
+    """
     for path, names in submodules.items():
         found = names.split()
 
@@ -24,7 +27,10 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 
 
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
-    """Make `package.<submodule>` importable, where every name raises `NotSupported` when it is used; the values say what to do instead."""
+    """Make `package.<submodule>` importable, with names that raise `NotSupported` when they are used.
+
+    The values say what to do instead.
+    """
     for path, instead in submodules.items():
         whole = f"{package}.{path}"
 

@@ -1,4 +1,4 @@
-"""Composer's Trainer, over callsheet's."""
+"""Composer's Trainer, implemented by callsheet's."""
 
 from __future__ import annotations
 
@@ -107,17 +107,17 @@ class Evaluator:
 
 
 class Trainer:
-    """Composer's Trainer, as far as callsheet's Trainer supports it.
+    """Composer's Trainer, with everything that callsheet's Trainer supports.
 
-    The model takes whole batches: `model(batch)`, `model.loss(outputs, batch)`, and, where it has them, `eval_forward`, `get_metrics` and
-    `update_metric`. Callbacks and loggers may be Composer's own, those of `callsheet.compat.composer`, and callsheet's. Composer's
-    events are fired in its order. `state` and `logger` are the objects that callbacks receive.
+    The model gets whole batches in `model(batch)` and `model.loss(outputs, batch)`, and also in `eval_forward`, `get_metrics` and
+    `update_metric` if it has them. Callbacks and loggers may be those of Composer, of `callsheet.compat.composer`, or of
+    callsheet. Composer's events are fired in its order. `state` and `logger` are the objects that callbacks receive.
 
-    Algorithms are rejected, and so is everything else without a counterpart here: see the page "Composer".
+    Algorithms, and everything else that callsheet does not have, are rejected; see the page "Composer".
 
     Raises:
         NotSupported: an argument is not supported; the message names it, and has a hint.
-        ConfigError: one that cannot work.
+        ConfigError: an argument cannot work.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Trainer:
         self.logger: Logger = run.logger
         keeper = ComposerGuest(
             ComposerCallback(), name="composer", phase="change", run=run
-        )  # counts, also where nobody else does
+        )  # counts samples and tokens, even if no other code does
         own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
             logger.warning("no optimizers were given: SGD with a learning rate of 0.1, as Composer's default")
@@ -197,7 +197,7 @@ class Trainer:
             microbatch_size=_microbatch_size(device_train_microbatch_size),
             precision=_precision(precision),
             eval_interval=None if eval_interval == 0 else _interval("eval_interval", eval_interval),
-            log_interval=1,  # Composer's loggers are given every batch
+            log_interval=1,  # Composer's loggers get every batch
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
             loggers=all_loggers,
@@ -212,10 +212,10 @@ class Trainer:
         run.ctx = self._trainer.ctx
 
     def fit(self, *, duration: Any = None, **others: Any) -> None:
-        """Train until `max_duration`, or `duration` longer than it has been trained.
+        """Train until `max_duration`. With `duration`, train for that long from the current point.
 
         Raises:
-            NotSupported: any other argument: give it to the Trainer.
+            NotSupported: any other argument is given; pass it to the Trainer instead.
         """
         _reject_all("fit", others)
         longest = None
@@ -253,7 +253,7 @@ class Trainer:
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
-        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1  # several of one class keep each a state of its own
+        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1  # several callbacks of one class each keep their own state
         name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
         return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
 
@@ -261,7 +261,7 @@ class Trainer:
         several = _several(schedulers)
         if not several:
             return None
-        if every_batch is None:  # torch's schedulers count epochs, and Composer's what is trained
+        if every_batch is None:  # torch's schedulers count epochs, Composer's count batches
             every_batch = not any(isinstance(each, LRScheduler) for each in several)
         return EpochScheduler(
             optimizer,
@@ -270,12 +270,14 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """Return a scheduler from a function of the state, and perhaps of a ratio, that returns the factor of the learning rates."""
+        """Return a scheduler made from a function of the state (and possibly of a ratio) that returns the factor of the learning
+        rates.
+        """
         takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
 
         def factor(_: int) -> float:
             if self._shared.ctx is None:
-                return 1.0  # the Trainer is being made: it is computed when training begins
+                return 1.0  # the Trainer is still being made; the factor is computed when training begins
             return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
 
         return LambdaLR(optimizer, factor)
@@ -283,9 +285,7 @@ class Trainer:
     def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
         found: dict[str, callsheet_trainer.Evaluator] = {}
         for number, each in enumerate(_evaluators(given), 1):
-            label = (
-                "eval" if number == 1 else f"eval-{number}"
-            )  # in Composer the last of several without labels is all that is kept
+            label = "eval" if number == 1 else f"eval-{number}"  # of several without labels, Composer keeps only the last
             evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
             if evaluator.label in found:
                 raise ConfigError(f"two evaluators are called {evaluator.label!r}; give each an Evaluator(label=...) of its own")
@@ -298,14 +298,17 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """Return None, one object or several as a list."""
+    """Return the objects as a list. They may be given as None, one object or several."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _evaluators(given: Any) -> list[Any]:
-    """Return the evaluators of None, one dataloader or Evaluator, or a list of either. A list of batches is one dataloader."""
+    """Return the evaluators. They may be given as None, one dataloader or Evaluator, or a list of either.
+
+    A list of batches is one dataloader.
+    """
     is_list = isinstance(given, (list, tuple)) and len(given) > 0
     are_evaluators = [isinstance(each, Evaluator) for each in given] if is_list else []
     if any(are_evaluators) and not all(are_evaluators):
@@ -325,7 +328,7 @@ def _one(what: str, given: Any) -> Any:
 
 
 def _interval(what: str, given: Any) -> str:
-    """Return an interval as callsheet reads it. A whole number means epochs."""
+    """Return an interval in callsheet's form. A whole number means epochs."""
     if callable(given):
         raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
     return str(Time.from_input(given, "ep"))

@@ -1,5 +1,8 @@
-"""InstructLab Training's names: code that was written for its callbacks runs with this import in the place of `instructlab.training`, and
-of `instructlab.training.callbacks` and `.config`. InstructLab need not be installed."""
+"""InstructLab Training's names. InstructLab need not be installed.
+
+Code that was written for its callbacks runs if this package is imported instead of `instructlab.training`,
+`instructlab.training.callbacks` and `instructlab.training.config`.
+"""
 
 from typing import Any
 

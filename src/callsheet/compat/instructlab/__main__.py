@@ -1,4 +1,4 @@
-"""Reject the command line with `--callbacks` that InstructLab starts on its ranks; there is none here."""
+"""Rejects the command line with `--callbacks` that InstructLab starts on its ranks, because callsheet has no such command line."""
 
 import sys
 

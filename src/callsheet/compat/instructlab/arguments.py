@@ -21,7 +21,10 @@ class DistributedBackend(Enum):
 
 @dataclass(kw_only=True)
 class LoraOptions(HasModelFields):
-    """Low-rank adapters: their rank, scale and dropout, and the modules that get them; None means every linear layer but the last."""
+    """Low-rank adapters: their rank, scale and dropout, and the modules that get them.
+
+    None means every linear layer except the last.
+    """
 
     rank: int = 4
     alpha: int = 32
@@ -100,7 +103,7 @@ _AS_IT_IS: dict[str, Any] = {
     "deepspeed_options": None,
     "fsdp_options": None,
 }
-"""InstructLab's fields that are not supported: they may be given as InstructLab has them, and no other way."""
+"""InstructLab's fields that are not supported. They may be given only with the values that InstructLab has as defaults."""
 
 _INSTEAD: dict[str, str] = {
     "pretraining_config": "callsheet.recipes.pretrain does that",
@@ -123,12 +126,12 @@ _INSTEAD: dict[str, str] = {
 class TrainingArgs(HasModelFields):
     """The model, the data and the training options, with InstructLab's names; `docs/bridges/instructlab.md` explains each.
 
-    `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own: `parallel`, as the recipe `finetune` has it, and
-    `allow_pickle`, by which callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
+    `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own. `parallel` has the same meaning as in the
+    recipe `finetune`. With `allow_pickle`, callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
 
     Raises:
-        ConfigError: a field that cannot work, or is not supported; the message names it.
-        TypeError: an unknown field, or something that is not a callback.
+        ConfigError: a field is not supported or cannot work; the message names it.
+        TypeError: a field is unknown, or something is not a callback.
     """
 
     model_path: str
@@ -189,7 +192,7 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Check the fields again: they may have been set since."""
+        """Check the fields again, because they may have been changed since the constructor was called."""
         for name, value in _AS_IT_IS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):

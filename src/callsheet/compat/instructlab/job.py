@@ -28,7 +28,7 @@ from callsheet.recipes.models.lora import ALL_LINEAR, Lora
 from callsheet.recipes.schedules import Warmup, WarmupCosine
 
 RUN = "training"
-"""The run's folder in `ckpt_output_dir`, beside InstructLab's `hf_format`."""
+"""The name of the run's folder in `ckpt_output_dir`. InstructLab's folder `hf_format` is next to it."""
 
 
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
@@ -51,7 +51,7 @@ class Training(Finetune):
     """The recipe, with a learning rate schedule over all steps of the training."""
 
     args: TrainingArgs | None = None
-    """None where the run is only opened."""
+    """None if the run is only opened, not trained."""
 
     def read_data(self) -> None:
         """Read the data, and set the scheduler from the number of steps."""
@@ -88,7 +88,10 @@ class _Guest(InstructLabGuest):
 
 
 class _Exports(Callback):
-    """Writes the model of every checkpoint for transformers, where InstructLab writes it. A preempted run has no time for it."""
+    """Writes the model of every checkpoint for transformers, to the place where InstructLab writes it.
+
+    A preempted run has no time for this.
+    """
 
     phase = "save"
     collective = True
@@ -98,7 +101,7 @@ class _Exports(Callback):
         self._group: Any = None
 
     def on_train_start(self, ctx: Context) -> None:
-        """Create the process group on which the ranks write together."""
+        """Create the process group through which the ranks write together."""
         if ctx.run.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")
 
@@ -158,7 +161,10 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
 
 
 def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
-    """The files to learn from and to validate on: the data as it is, or, where a part of it is for validation, two that are written."""
+    """Return the files to train and to validate on.
+
+    If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
+    """
     rows = Rows(args.data_path).read(())
     assert not isinstance(rows, Stream)  # which has to be asked for
     for number, row in enumerate(rows, 1):

@@ -1,4 +1,7 @@
-"""What code reads from InstructLab's pydantic models, for our dataclasses: `model_fields` and `model_dump()`. pydantic is not needed."""
+"""The attributes of InstructLab's pydantic models that other code reads, for callsheet's dataclasses.
+
+These are `model_fields` and `model_dump()`. pydantic is not needed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class FieldInfo:
 
 
 class _ModelFields:
-    """Computes `model_fields` of the class that it is read from."""
+    """Computes `model_fields` for the class on which it is read."""
 
     def __get__(self, instance: object, owner: Any) -> MappingProxyType[str, FieldInfo]:
         return MappingProxyType({each.name: _info(each) for each in fields(owner)})

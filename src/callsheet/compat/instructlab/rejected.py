@@ -1,4 +1,7 @@
-"""The functions with which InstructLab sends callbacks to its ranks, as source code that the ranks execute. They raise `NotSupported` here."""
+"""The functions by which InstructLab sends callbacks to its ranks as source code that the ranks execute.
+
+They raise `NotSupported` here.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,26 @@ _INSTEAD = (
 
 
 def serialize_callback(callback: object) -> NoReturn:
-    """Raise NotSupported: no source code is sent or executed."""
+    """Raise NotSupported, because callsheet sends and executes no source code."""
     raise NotSupported(f"serialize_callback(): {_INSTEAD}")
 
 
 def deserialize_callback(encoded: str) -> NoReturn:
-    """Raise NotSupported: no source code is sent or executed."""
+    """Raise NotSupported, because callsheet sends and executes no source code."""
     raise NotSupported(f"deserialize_callback(): {_INSTEAD}")
 
 
 def serialize_callbacks_for_cli(callbacks: object) -> NoReturn:
-    """Raise NotSupported: no source code is sent or executed."""
+    """Raise NotSupported, because callsheet sends and executes no source code."""
     raise NotSupported(f"serialize_callbacks_for_cli(): {_INSTEAD}")
 
 
 def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
-    """Raise NotSupported: no source code is sent or executed."""
+    """Raise NotSupported, because callsheet sends and executes no source code."""
     raise NotSupported(f"deserialize_callbacks_from_cli(): {_INSTEAD}")
 
 
 def reject_command_line(arguments: list[str]) -> NoReturn:
-    """Raise NotSupported: InstructLab's `main_ds.py` is a program for its ranks, and our ranks have no command line."""
+    """Raise NotSupported. InstructLab's `main_ds.py` is a program for its ranks, and callsheet's ranks have no command line."""
     given = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--callbacks")), "")
     raise NotSupported(f"{given or 'a command line'}: {_INSTEAD}")

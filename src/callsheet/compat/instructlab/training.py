@@ -1,4 +1,7 @@
-"""`run_training`: the recipe `finetune` on several ranks, with InstructLab's arguments; `instructlab.training`'s other names are here too."""
+"""`run_training` runs the recipe `finetune` on several ranks with InstructLab's arguments.
+
+The other names of `instructlab.training` are here too.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,21 @@ def __getattr__(name: str) -> Any:
 
 
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
-    """Fine-tune a model on the ranks that `torch_args` names; returns the last losses, by the dataset's name.
+    """Fine-tune a model on the ranks that `torch_args` describes. Return the last losses by the dataset's name.
 
-    Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would arrive changed is
-    rejected before anything starts. The callbacks in this process are never called. A script may call this at its top level: when the
-    ranks import the script for the classes that it defines, the call does nothing.
+    Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would not arrive
+    unchanged is rejected before anything starts. The callbacks in this process are never called. A script may call this at its
+    top level: when the ranks import the script for the classes that it defines, the call does nothing.
 
     Raises:
-        ConfigError: arguments that cannot work.
-        TransportError: a callback that cannot be sent; the message says why, and has a hint.
-        LaunchError: a rank failed; a RuntimeError.
+        ConfigError: the arguments cannot work.
+        TransportError: a callback cannot be sent; the message says why, and has a hint.
+        LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # with torch, which callbacks alone do without
+    from callsheet.launcher import launch  # imported here because it needs torch, and callbacks alone do not
     from callsheet.transport import payload
 
-    if payload.is_opening:  # a rank, or the preflight check before it, imports the script
+    if payload.is_opening:  # a rank or the preflight check is importing the script
         return {}
     train_args.check()
     ranks = torch_args.ranks
@@ -71,14 +74,14 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
 
 
 class Carried(Callback):
-    """A callback of InstructLab as it is sent to a rank: its class and its constructor's arguments."""
+    """A callback of InstructLab in the form in which it is sent to a rank: its class and its constructor's arguments."""
 
     def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.foreign = kind(*args, **kwargs)
 
     @classmethod
     def of(cls, foreign: Any) -> Carried:
-        """Wrap an existing callback: the preflight check compares its current state with the rebuilt one."""
+        """Wrap an existing callback. The preflight check compares its current state with that of the rebuilt one."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         carried.foreign, carried.name = foreign, type(foreign).__name__
@@ -95,7 +98,7 @@ class Carried(Callback):
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
     """Train on one rank."""
-    from callsheet.compat.instructlab.job import job_of  # see above
+    from callsheet.compat.instructlab.job import job_of  # imported here for the same reason as above
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
     job = job_of(args, train, validation, [each.foreign if isinstance(each, Carried) else each for each in callbacks])

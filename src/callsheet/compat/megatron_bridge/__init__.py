@@ -1,7 +1,7 @@
-"""Megatron Bridge's names: what is written for them trains here, over callsheet's recipe, when its import lines are changed.
+"""Megatron Bridge's names. Code that was written for them trains with callsheet's recipe when its import lines are changed.
 
-`VALID_EVENTS`, `Callback`, `CallbackContext`, `CallbackManager`, `normalize_callbacks` and `should_fire` behave as the original's do;
-`pretrain`, `forward_step` and `qwen25_500m_pretrain_config` need nothing of it.
+`VALID_EVENTS`, `Callback`, `CallbackContext`, `CallbackManager`, `normalize_callbacks` and `should_fire` behave as in Megatron
+Bridge. `pretrain`, `forward_step` and `qwen25_500m_pretrain_config` do not need Megatron Bridge to be installed.
 """
 
 from callsheet.core.optional import needed_by

@@ -1,4 +1,4 @@
-"""Megatron Bridge's configuration, as far as the recipe supports it. Unknown settings are rejected by name."""
+"""Megatron Bridge's configuration, with the settings that the recipe supports. Unknown settings are rejected by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Section = TypeVar("Section")
 def _section(kind: type[Section]) -> type[Section]:
     """Make the class a dataclass that rejects reading and writing of unknown fields."""
     made = dataclass(kind)
-    names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # it is one now
+    names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # the class is a dataclass now
 
     def reject(name: str) -> NotOnTheList:
         return NotOnTheList(f"{kind.__name__}.{name} is not supported; the supported fields are {', '.join(names)}")
 
-    def read(self: Any, name: str) -> Any:  # reached where there is no such attribute
+    def read(self: Any, name: str) -> Any:  # called only if there is no such attribute
         raise AttributeError(name) if name.startswith("__") else reject(name)
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -35,7 +35,10 @@ def _section(kind: type[Section]) -> type[Section]:
 
 @_section
 class ModelConfig:
-    """The model: Qwen 2's architecture with random weights. The parallel sizes must be 1: ranks only share the data."""
+    """The model: Qwen 2's architecture with random weights.
+
+    The parallel sizes must be 1, because only the data is divided among the ranks.
+    """
 
     num_layers: int = 24
     hidden_size: int = 896
@@ -81,7 +84,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """The learning rate schedule: `cosine`, `linear` or `constant`. `lr_decay_iters` is the length of training by default."""
+    """The learning rate schedule: `cosine`, `linear` or `constant`. By default, `lr_decay_iters` is the length of training."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500
@@ -90,9 +93,12 @@ class SchedulerConfig:
 
 @_section
 class DatasetConfig:
-    """What is trained on. `blend` None was generated data; here it is the text files of `folder`, byte by byte: None is Python's own library.
+    """The training data.
 
-    `rows` are texts instead, with a tokenizer's name in `cfg.tokenizer.tokenizer_model`.
+    If `blend` is None, Megatron Bridge generates data. Here, the data is then the text files of `folder`, byte by byte; if
+    `folder` is None, Python's own library.
+
+    `rows` are texts to use instead. The tokenizer is named by `cfg.tokenizer.tokenizer_model`.
     """
 
     blend: None = None
@@ -121,7 +127,7 @@ class CheckpointConfig:
 
 @_section
 class LoggerConfig:
-    """The log interval and the trackers. Each tracker that is named here is available at `context.state`."""
+    """The log interval and the trackers. Each tracker that is configured here is available at `context.state`."""
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
@@ -162,7 +168,9 @@ class ConfigContainer:
 
 
 def qwen25_500m_pretrain_config() -> ConfigContainer:
-    """Qwen 2.5 of half a billion parameters, on one device. Set fewer layers, and narrower ones, to try something out:
+    """Return the configuration of Qwen 2.5 with half a billion parameters, on one device.
+
+    For a trial, set fewer and narrower layers:
 
     Example:
         >>> config = qwen25_500m_pretrain_config()

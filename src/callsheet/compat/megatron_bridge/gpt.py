@@ -1,4 +1,4 @@
-"""Megatron's forward step: the model returns each token's loss, and a loss function returns the loss and the reported values."""
+"""Megatron's forward step. The model returns each token's loss, and a loss function returns the loss and the reported values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ IGNORED = -100
 
 
 class GPTModel(nn.Module):
-    """A causal language model of transformers, called as Megatron's is: with labels it gives each token's loss, without them the logits.
+    """A causal language model of transformers with the call signature of Megatron's.
+
+    With labels it returns each token's loss, without labels the logits.
 
     Labels are aligned with the logits that predict them; nothing is shifted here.
     """
@@ -35,7 +37,10 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return logits of shape (batch, tokens, vocabulary), or with labels the losses (batch, tokens) in float32. `loss_mask` is unused."""
+        """Return logits of shape (batch, tokens, vocabulary) or, with labels, the losses (batch, tokens) in float32.
+
+        `loss_mask` is not used.
+        """
         logits: Tensor = self.module(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask).logits
         if labels is None:
             return logits
@@ -43,8 +48,10 @@ class GPTModel(nn.Module):
 
 
 def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
-    """Return the model's outputs for the next microbatch, and the loss function, which returns `(loss, tokens, {"lm loss": both})`: sums over
-    tokens that count."""
+    """Return the model's outputs for the next microbatch, and the loss function.
+
+    The loss function returns `(loss, tokens, {"lm loss": both})`, which are sums over the tokens that are counted.
+    """
     if return_schedule_plan:
         raise NotSupported("forward_step makes no schedule plan: there are no pipelines here")
     batch = next(data_iterator)
@@ -59,7 +66,10 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 
 
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
-    """`forward_step_func`, with a state before the iterator or without, as the function of model and batch that the recipe takes."""
+    """Return `forward_step_func` as the function of model and batch that the recipe expects.
+
+    It may have a state as an argument before the iterator.
+    """
     if not callable(forward_step_func):
         raise ConfigError(
             f"forward_step is {forward_step_func!r}; give a function such as callsheet.compat.megatron_bridge.forward_step"
@@ -93,7 +103,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss and the other reported values. A pair among them is a sum and its count."""
+    """Return the mean loss and the other reported values. A reported pair is a sum and its count."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"

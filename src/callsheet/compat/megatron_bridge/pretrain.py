@@ -1,4 +1,7 @@
-"""`pretrain` of Megatron Bridge, over callsheet's recipe: the same configuration, the same events in the same order."""
+"""`pretrain` of Megatron Bridge, implemented by callsheet's recipe.
+
+It has the same configuration, and fires the same events in the same order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch has it
 
 from callsheet.bridges.megatron_bridge.guests import MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.names import Callback, CallbackManager, normalize_callbacks
@@ -39,18 +42,20 @@ def pretrain(
     forward_step_func: Callable[..., Any],
     callbacks: list[Callback] | CallbackManager | None = None,
 ) -> Pretrain:
-    """Train, validate and test as `config` says, and call the callbacks as Megatron Bridge does.
+    """Train, validate and test as `config` says. Call the callbacks in the same way as Megatron Bridge.
 
-    At an interval there is a validation, then a checkpoint; training over, `on_train_end`, another validation, and the test. On one
-    process without a process group one is made for the time being, so that `torch.distributed.get_rank()` answers.
+    At an interval there is a validation and then a checkpoint. After training come `on_train_end`, another validation, and the
+    test. If there is only one process and no process group, a temporary one is made, so that `torch.distributed.get_rank()`
+    works.
 
     Args:
         config: see `qwen25_500m_pretrain_config`.
-        forward_step_func: `forward_step`, or another of its shape: `(state, data_iterator, model)` or `(data_iterator, model)`.
+        forward_step_func: `forward_step`, or another function with the arguments `(state, data_iterator, model)` or
+            `(data_iterator, model)`.
         callbacks: a list, or a manager.
 
     Returns:
-        The recipe, with its `trainer` and the losses that were `evaluated`; the original returns nothing.
+        The recipe, with its `trainer` and the losses that were `evaluated`; Megatron Bridge returns nothing.
 
     Raises:
         NotSupported: a setting is not supported.
@@ -91,7 +96,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 
 
 class BridgePretrain(Pretrain):
-    """The recipe, with a model that is called as Megatron's is."""
+    """The recipe, with a model that has the call signature of Megatron's."""
 
     state: GlobalState
 
@@ -247,7 +252,7 @@ def _place(save: str | None) -> tuple[str, str]:
 
 
 def _resume(load: str | None, folder: Path) -> str:
-    """Return what to resume: `load` is the folder of this run, or that of another."""
+    """Return the run to resume. `load` is the folder of this run or of another one."""
     if load is None:
         return "new"
     if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):

@@ -1,4 +1,6 @@
-"""TensorBoard, Weights & Biases and MLflow as in Megatron Bridge: at `context.state` on the last rank, with its metric names."""
+"""TensorBoard, Weights & Biases and MLflow as in Megatron Bridge: available at `context.state` on the last rank, with its metric
+names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from callsheet.core.optional import load
 from callsheet.core.ranks import read_ranks
 
 NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
-"""Ours, and Megatron's; of losses the part behind the dataset's name is kept."""
+"""Maps callsheet's names to Megatron's. Of a loss, the part of the name after the dataset's name is kept."""
 
 
 class Trackers(Callback):
@@ -96,7 +98,7 @@ class Trackers(Callback):
             write(values, ctx.record.step)
 
     def close(self) -> None:
-        """Close the trackers. May be called twice."""
+        """Close the trackers. This may be called twice."""
         while self._close:
             self._close.pop()()
 
