@@ -40,9 +40,9 @@ class ClassifyConfig(JobConfig):
         text_column: the column of texts.
         label_column: the column of labels: names, or numbers from 0.
         labels: the classes' names in the order of their numbers; None takes those of the rows to train on.
-        class_weights: the weight of a sample in the loss: `none` is the same for all; `balanced` gives all classes the same total
-            weight; or a number for each class.
-        sequence_length: the most tokens of a text.
+        class_weights: the weight of a sample in the loss. `none`: all samples have the same weight. `balanced`: all classes have
+            the same total weight. Or a number for each class.
+        sequence_length: the maximum number of tokens of a text.
         too_long: what happens to longer texts: `truncate` takes their beginning, `reject` ends with an error before training.
     """
 

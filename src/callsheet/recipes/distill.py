@@ -36,7 +36,7 @@ logger = logging.getLogger("callsheet")
 BEFORE = "distill/before"
 """The key in the run's user state for the student's cross entropies before training."""
 TEACHER, HARD_LABELS = "teacher", "hard_labels"
-"""The subfolders of the run's folder for the teacher and for the student on labels alone."""
+"""The subfolders of the run's folder for the teacher, and for the student that is trained on the labels alone."""
 
 
 @dataclass(kw_only=True)
@@ -44,11 +44,13 @@ class DistillConfig(FinetuneConfig):
     """The configuration of the recipe `distill`: that of `finetune`, whose `model` is the student, and a teacher.
 
     Args:
-        teacher: the teacher, with the student's vocabulary. A teacher without a path is trained first, on the same data.
+        teacher: the teacher, which must have the student's vocabulary. A teacher without a path is first trained on the same
+            data.
         teacher_duration: how long such a teacher is trained; `2dur` is twice `max_duration`.
-        kd_temperature: the temperature by which the logits of both are divided before they are compared.
-        mix: the share of the labels in the loss, from 0 to 1; the rest is the teacher's share.
-        compare_with_hard_labels: whether another student is trained equally long on the labels alone, for comparison in the results.
+        kd_temperature: the temperature by which the logits of student and teacher are divided before they are compared.
+        mix: the fraction of the loss that comes from the labels, from 0 to 1; the rest comes from the teacher.
+        compare_with_hard_labels: whether another student is trained for the same time on the labels alone, as a comparison in the
+            results.
     """
 
     run_name: str = "distill"
@@ -72,7 +74,10 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return how long a teacher is trained; a multiple of `max_duration` is given in its unit."""
+        """Return how long a teacher is trained.
+
+        If that is a multiple of `max_duration`, return it in the unit of `max_duration`.
+        """
         given = self.teacher_duration
         if not str(given).strip().endswith("dur"):
             return str(duration(given, None, "teacher_duration"))
@@ -114,7 +119,10 @@ class Distill(Finetune):
         return model
 
     def make_task(self) -> Task:
-        """Return the student's own loss, mixed with its distance from the teacher. A teacher without weights is trained here."""
+        """Return a task that mixes the student's own loss with its distance from the teacher.
+
+        A teacher without weights is trained here.
+        """
         if self.teacher is None:
             self.teacher = self._teacher(replace(self.config.teacher, path=str(self._taught()), config=None, freeze=[]))
         config = self.config
@@ -128,7 +136,7 @@ class Distill(Finetune):
             trainer.ctx.user_state[BEFORE] = {name: losses["ce_loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Put student, teacher and baselines beside one another, and let the student answer the prompts."""
+        """Set the results of student, teacher and baselines, and let the student answer the prompts."""
         super().finish()
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         results: dict[str, float] = {}
@@ -139,7 +147,10 @@ class Distill(Finetune):
         self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
 
     def run(self) -> dict[str, float]:
-        """Run as every recipe does, and train another student on the labels alone if `compare_with_hard_labels` is set."""
+        """Run like every recipe.
+
+        If `compare_with_hard_labels` is set, also train another student on the labels alone.
+        """
         super().run()
         if self.config.compare_with_hard_labels and not self.trainer.preempted:
             steps = self.trainer.state.timestamp.batch
@@ -150,7 +161,7 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        return super()._trainer(model, resume or AUTO)  # None would require an empty folder, but it contains the teacher
+        return super()._trainer(model, resume or AUTO)  # None would require an empty folder, but the folder contains the teacher
 
     # --- the teacher's run, and the run on labels alone ---
 
@@ -163,7 +174,7 @@ class Distill(Finetune):
         return teacher
 
     def _taught(self) -> Path:
-        """Return the folder of the teacher for this run, and train the teacher if it does not exist yet.
+        """Return the folder of this run's teacher, and train the teacher if it does not exist yet.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
@@ -175,10 +186,10 @@ class Distill(Finetune):
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
             if (
                 kept is not None and not self.folder.exists() and _is_of(kept, recipe)
-            ):  # the earlier run ended while it trained its teacher
+            ):  # the earlier run ended while its teacher was being trained
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # it is renamed into place, so that it is complete
+            is_there = exported.exists()  # the folder is complete if it exists, because it is renamed into place
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
                     f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
@@ -191,7 +202,7 @@ class Distill(Finetune):
         return exported
 
     def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a fine-tuning run on the same data, in a subfolder of this run's; an existing one is resumed."""
+        """Return a fine-tuning run on the same data, in a subfolder of this run's folder. If it exists, it is resumed."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -208,7 +219,7 @@ class Distill(Finetune):
 
 
 class _Beside(Finetune):
-    """A fine-tuning run whose export is complete, or missing."""
+    """A fine-tuning run whose export is either complete or missing."""
 
     def export(self, path: str | Path) -> None:
         """Write the export under another name, and rename it when it is complete."""
@@ -237,7 +248,7 @@ def _run(recipe: Finetune) -> None:
     recipe.setup()
     recipe.run()
     if recipe.trainer.preempted and recipe.trainer.signal is not None:
-        raise SystemExit(128 + recipe.trainer.signal)  # the outer run is preempted as well
+        raise SystemExit(128 + recipe.trainer.signal)  # the outer run is preempted too
 
 
 def distill(

@@ -1,4 +1,4 @@
-"""Decide on rank 0, for all ranks, what happens to an existing run in the folder of a new one."""
+"""Decides what happens to an existing run in the folder of a new one. Rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from callsheet.run.store import attempt_store, keeper_of_store, within
 logger = logging.getLogger("callsheet")
 
 _SHOWN, _LONGEST = 4, 60
-"""How many values a message lists, and the greatest length of each."""
+"""The maximum number of values that a message lists, and the maximum length of each."""
 
 NEW = "new"
-"""The value of `resume` that sets an earlier run aside."""
+"""The value of `resume` for which an earlier run is set aside, which means that its folder is renamed."""
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
-    """Return on all ranks what `decide()` returns on rank 0, as plain data. Works before the Trainer has made a process group.
+    """Return on all ranks what `decide()` returns on rank 0, as plain data.
+
+    This works before the Trainer has made a process group.
 
     Raises:
-        ConfigError: on all ranks, if `decide()` raised it on rank 0.
+        ConfigError: raised on all ranks if `decide()` raised it on rank 0.
         DistributedError: rank 0 did not decide within `timeout` seconds.
     """
     if ranks.world_size == 1:
@@ -77,7 +79,10 @@ def _receive(store: Any, timeout: float) -> Any:
 
 
 def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
-    """Send the decision, and wait until all ranks have received it: without a launcher the store ends with this process."""
+    """Send the decision, and wait until all ranks have received it.
+
+    Without a launcher, the store ends with this process.
+    """
     deadline = time.monotonic() + timeout
 
     def send() -> None:
@@ -94,7 +99,7 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 
 
 def resumable(folder: Path, resume: str) -> str | None:
-    """Return what the Trainer resumes; None if a new run starts, and an existing folder must be set aside."""
+    """Return what the Trainer must resume. Return None if a new run starts and an existing folder must be set aside."""
     if resume == NEW:
         return None
     if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
@@ -103,7 +108,7 @@ def resumable(folder: Path, resume: str) -> str | None:
 
 
 def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
-    """Reject resuming a run with the model, data or optimizer of another job.
+    """Raise an error if the run would be resumed with a model, data or an optimizer of another job.
 
     Raises:
         ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
@@ -137,7 +142,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that version 0.1.0 or earlier wrote with the keys and values of today."""
+    """Return the settings of a run with the present keys and values, if version 0.1.0 or earlier wrote them."""
     current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
     if current.get("too_long") == "refuse":
         current["too_long"] = "reject"
@@ -161,7 +166,8 @@ def _short(value: Any) -> str:
 def set_aside(folder: Path) -> Path | None:
     """Rename a run's folder to the first free `<name>.<number>`, so that a new run can use its name. Return the new path.
 
-    Return None if the folder holds neither a run nor one that was trained for it, such as a teacher. The folder is then kept.
+    Return None if the folder contains neither a run nor anything that was trained for one, such as a teacher. The folder is then
+    kept.
     """
     if not is_marked(folder) and not find_checkpoints(folder / "checkpoints").checkpoints and not any(folder.glob(f"*/{MARKER}")):
         return None

@@ -43,17 +43,17 @@ class FinetuneConfig(JobConfig):
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
         docstrings: the source files whose functions are explained, if `train` is None.
-        chat_template: None for the tokenizer's own; `plain` for none; else the path of a Jinja file.
+        chat_template: None for the tokenizer's own template, `plain` for none, or the path of a Jinja file.
         completion_only: whether only the answers are learnt, and not the prompts.
-        sequence_length: the most tokens of an example, and of a packed row.
+        sequence_length: the maximum number of tokens of an example, and of a packed row.
         too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` takes their beginning,
             `drop` leaves them out.
-        packing: put several examples into each row of `sequence_length` tokens; `batch_size` then counts rows.
-        evaluate_first: whether the validation data is evaluated before the first step as well.
+        packing: whether to put several examples into each row of `sequence_length` tokens; `batch_size` is then a number of rows.
+        evaluate_first: whether the validation data is also evaluated before the first step.
         prompts: prompts for the trained model at the end of the run.
-        samples: how many prompts of each validation dataset it answers as well.
-        generated_tokens: the most tokens of an answer.
-        temperature: the sampling temperature; 0 takes the most likely token.
+        samples: how many prompts of each validation dataset the trained model also answers.
+        generated_tokens: the maximum number of tokens of an answer.
+        temperature: the sampling temperature; 0 chooses the most likely token.
     """
 
     run_name: str = "finetune"
@@ -93,7 +93,10 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """The model's own loss, without a key-value cache: nothing reads the cache, and it would let packed examples see each other."""
+    """The model's own loss, without a key-value cache.
+
+    Nothing reads the cache, and packed examples could see each other through it.
+    """
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(**batch, use_cache=False)
@@ -111,7 +114,10 @@ class Finetune(Recipe[FinetuneConfig]):
     # --- the job ---
 
     def read_data(self) -> None:
-        """Convert all rows to tokens, except streamed ones: rows that cannot be used, or are too long, are rejected now."""
+        """Convert all rows to tokens, except streamed ones.
+
+        Rows that are too long or cannot be used are rejected here.
+        """
         config = self.config
         self.tokenizer = config.model.make_tokenizer()
         self.conversations = Conversations(self.tokenizer, template=config.chat_template, completion_only=config.completion_only)
@@ -185,7 +191,7 @@ class Finetune(Recipe[FinetuneConfig]):
             trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Put the losses beside the baselines, and let the model answer the prompts."""
+        """Set the losses next to the baselines, and let the model answer the prompts."""
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
@@ -233,7 +239,10 @@ class Finetune(Recipe[FinetuneConfig]):
             yield from ({"completion": answer} for _, answer in answers)
 
     def export(self, path: str | Path) -> None:
-        """Write the model and its tokenizer, with the adapters merged into the weights; or only the adapters."""
+        """Write the model and its tokenizer.
+
+        Adapters are merged into the weights; if `lora.merge` is False, only the adapters are written.
+        """
         lora = self.config.lora
         if lora is None or not lora.merge:
             super().export(path)
@@ -250,7 +259,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
 
     def _questions(self) -> list[tuple[list[int], str]]:
-        """Return the tokens of each prompt for the trained model, and the answer in the data, empty if it has none."""
+        """Return, for each prompt, its tokens and the answer in the data, which is empty if there is none."""
         config, say = self.config, self.conversations
         questions = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
         for name, rows in self.rows.items():

@@ -26,7 +26,7 @@ from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"
 _COUNTED = 10_000
-"""The number of training rows from which the baseline is counted."""
+"""The number of training rows that are counted for the baseline."""
 
 
 @dataclass(kw_only=True)
@@ -38,11 +38,12 @@ class FinetuneVLMConfig(JobConfig):
         train: rows to train on; None trains on scikit-learn's handwritten digits, with their names in words.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
-        image_folder: the folder that paths of images are relative to; None is the folder of the row's file.
-        sequence_length: the most tokens of a row, including those of its images.
+        image_folder: the folder to which paths of images are relative; None is the folder of the row's file.
+        sequence_length: the maximum number of tokens of a row, including those of its images.
         too_long: what happens to longer rows: `reject` ends with an error, `truncate` takes their beginning.
         checked_rows: how many rows of each dataset are checked before training; None checks all.
-        answered_rows: how many rows of each validation dataset, and of the test, the trained model answers, to compare the answers.
+        answered_rows: how many rows of each validation dataset, and of the test data, the trained model answers, so that its
+            answers can be compared.
         answer_tokens: the most tokens of an answer.
     """
 
@@ -84,8 +85,8 @@ class FinetuneVLMConfig(JobConfig):
 class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     """Fine-tuning a vision-language model: images and text in, text out.
 
-    The assistant's messages are learnt. The model is evaluated at the evaluation interval and after training, when it is also tested.
-    Then it answers held-out rows, and its answers are compared with theirs.
+    The assistant's messages are learnt. The model is evaluated at the evaluation interval and after training, when it is also
+    tested. Then it answers held-out rows, and its answers are compared with those in the rows.
     """
 
     Config = FinetuneVLMConfig
@@ -109,7 +110,10 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
-        """Return a model from images and text to text, after checking on the first row that the processor fits it."""
+        """Return a model that reads images and text and writes text.
+
+        It is checked with the first row that the processor fits the model.
+        """
         model = self.config.model.make_model(self.vlm_processor, self.config.sequence_length + self.config.answer_tokens)
         check_images(model, self.batches(self._examples("train", 1)))
         return model
@@ -131,7 +135,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
 
     def finish(self) -> None:
-        """Answer held-out rows, and count how often the most common training completion would be right."""
+        """Answer held-out rows. As a baseline, count how often the most common completion in the training data would be right."""
         lines: list[list[str]] = []
         self.results = {}
         usual = self._commonest() if self.config.answered_rows else None
@@ -162,7 +166,10 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         ]
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the completion of each row, which has `messages` or `prompt`, and images with paths relative to `image_folder` or here."""
+        """Yield the completion of each row.
+
+        A row has `messages` or `prompt`, and images whose paths are relative to `image_folder` or to the current folder.
+        """
         form = ImageText(self.vlm_processor, None, self.config.image_folder)
         questions = (form.asked(row, f"row {number}") for number, row in enumerate(rows, 1))
         while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
@@ -182,7 +189,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return self.loader(prepared(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
 
     def _examples(self, name: str, most: int) -> list[Example]:
-        """Return the examples of some rows, in a table evenly spaced."""
+        """Return the examples of some rows. From a table, the rows are evenly spaced."""
         rows, form = self.rows[name], self.forms[name]
         if isinstance(rows, Stream):
             return [form(row, place) for place, row in islice(rows.places(), most)]

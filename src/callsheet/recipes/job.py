@@ -1,4 +1,4 @@
-"""The configuration that all recipes share: the run, its length and intervals, and how it is trained."""
+"""The configuration that all recipes share: the run, its duration and intervals, and the options of training."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ class JobConfig:
     Args:
         run_name: the name of the run, and of its folder in `runs_folder`.
         runs_folder: the folder that contains the runs' folders.
-        resume: `auto` resumes the run of this name, if it exists; `new` sets its folder aside and starts a new run; or a checkpoint's path.
+        resume: `auto` resumes the run of this name if it exists. `new` renames that run's folder and starts a new run. A path
+            resumes from that checkpoint.
         seed: the seed of the weights, the order of the data, and the generated text.
         max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
-        eval_interval: how often to evaluate; also at the end. None: only at the end.
-        log_interval: how often to make a metrics record; a bare number means batches, here and in every interval.
+        eval_interval: how often to evaluate; there is always an evaluation at the end. None: only at the end.
+        log_interval: how often to make a metrics record. A number without a unit means batches, here and in every interval.
         batch_size: samples per batch on one rank.
         eval_batch_size: samples per batch in evaluation; None is `batch_size`.
-        microbatch_size: samples per forward and backward; None is the whole batch.
+        microbatch_size: samples per forward and backward pass; None is the whole batch.
         gradient_accumulation_steps: how many batches make one step.
         clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
         optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
-        scheduler: a learning-rate scheduler class, given likewise, stepped after every optimizer step; None keeps the rate constant.
+        scheduler: a learning-rate scheduler class in the same form, stepped after every optimizer step; None keeps the rate
+            constant.
         precision: `fp32`, or `bf16` and `fp16` under autocast.
         parallel: how several ranks share the work: `auto`, `ddp`, `fsdp` or `single`.
-        compile: whether the model's forward is compiled.
-        gradient_checkpointing: whether activations are recomputed in the backward, if the model supports it.
+        compile: whether the model's forward pass is compiled.
+        gradient_checkpointing: whether activations are recomputed in the backward pass, if the model supports it.
         save_in_background: whether checkpoints are written while training continues.
         device: `auto` is CUDA if available.
-        workers: processes that load data, on each rank.
-        threads: torch's threads on the CPU; None leaves the choice to torch.
+        workers: the number of processes that load data, on each rank.
+        threads: the number of torch's threads on the CPU; None leaves the choice to torch.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
         stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false continues training.
-        export: whether the trained model is written to the folder `export` of the run, to be loaded with `from_pretrained`.
+        export: whether the trained model is written to the folder `export` of the run, so that `from_pretrained` can load it.
     """
 
     run_name: str = "run"

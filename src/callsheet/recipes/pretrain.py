@@ -33,7 +33,7 @@ class PretrainConfig(JobConfig):
         data: files to train on; their tokens are bytes.
         rows: texts to train on instead, tokenized with `model.tokenizer`.
         prompts: prompts for the trained model at the end of the run.
-        generated_tokens: the number of tokens it generates for each prompt.
+        generated_tokens: the number of tokens to generate for each prompt.
         temperature: the sampling temperature.
     """
 
@@ -121,7 +121,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return as many windows of the test files, or the test rows."""
+        """Return windows of the test files, as many as for validation, or all test rows."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:

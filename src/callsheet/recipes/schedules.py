@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up, followed by a constant rate, a cosine or a line."""
+"""Learning-rate schedules: a warm-up, and after it a constant rate, a cosine or a line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WarmupCosine(LambdaLR):
     Args:
         optimizer: the optimizer whose learning rate is set.
         total_steps: the step at which the rate reaches its final value, which it keeps.
-        warmup_steps: for how many of these steps the rate rises.
+        warmup_steps: the number of these steps during which the rate rises.
         final: the final rate, as a fraction of the full one.
     """
 
@@ -48,7 +48,7 @@ class WarmupLinear(LambdaLR):
     Args:
         optimizer: the optimizer whose learning rate is set.
         total_steps: the step at which the rate reaches its final value, which it keeps.
-        warmup_steps: for how many of these steps the rate rises.
+        warmup_steps: the number of these steps during which the rate rises.
         final: the final rate, as a fraction of the full one.
     """
 

@@ -1,4 +1,4 @@
-"""Convert a configuration to plain data for the run's record, and to a YAML file that would give the same configuration."""
+"""Converts a configuration to plain data for the run's record, and to a YAML file from which the same configuration can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import yaml
 
 
 def settings_of(config: Any) -> Any:
-    """Return numbers, texts, lists and dictionaries; a class or function becomes its name, with the arguments of a `partial`."""
+    """Return the configuration as numbers, texts, lists and dictionaries.
+
+    A class or function becomes its name, with the arguments of a `partial`.
+    """
     if is_dataclass(config) and not isinstance(config, type):
         return {field.name: settings_of(getattr(config, field.name)) for field in fields(config)}
     if isinstance(config, Mapping):
@@ -29,7 +32,9 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """Return the YAML of a job that was made in Python. It opens the run again, and is compared when the run is resumed.
+    """Return the YAML of a job that was made in Python.
+
+    With this file the run can be opened again, and compared when it is resumed.
 
     Functions that cannot be imported by name, such as lambdas, are left out.
     """

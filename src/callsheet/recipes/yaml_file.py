@@ -1,4 +1,4 @@
-"""Read a YAML file strictly: mistakes that a YAML reader ignores are errors here."""
+"""Reads a YAML file strictly, which means that mistakes that a YAML reader ignores are errors here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def read_yaml(path: Path) -> Any:
     """Return the content of the file.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8, is not YAML, is nested too deeply, or gives a key twice; the message has the file and the line.
+        ConfigError: the file cannot be read, is not UTF-8, is not YAML, is nested too deeply, or gives a key twice; the message
+            has the file and the line.
     """
     try:
         content = path.read_bytes()
@@ -48,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def loaded(value: Any) -> Any:
-    """Return a text read as YAML, or the value itself if it is not a text, not YAML, or nested too deeply."""
+    """Return a text read as YAML. Return the value itself if it is not a text, not YAML, or nested too deeply."""
     try:
         content = yaml.safe_load(value) if isinstance(value, str) else value
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -57,11 +58,11 @@ def loaded(value: Any) -> Any:
 
 
 def reject_deep(value: Any, place: str) -> None:
-    """Raise ConfigError if a value of the command line or of the environment is YAML that is nested too deeply to be read."""
+    """Raise ConfigError if a value from the command line or the environment is YAML that is nested too deeply."""
     try:
         is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
     except (yaml.YAMLError, ValueError):
-        return  # it is a plain text, or is rejected with its key
+        return  # this is a plain text, or it is rejected later with its key
     except RecursionError:
         is_read = False
     if not is_read:
@@ -82,9 +83,11 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
 
 
 def line_of(path: Path, key: str) -> int:
-    """Return the line of a key such as `callbacks[1].keep` or, if it is not in the file, of what would hold it; 0 if neither is there.
+    """Return the line of a key such as `callbacks[1].keep`.
 
-    The words `init_args` may be left out.
+    If the key is not in the file, return the line of the value that would contain it, or 0 if that is missing too.
+
+    The words `init_args` may be left out of the key.
     """
     node, line = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), 0
     for word in re.findall(r"[^.\[\]]+", key):
@@ -106,11 +109,11 @@ def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | N
 
 
 def _check_keys(node: yaml.Node, path: Path) -> None:
-    """Raise ConfigError if a mapping has a key twice: YAML silently takes the last one."""
+    """Raise ConfigError if a mapping has a key twice, because YAML silently uses the last one."""
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()
-        if id(each) in seen:  # an alias
+        if id(each) in seen:  # the node was seen before, through an alias
             continue
         seen.add(id(each))
         if isinstance(each, yaml.SequenceNode):

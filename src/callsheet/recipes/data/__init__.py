@@ -1,1 +1,1 @@
-"""Data of the recipes: rows, texts, images, and how they become batches."""
+"""The data of the recipes: rows, texts and images, and how batches are made from them."""

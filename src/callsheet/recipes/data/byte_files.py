@@ -22,14 +22,15 @@ _TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 @dataclass
 class ByteFiles:
-    """A folder of text files as windows of bytes.
+    """The text files of a folder, as windows of bytes.
 
     Args:
-        folder: where the files are; None is the standard library of the running Python, without its tests.
+        folder: the folder of the files; None is the standard library of the running Python, without its tests.
         pattern: which files in the folder and below it, such as `*.py`.
         sequence_length: bytes per window.
-        validation_percent: the percentage of files for validation; a file's name decides, so that the split is stable.
-        test_percent: likewise, for the test after training.
+        validation_percent: the percentage of files for validation. The name of a file decides about it, so that the split is
+            always the same.
+        test_percent: the same for the test after training.
         validation_windows: how many windows are used for validation, and for the test, spread evenly over their files.
     """
 
@@ -109,7 +110,8 @@ class ByteFiles:
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
-        """Return the cross-entropy of the validation bytes in nats per byte, under the training bytes' unigram and bigram counts.
+        """Return the cross-entropy of the validation bytes in nats per byte, once by unigram and once by bigram counts of the
+        training bytes.
 
         Counts start from one (Laplace's rule), so that no byte has probability 0.
         """
@@ -122,7 +124,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `length` tokens: every `step`-th, at most `most`."""
+    """Windows of `length` tokens. Of all windows every `step`-th is used, but at most `most`."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

@@ -85,15 +85,15 @@ class ClassLabels:
 
 
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
-    """Return the labels as the model's existing classification head numbers them.
+    """Return the labels in the numbering of the model's existing classification head.
 
-    If the labels are the head's, they get its order. If they are only numbers, they get the head's names.
+    If the head has the same names, the labels get its order. If the labels are only numbers, they get the head's names.
 
     Args:
-        may_reorder: whether the labels have no order that the user gave.
+        may_reorder: whether the order of the labels may change, because the user gave none.
 
     Raises:
-        ConfigError: the head has another number of classes, or other numbers for some classes.
+        ConfigError: the head has a different number of classes, or other numbers for some of them.
     """
     if model.path is None:
         return labels
@@ -122,7 +122,9 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
 
 
 def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Sequence[str]) -> list[float] | None:
-    """Return the weight of a sample of each class: `given`, None for `none`, or for `balanced` rows / (classes * rows of the class).
+    """Return the weight of a sample of each class.
+
+    The result is `given`, or None for `none`. For `balanced`, it is rows / (classes * rows of the class).
 
     With `balanced` all classes have the same total weight, and the mean weight of a row is 1.
 
@@ -130,7 +132,7 @@ def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Se
         counts: the number of training rows of each class; all 0 if they were not counted.
 
     Raises:
-        ConfigError: the number of weights is not that of the classes; or `balanced` is given, and a class has no counted rows.
+        ConfigError: there are not as many weights as classes; or `balanced` is given, and a class has no counted rows.
     """
     if given == "none":
         return None

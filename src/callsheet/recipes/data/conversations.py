@@ -1,4 +1,7 @@
-"""Convert rows of text to tokens, and mark those that are learnt: chats (with a template), prompts with completions, or plain text."""
+"""Converts rows of text to tokens, and marks those that are learnt.
+
+Rows are chats (with a template), prompts with completions, or plain text.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ class Conversations:
     are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
     answer. Without one, the two texts are concatenated.
 
-    The assistant's messages are learnt, including the template's end of a message: the part inside `{% generation %}` of the template
-    or, if it has no such block, what each answer appends to the rendered messages before it. Of a plain text everything is learnt.
+    The assistant's messages are learnt, including the template's end of a message. If the template has a block `{% generation
+    %}`, the part inside it is learnt; otherwise, the text that each answer adds to the rendered messages before it. Of a plain
+    text, everything is learnt.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        template: None for the tokenizer's own chat template, `plain` for no template, else the path of a template file, which is set
-            on the tokenizer.
-        completion_only: False learns the prompts as well.
+        template: None for the tokenizer's own chat template, `plain` for no template, or the path of a template file, which
+            replaces the tokenizer's.
+        completion_only: whether only the answers are learnt; False learns the prompts too.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer cannot return the offsets of its tokens in a text.
@@ -84,7 +88,8 @@ class Conversations:
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
-        """Return the tokens that the model continues: the row without its last answer, and the template's start of an answer.
+        """Return the tokens that the model continues: the row without its last answer, followed by the template's start of an
+        answer.
 
         Raises:
             ConfigError: as in `example`.
@@ -207,7 +212,10 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
 
 
 def _there(row: Row) -> Row:
-    """Return the row without None: Parquet files have every column in every row, and every key in every message."""
+    """Return the row without values that are None.
+
+    Parquet files have every column in every row, and every key in every message.
+    """
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -228,7 +236,7 @@ def _text(row: Row, column: str, place: str) -> str:
 
 
 def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages without None values: templates check whether a key exists."""
+    """Return the messages without None values, because templates check whether a key exists."""
     return [dict(_there(message)) for message in messages]
 
 

@@ -21,7 +21,8 @@ class Digits(Table):
     """Some of the 1,797 images of 8 by 8 pixels (Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits).
 
     Args:
-        part: `train`, or `validation` or `test`, which are a tenth each. The part of an image depends only on its number.
+        part: `train`, `validation` or `test`; the last two are a tenth of the images each. The part of an image depends only on
+            its number.
     """
 
     def __init__(self, part: str) -> None:

@@ -21,7 +21,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """Functions with a docstring: the user gives the module and the signature, and the assistant the docstring's first line."""
+    """Functions with a docstring, as conversations.
+
+    The user gives the module and the signature, and the assistant answers with the docstring's first line.
+    """
 
     def __init__(self, rows: list[tuple[str, Row]]) -> None:
         self._rows = rows
@@ -39,7 +42,9 @@ class Documented(Table):
 
 @dataclass
 class Docstrings:
-    """The documented functions of a folder of Python files. Some files are held out; a file's name decides, so that the split is stable.
+    """The documented functions of a folder of Python files.
+
+    Some files are held out. The name of a file decides about it, so that the split is always the same.
 
     Args:
         folder: None is the standard library of the running Python, without its tests.
@@ -62,7 +67,7 @@ class Docstrings:
 
     @property
     def validation(self) -> dict[str, Documented]:
-        """Return the `functions`, and the `methods` of classes, of the held-out files."""
+        """Return the `functions` and the `methods` of the held-out files, as two datasets."""
         return {name: self._tables[name] for name in ("functions", "methods")}
 
     @cached_property
@@ -94,7 +99,10 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Yield each function of the file that is not nested in another, with the name of its class and a dot, or an empty string."""
+    """Yield each function of the file that is not nested in another function.
+
+    With it, yield the name of its class and a dot, or an empty string.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in third-party source

@@ -1,4 +1,4 @@
-"""The datasets of a job as tokenized examples, by name, padded or packed."""
+"""The datasets of a job, by name, as tokenized examples that are padded or packed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from callsheet.recipes.data.rows import Stream, Table
 
 
 class ExampleSets:
-    """Tokenizes all rows, except streamed ones, which are tokenized as they are read.
+    """Tokenizes all rows now, except for streamed rows, which are tokenized when they are read.
 
     Args:
         rows: the rows by the dataset's name.
         conversations: converts a row to tokens.
-        longest: the most tokens of an example, and of a packed row.
+        longest: the maximum number of tokens of an example, and of a packed row.
         too_long: what happens to longer examples.
         packing: whether several examples are put into one row.
         flat: whether all packed rows of a batch are concatenated into one, as flash attention needs it.

@@ -1,4 +1,7 @@
-"""Tokenized examples to train on: those of a table in memory, or those of a stream as they arrive. None exceeds the length limit."""
+"""Tokenized examples to train on.
+
+They come from a table in memory, or from a stream as its rows arrive. No example exceeds the length limit.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """Return the example, or its first `longest` tokens, or None if it is dropped.
+        """Return the example, or its first `longest` tokens. Return None if it is dropped.
 
         Raises:
             ConfigError: the example is too long and `too_long` is `reject`, or it has no learnt token; the message names the place.
@@ -125,7 +128,10 @@ class ExampleStream(IterableDataset[Sample]):
 
 
 def sample(ids: Any, is_learnt: Any) -> Sample:
-    """Return `input_ids` and `labels`, int64, (length,). Labels of the first token, and of tokens not learnt, are ignored by the loss."""
+    """Return `input_ids` and `labels` as int64 of shape (length,).
+
+    The labels of the first token, and of tokens that are not learnt, are ignored by the loss.
+    """
     tokens = torch.from_numpy(ids.astype(np.int64))
     learnt = torch.from_numpy(is_learnt.copy())
     learnt[0] = False

@@ -1,4 +1,4 @@
-"""Generate the answers of a trained vision-language model."""
+"""Generates the answers of a trained vision-language model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from callsheet.trainer import Trainer
 def answered(
     trainer: Trainer, questions: Sequence[Example], batches: ImageBatches, tokenizer: Any, most: int, *, batch_size: int
 ) -> Iterator[str]:
-    """Return the most likely answer to each question. With sharded weights every rank must call this; each gets all answers.
+    """Return the most likely answer to each question.
+
+    With sharded weights every rank must call this; each gets all answers.
 
     Args:
         trainer: the trainer of the model.
         questions: examples that end where the answer begins.
         batches: encodes the questions.
         tokenizer: the processor's tokenizer.
-        most: the most tokens of an answer.
+        most: the maximum number of tokens of an answer.
         batch_size: how many questions are answered together.
     """
     model: Any = trainer.model

@@ -1,4 +1,4 @@
-"""Batches of images and text: the output of the model's processor, with labels for the learnt tokens."""
+"""Batches of images and text: the output of the model's processor, with labels for the tokens to learn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ImageBatches:
 
     Args:
         processor: the model's processor.
-        sequence_length: the most tokens of a row, including those of its images.
+        sequence_length: the maximum number of tokens of a row, including those of its images.
         too_long: `reject` a row with more tokens, or `truncate` it, which never cuts an image.
     """
 
@@ -73,7 +73,7 @@ class ImageBatches:
                 made = self._called(examples)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
-                self.encoded([example], side=side)  # finds the row that fails
+                self.encoded([example], side=side)  # finds out which row fails
             reject(examples[0].place, f"the processor rejects this row: {error}")
         return dict(made)
 
@@ -87,14 +87,17 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """Return the tokens of a text. A text that begins with the start token, from its template, does not get a second one."""
+        """Return the tokens of a text.
+
+        If the template has already added the start token, no second one is added.
+        """
         begin = self._processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
         """Yield the spans of learnt tokens in the row's `length` ids.
 
-        The processor replaces each image by many ids. Positions behind the last image are therefore counted from the end.
+        The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
         """
         whole = self._plain(example.text, example.text)
         for part in example.learnt:
@@ -151,7 +154,10 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences of ids. A token across the border belongs to what follows."""
+    """Return the length of the common prefix of two sequences of ids.
+
+    A token that crosses the border belongs to what follows it.
+    """
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

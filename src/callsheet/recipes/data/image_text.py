@@ -1,4 +1,6 @@
-"""Convert rows of images and text to the input of a processor: the rendered text, its learnt spans, and the images in order."""
+"""Converts rows of images and text to the input of a processor: the rendered text, the spans of it to learn, and the images in
+order.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Example:
     """The text of the last answer."""
 
     def question(self) -> Example:
-        """Return the example up to where the last answer begins."""
+        """Return the example up to the place where the last answer begins."""
         if not self.learnt:
             return self
         last = self.learnt[-1]
@@ -56,7 +58,7 @@ class ImageText:
     Args:
         processor: the model's processor.
         rows: the source of the rows; paths of images are relative to the row's file.
-        image_folder: another folder that paths of images are relative to.
+        image_folder: a folder to which paths of images are relative instead.
     """
 
     def __init__(self, processor: Any, rows: Rows | None, image_folder: str | None = None) -> None:
@@ -74,11 +76,11 @@ class ImageText:
         return self._example(row, place, pixels=True, is_question=False)
 
     def look(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the example as a call does, but read only the headers of its image files."""
+        """Return the same example as a call does, but read only the headers of its image files."""
         return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the example of a row without its answer; an answer at its end is left out."""
+        """Return the example of a row without its answer. If the row ends with an answer, that is left out."""
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
@@ -143,7 +145,7 @@ class ImageText:
                     f"messages[{number}]: its text cannot be located: the processor's chat template renders the messages before it "
                     "differently when more follow; split the row, so that the answer is its last message",
                 )
-            bare = through.rstrip("\n")  # some templates end a turn with a line break after the token that ends it
+            bare = through.rstrip("\n")  # some templates add a line break after the token that ends a turn
             end = len(bare) if bare.endswith(self._specials()) else len(through)
             learnt.append(Learnt(len(before), max(end, len(before)), _count_images(messages[:number])))
         return text, images, tuple(learnt)
@@ -173,7 +175,7 @@ class ImageText:
         return tuple(self._processor.tokenizer.all_special_tokens)
 
     def _folder_of(self, place: str) -> Path:
-        """Return the folder that the row's image paths are relative to."""
+        """Return the folder to which the row's image paths are relative."""
         if self._folder is not None:
             return self._folder
         file = Path(place.rpartition(":")[0])  # the place of a row of JSON lines begins with the file

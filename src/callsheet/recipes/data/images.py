@@ -1,4 +1,4 @@
-"""Open the images of rows: files beside the rows, bytes, or Pillow images. Errors name the place of the row."""
+"""Opens the images of rows: files next to the rows, bytes, or Pillow images. Errors name the place of the row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     """Return the image, upright and in RGB.
 
     Args:
-        value: a path, absolute or relative to `folder`; bytes of a file; a dictionary of either, as `datasets` writes it; or an image.
+        value: a path, absolute or relative to `folder`; the bytes of a file; a dictionary with one of these, as `datasets` writes
+            it; or an image.
         pixels: whether the pixels are needed; False reads only the header of the file.
 
     Raises:

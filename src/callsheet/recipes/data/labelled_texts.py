@@ -1,4 +1,4 @@
-"""Convert rows of a text and a label to samples of token ids and a class number. Errors name the place of the row."""
+"""Converts rows of a text and a label to samples of token ids and a class number. Errors name the place of the row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ TOO_LONG = ("truncate", "reject")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Converts rows to samples. All methods take the row's place, and raise ConfigError with it if they cannot use the row.
+    """Converts rows to samples.
+
+    All methods are called with the row's place, and raise a ConfigError that names it if they cannot use the row.
 
     Args:
         tokenizer: a tokenizer of transformers.
         labels: the classes.
         text_column: the column of texts.
         label_column: the column of labels.
-        longest: the most tokens of a text.
+        longest: the maximum number of tokens of a text.
         truncates: whether longer texts are cut; otherwise they are rejected.
     """
 
@@ -40,7 +42,7 @@ class LabelledTexts:
         return text, label
 
     def sample(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """`input_ids` and `labels`."""
+        """Return the row as `input_ids` and `labels`."""
         return {"input_ids": self.ids(row, place), "labels": self.labels.number(row[self.label_column], place)}
 
     def ids(self, row: Mapping[str, Any], place: str) -> list[int]:

@@ -1,4 +1,7 @@
-"""Pieces of source code, labelled with their package: real text with real classes that every Python installation has."""
+"""Pieces of source code that are labelled with their package.
+
+They are real text with real classes, which every Python installation has.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ class PackagePieces:
         packages: the packages to use; None takes the largest `most_packages` that have at least ten files.
         most_packages: the number of packages, if they are not named.
         characters: characters per piece.
-        most_pieces: the most pieces of a package in each part, evenly spread over its files.
+        most_pieces: the maximum number of pieces of a package in each part; they are evenly spread over its files.
         validation_percent: the percentage of files for validation, at least one of each package.
-        test_percent: likewise, for the test after training.
+        test_percent: the same for the test after training.
     """
 
     folder: str | None = None

@@ -1,4 +1,4 @@
-"""Pack several examples into one row, with little padding. Each example has its own positions and attention."""
+"""Packs several examples into one row, which needs little padding. Each example has its own positions and attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from callsheet.recipes.data.padding import filled
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 _ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
-"""Tolerances of logits, relative to the largest, for fp32 weights and others: between rows of one shape, and of several."""
+"""Tolerances for differences of logits, relative to the largest logit, for fp32 weights and for others.
+
+The first is between rows of one shape, the second between rows of several shapes.
+"""
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the examples of each row of `room` tokens, by best fit decreasing: the longest first, each where it leaves the least room."""
+    """Return the examples of each row of `room` tokens, by best fit decreasing.
+
+    The longest examples come first. Each is put into the row where it leaves the least room.
+    """
     rows: list[list[int]] = []
     with_left: dict[int, list[int]] = defaultdict(list)  # rows by how many tokens are left in them
-    lefts = 0  # the keys of `with_left` that have rows, as bits
+    lefts = 0  # a number whose set bits are the keys of `with_left` that have rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
         enough = lefts >> length
@@ -87,12 +93,12 @@ class PackedStream(IterableDataset[Sample]):
 class Pack:
     """Makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
 
-    There is no attention mask: without one, models of transformers separate examples where positions restart from 0. The padding of
-    shorter rows is one more such example, which is not learnt.
+    There is no attention mask. Without one, models of transformers separate examples where positions start again from 0. The
+    padding of a shorter row is one more such example, which is not learnt.
 
     Args:
         token: the padding token.
-        flat: concatenate all rows into one, as flash attention needs it.
+        flat: whether to concatenate all rows into one, as flash attention needs it.
     """
 
     def __init__(self, token: int, *, flat: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Pad sequences of different lengths to one batch."""
+"""Pads sequences of different lengths to one batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 
 
 class Padding:
-    """Makes a batch of samples, each as long as the longest of them; a DataLoader's `collate_fn`.
+    """Makes a batch of samples, which are padded to the longest of them. It is used as a DataLoader's `collate_fn`.
 
     A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or as many as ids, which
     are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as int64,
@@ -26,7 +26,7 @@ class Padding:
         self.pad_id = pad_id
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch."""
+        """Return the batch."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {
             "input_ids": filled(ids, self.pad_id),

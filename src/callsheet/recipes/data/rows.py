@@ -1,4 +1,7 @@
-"""Read rows of data: JSON lines, Parquet files, a folder of them, or a dataset on the hub. Errors name the place of the row."""
+"""Reads rows of data from JSON lines, Parquet files, a folder of these, or a dataset on the hub.
+
+Errors name the place of the row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "de
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
-"""A function that converts a row, given the row and its place. It rejects a row with `reject(place, why)`."""
+"""A function that converts a row; its arguments are the row and the row's place.
+
+It rejects a row by calling `reject(place, why)`.
+"""
 
 
 @dataclass
@@ -34,8 +40,8 @@ class Rows:
         name: the configuration of a dataset on the hub.
         split: the split of a dataset that has several.
         revision: the revision of a dataset on the hub.
-        streaming: read rows as they are needed, without knowing their number.
-        limit: the most rows to read.
+        streaming: whether to read rows only when they are needed, without knowing their number.
+        limit: the maximum number of rows to read.
     """
 
     path: str
@@ -185,7 +191,10 @@ class DatasetTable(Table):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that can only be read in sequence. A resumed run reads again, and skips, the rows that it had already used."""
+    """Rows that can only be read in sequence.
+
+    A resumed run reads the rows again that it had already used, and skips them.
+    """
 
     def __init__(self, source: Any, path: str) -> None:
         self._source = source
@@ -248,7 +257,7 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
+    except ValueError as error:  # also raised for bytes that are not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")

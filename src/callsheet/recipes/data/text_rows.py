@@ -1,4 +1,4 @@
-"""Rows of text as one long sequence of tokens, cut into windows, to pretrain a language model."""
+"""Rows of text as one long sequence of tokens, which is cut into windows, to pretrain a language model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TextRows:
         """Return all datasets as windows of tokens.
 
         Raises:
-            ConfigError: a row without a text, with its place; too few tokens for one window.
+            ConfigError: a row has no text (the message names its place), or there are not enough tokens for one window.
         """
         given = {"train": self.train, **self.validation} | ({"test": self.test} if self.test is not None else {})
         return TextSets(
@@ -77,7 +77,10 @@ class TextSets:
         return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
 
     def unigram(self, name: str) -> float | None:
-        """Return the cross-entropy of a dataset's tokens under the training tokens' counts, plus one each (Laplace); None for a stream."""
+        """Return the cross-entropy of a dataset's tokens under the counts of the training tokens, each plus one (Laplace).
+
+        Return None for a stream.
+        """
         if not {"train", name} <= self._tokens.keys():
             return None
         counts = np.bincount(self._tokens["train"], minlength=len(self._tokenizer)) + 1.0
@@ -93,7 +96,10 @@ class TextSets:
 
 
 class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
-    """Windows of a stream's tokens, as they arrive. With several workers each reads its own shards of the stream."""
+    """Windows of a stream's tokens, as these arrive.
+
+    If there are several workers, each reads its own shards of the stream.
+    """
 
     def __init__(self, rows: Stream, ids: Any, length: int) -> None:
         self._rows = rows

@@ -18,17 +18,21 @@ CHAT_TEMPLATE = (
 
 
 def byte_processor(image_size: int, patch_size: int) -> Any:
-    """A `LlavaProcessor` for square images of `image_size` pixels, cut into patches of `patch_size`, for a vision tower shaped like CLIP's."""
+    """Return a `LlavaProcessor` for square images of `image_size` pixels, cut into patches of `patch_size`.
+
+    It fits a vision tower that is shaped like CLIP's.
+    """
     import transformers
 
-    # Newer versions of transformers call the Pillow class `...Pil`; the plain name then means the torchvision class.
+    # In newer versions of transformers, the class that uses Pillow is `...Pil`, and the plain name is the class that uses
+    # torchvision.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(
         image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
-        vision_feature_select_strategy="default",  # the patches, without the tower's class token
+        vision_feature_select_strategy="default",  # uses the patches, but not the tower's class token
         num_additional_image_tokens=1,  # the class token
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,

@@ -17,11 +17,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""A role's token precedes each message, and the end token follows the assistant's messages, which are learnt with it."""
+"""The chat template.
+
+The token of a role precedes each message. The end token follows the assistant's messages, and is learnt with them.
+"""
 
 
 def byte_tokenizer() -> Any:
-    """A transformers tokenizer whose ids 0 to 255 are the bytes of a text in UTF-8, and whose further ids are `SPECIAL`, in order."""
+    """Return a transformers tokenizer whose ids 0 to 255 are the bytes of a text in UTF-8.
+
+    The ids after these are `SPECIAL`, in order.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +46,7 @@ def byte_tokenizer() -> Any:
 
 
 def _symbols() -> list[str]:
-    """For each byte the printable character that byte-level tokenizers write for it (Radford et al. 2019)."""
+    """Return, for each byte, the printable character by which byte-level tokenizers write it (Radford et al. 2019)."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(rest)) for byte in range(BYTES)]

@@ -1,4 +1,4 @@
-"""Check the keys of a transformers configuration: transformers stores an unknown key without using it."""
+"""Checks the keys of a transformers configuration, because transformers stores an unknown key without using it."""
 
 from __future__ import annotations
 

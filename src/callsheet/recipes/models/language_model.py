@@ -37,11 +37,12 @@ class LanguageModel:
     """A language model and the source of its weights. Weights are read only from safetensors, and no code of a model's repository is run.
 
     Args:
-        path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes one with random weights.
+        path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes a model with random weights.
         revision: the revision of a model on the hub.
-        config: for a model with random weights, the values of a transformers configuration, including `model_type`; for one with
-            weights, values that override its own. Without `path` and `config` the model is a Llama of the shape below.
-        tokenizer: its folder or name; `bytes` is one that needs no file; None is the model's own, or `bytes` for a model without a path.
+        config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
+            weights, they override its own. Without `path` and `config`, the model is a Llama of the shape below.
+        tokenizer: the tokenizer's folder or name. `bytes` is one that needs no file. None is the model's own, or `bytes` for a
+            model without a path.
         hidden_size: width of the residual stream.
         layers: number of blocks.
         heads: number of attention heads, which must divide `hidden_size`.
@@ -77,7 +78,7 @@ class LanguageModel:
         """Return the tokenizer, with a padding token.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the tokenizer cannot be found.
         """
         name = self.tokenizer or self.path or BYTE_TOKENIZER
         if name == BYTE_TOKENIZER:
@@ -93,9 +94,9 @@ class LanguageModel:
         """Return the model.
 
         Args:
-            auto: the transformers class that makes it, such as `AutoModelForCausalLM`.
-            vocabulary: the number of ids of its tokenizer.
-            longest: the most tokens of a sequence.
+            auto: the transformers class that makes the model, such as `AutoModelForCausalLM`.
+            vocabulary: the number of ids of the tokenizer.
+            longest: the maximum number of tokens of a sequence.
             values: further values of the configuration, such as `num_labels`.
 
         Raises:
@@ -182,7 +183,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether a weight belongs to a classification head, or to the pooler before it, that the folder does not claim to have."""
+    """Return whether a weight belongs to a classification head, or the pooler before it, that the loaded folder does not contain."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
@@ -191,7 +192,7 @@ def _is_of_new_head(name: str, model: Any) -> bool:
 def loaded(auto: Any, name: str, what: str, revision: str | None = None, **options: Any) -> Any:
     """Return `auto.from_pretrained(name)`, without running code of the model's repository.
 
-    If `name` is no local folder and the hub does not answer, only a copy that an earlier download has left is used.
+    If `name` is not a local folder and the hub does not answer, only a copy from an earlier download is used.
 
     Raises:
         ConfigError: it does not exist, or cannot be loaded.
@@ -220,7 +221,10 @@ def _is_name_on_hub(name: str) -> bool:
 
 
 def _hub_answers() -> bool:
-    """Return whether a single request reaches the hub. The hub's own client would retry for a minute, for each file."""
+    """Return whether a single request reaches the hub.
+
+    The hub's own client would try again for a minute, for each file.
+    """
     from huggingface_hub import constants, get_session
 
     try:
@@ -231,7 +235,7 @@ def _hub_answers() -> bool:
 
 
 def _copy_of(name: str, revision: str | None) -> str:
-    """Return the folder with the copy of a model that an earlier download has left. Raise an OSError if there is none."""
+    """Return the folder with the copy of a model from an earlier download. Raise an OSError if there is none."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, local_files_only=True)
@@ -239,7 +243,7 @@ def _copy_of(name: str, revision: str | None) -> str:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Leave out the hub's log lines about retries: an error that remains is raised."""
+    """Suppress the hub's log lines about retries. If the last retry fails too, its error is raised anyway."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): training beside frozen weights, checkpoints, and export."""
+"""Low-rank adapters (LoRA): training them next to frozen weights, checkpoints, and export."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ALL_LINEAR = "all-linear"
 
 @dataclass
 class Lora:
-    """Train two low-rank matrices beside each weight matrix, which stays frozen (Hu et al. 2021, LoRA).
+    """Train two low-rank matrices in addition to each weight matrix, which stays frozen (Hu et al. 2021, LoRA).
 
     Args:
         r: the rank of the matrices.
         alpha: their product is scaled by `alpha / r`.
         dropout: the dropout of their input.
-        targets: the names of the modules, such as `q_proj`; `all-linear` is every linear layer but the last.
-        merge: whether the export adds them to the model's weights; False exports only the adapters, as a folder that peft loads over
-            the model of `model.path`.
+        targets: the names of the modules, such as `q_proj`; `all-linear` is every linear layer except the last.
+        merge: whether the export adds the adapters to the model's weights. False exports only the adapters, as a folder that peft
+            loads over the model of `model.path`.
     """
 
     r: int = 8
@@ -49,7 +49,9 @@ class Lora:
             raise ConfigError(f"lora.targets is empty; name modules, such as q_proj, or give {ALL_LINEAR}")
 
     def add_to(self, model: Any) -> None:
-        """Add the adapters to a model of transformers. From then on only they are trained, in fp32, and only they are in its state dict.
+        """Add the adapters to a model of transformers.
+
+        After this, only the adapters are trained, in fp32, and only they are in the model's state dict.
 
         Raises:
             ConfigError: there is no module of a given name, or it is of a type that has no adapters.
@@ -75,11 +77,13 @@ class Lora:
         model.register_load_state_dict_post_hook(_need_no_frozen)
 
     def export_merged(self, model: Any, path: str | Path, *, writes: bool, processor: Any = None) -> None:
-        """Write the model, with its adapters merged, as a Hugging Face folder. A collective, which returns when all is written.
+        """Write the model, with its adapters merged, as a Hugging Face folder.
+
+        This is a collective, which returns when everything is written.
 
         Args:
-            writes: whether this rank writes; it holds all weights in host memory during the call.
-            processor: the tokenizer or processor to save beside the model.
+            writes: whether this rank writes; it then holds all weights in host memory during the call.
+            processor: the tokenizer or processor to save with the model.
 
         Raises:
             CheckpointError: on all ranks, if the model cannot be written.
@@ -94,7 +98,7 @@ class Lora:
                     if writes:  # cloned because merging changes them in place
                         self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
                 finally:
-                    for _ in turns:  # gather the rest, too: the other ranks take part in it
+                    for _ in turns:  # gather the rest too, because the other ranks take part
                         pass
 
             ranks.together(write)
@@ -124,7 +128,7 @@ class Lora:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """Yield a process group of all ranks for the coordination of the writing; None for a single process."""
+    """Yield a process group of all ranks through which they coordinate the writing. Yield None for a single process."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return
@@ -147,7 +151,10 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights, which can be loaded again from their source: the checkpoint is a hundredth of the model's size."""
+    """Remove the frozen weights from the state.
+
+    They can be loaded again from their source. Without them, a checkpoint is a hundredth of the model's size.
+    """
     for name in _frozen(model):
         state.pop(prefix + name, None)
 

@@ -36,8 +36,8 @@ class VisionLanguageModel(LanguageModel):
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
 
     Args:
-        processor: its folder or name; `bytes` is one that needs no file, for images of `image_size`; None is the model's own, and
-            `bytes` for one without a path.
+        processor: the processor's folder or name. `bytes` is one that needs no file, for images of `image_size`. None is the
+            model's own, or `bytes` for a model without a path.
         image_size: for a model without `path` and `config`, the side of its images in pixels.
         patch_size: the side of its patches in pixels; it must divide `image_size`.
         vision_hidden_size: width of its vision tower, which has as many `heads` as the Llama.
@@ -69,7 +69,7 @@ class VisionLanguageModel(LanguageModel):
         """Return the processor of images and text.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the processor cannot be found.
         """
         name = self.processor or self.path or BYTE_PROCESSOR
         if name == BYTE_PROCESSOR:
@@ -153,16 +153,19 @@ class VisionLanguageModel(LanguageModel):
 
 
 def image_token_id(owner: Any) -> int | None:
-    """Return the token id of a processor or configuration that represents a piece of an image, or None if it defines none."""
+    """Return the id of the token that stands for a piece of an image in a processor or configuration.
+
+    Return None if there is none.
+    """
     found = getattr(owner, "image_token_id", None)
     return found if found is not None else getattr(owner, "image_token_index", None)
 
 
 def check_images(model: Any, batch: Mapping[str, Any]) -> None:
-    """Run the vision tower on the images of one row, and check that it gives as many vectors as the processor has image tokens.
+    """Run the vision tower on the images of one row. Check that it returns as many vectors as the processor has image tokens.
 
-    Parameters of the tower on which the vectors do not depend, such as layers after `vision_feature_layer`, are frozen: they would
-    have no gradient, which DistributedDataParallel does not support.
+    Parameters of the tower that do not affect these vectors, such as layers after `vision_feature_layer`, are frozen. They would
+    get no gradient, which DistributedDataParallel does not support.
 
     Raises:
         ConfigError: the processor does not fit the model.
@@ -219,7 +222,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the name prefixes of the parameters that `word` means."""
+    """Return the name prefixes of the parameters that `word` refers to."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

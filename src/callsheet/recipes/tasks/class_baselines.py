@@ -31,7 +31,9 @@ class ByteCounts:
         return int(self.rows.argmax())
 
     def naive_bayes(self, texts: Iterable[str]) -> Tensor:
-        """Return the most likely class of each text, int64, (texts,), if its bytes are independent draws from the class's frequencies.
+        """Return the most likely class of each text, as int64 of shape (texts,).
+
+        Naive Bayes assumes that the bytes of a text are independent draws from the frequencies of its class.
 
         Counts start from one (Laplace's rule), so that no byte has probability 0.
         """

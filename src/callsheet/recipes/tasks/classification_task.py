@@ -34,11 +34,11 @@ class ClassificationTask(Task):
         self._weights = torch.tensor(weights) if weights is not None else None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return `model(**batch)` without the labels: the loss is not the model's own."""
+        """Return `model(**batch)` without the labels, so that the model does not compute its own loss."""
         return model(**{name: value for name, value in batch.items() if name != "labels"})
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Cross entropy, in float32."""
+        """Return the cross entropy, in float32."""
         labels = batch["labels"]
         return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
 

@@ -13,16 +13,20 @@ from callsheet.trainer.tasks import IGNORED_LABEL, Losses
 
 
 class DistillationTask(CausalTask):
-    """The loss is `mix * ce_loss + (1 - mix) * kd_loss`, all three means over the labelled tokens (Hinton, Vinyals and Dean 2015).
+    """The loss is `mix * ce_loss + (1 - mix) * kd_loss`.
 
-    `ce_loss` is the model's own, in nats. `kd_loss` is KL(teacher || model), with both divided by the temperature, times the square of
-    the temperature, so that its gradients keep their size. In evaluation `teacher_loss` is the teacher's cross entropy.
+    All three are means over the labelled tokens (Hinton, Vinyals and Dean 2015).
+
+    `ce_loss` is the model's own loss, in nats. `kd_loss` is KL(teacher
+
+    model), where the logits of both are divided by the temperature. It is multiplied by the square of the temperature, so that
+    the size of its gradients does not depend on the temperature. In evaluation, `teacher_loss` is the teacher's cross entropy.
 
     Args:
         teacher: a causal language model over the same tokens.
         temperature: the temperature by which both logits are divided before the softmax.
-        mix: the share of the labels, from 0 to 1.
-        vocabulary: the number of tokens. Further logits, which some models have as padding, are ignored.
+        mix: the fraction of the loss that comes from the labels, from 0 to 1.
+        vocabulary: the number of tokens. Additional logits, which some models have as padding, are ignored.
     """
 
     def __init__(self, teacher: nn.Module, *, temperature: float, mix: float, vocabulary: int) -> None:

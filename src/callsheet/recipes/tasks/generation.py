@@ -1,4 +1,4 @@
-"""Generate text with the trained language model at the end of a recipe."""
+"""Generates text with the trained language model at the end of a recipe."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def log_continuations(
 
     Args:
         trainer: the trainer of the model.
-        prompts: texts, special tokens included, or their ids.
+        prompts: texts (special tokens included), or the ids of their tokens.
         tokenizer: the model's tokenizer.
-        most: the most tokens to generate.
-        temperature: the sampling temperature; 0 takes the most likely token.
+        most: the maximum number of tokens to generate.
+        temperature: the sampling temperature; 0 chooses the most likely token.
         seed: the seed of the sampling.
     """
     try:
@@ -51,7 +51,7 @@ def continuations(
     seed: int = 0,
     batch_size: int = 8,
 ) -> list[tuple[str, str]]:
-    """Return each prompt with the model's continuation, without logging; otherwise as `log_continuations`.
+    """Return each prompt with the model's continuation, as `log_continuations` does, but do not log them.
 
     Raises:
         NonFiniteError: the model's outputs are NaN or infinite.

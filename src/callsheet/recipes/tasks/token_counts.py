@@ -11,10 +11,11 @@ from callsheet.recipes.data.examples import Examples
 
 
 class TokenCounts:
-    """Counts of the learnt tokens, and of the pairs of a token and the learnt one after it.
+    """Counts of the learnt tokens, and of pairs in which a learnt token follows another token.
 
-    The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen once more (Laplace). For pairs, the
-    weight of unseen ones is the number of different successors, distributed like the single tokens (Witten and Bell 1991).
+    The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen one more time (Laplace). For
+    pairs, the weight of unseen ones is the number of different successors, and they are distributed like single tokens (Witten
+    and Bell 1991).
 
     Args:
         examples: the examples to count.
@@ -31,7 +32,10 @@ class TokenCounts:
         self._followers = np.bincount(self._pairs // vocabulary, minlength=vocabulary)
 
     def cross_entropies(self, examples: Examples) -> tuple[float, float]:
-        """Return two cross-entropies of the learnt tokens, in nats per token: by single tokens, and given the token before."""
+        """Return two cross-entropies of the learnt tokens, in nats per token.
+
+        The first uses the counts of single tokens, the second those of pairs.
+        """
         before, learnt = _pairs(examples)
         single = self._single[learnt]
         pair = before * self._vocabulary + learnt
