@@ -166,6 +166,8 @@ class ExportForInferenceCallback(Callback):
 
     def _written(self, ctx: Context, model: nn.Module) -> list[Path]:
         target = self._target(ctx)
+        if not ctx.run.may_write(target):
+            return []
         draft = target.with_name(f".{target.name}.new")
         shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left one
         draft.mkdir(parents=True)

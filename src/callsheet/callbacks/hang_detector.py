@@ -19,7 +19,7 @@ from typing import Any
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.core.ranks import initialised_distributed
-from callsheet.core.run_state import TrainState
+from callsheet.core.run_state import RunInfo, TrainState
 from callsheet.errors import ConfigError, HangError
 
 logger = logging.getLogger("callsheet")
@@ -87,6 +87,7 @@ class HangDetector(Callback):
         self._exit_code = exit_code
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
+        self._run: RunInfo | None = None  # while training
         self._learned: deque[float] = deque(maxlen=50)  # seconds per step, one value per check
         self._rank = 0
         self._state = TrainState()  # the run's state, whose timestamp counts the steps
@@ -110,6 +111,7 @@ class HangDetector(Callback):
     def on_train_start(self, ctx: Context) -> None:
         """Start the background thread."""
         self._end()
+        self._run = ctx.run
         self._rank, self._state, self._pausing_until = ctx.run.rank, ctx.state, ctx.state.timestamp.batch + 1
         self._beat = time.monotonic()
         thread = threading.current_thread()
@@ -190,6 +192,9 @@ class HangDetector(Callback):
         written = ["cannot be written: the disk does not answer"]
 
         def write() -> None:
+            if self._run is not None and not self._run.may_write(path):
+                written.append("is not written: another process has taken over the run's folder")
+                return
             try:
                 self._write(path, what)
                 written.append(f"is in {path}")

@@ -104,7 +104,7 @@ class Heartbeat(Callback):
         self._write(ctx)
 
     def _write(self, ctx: Context) -> None:
-        if self._path is None:
+        if self._path is None or not ctx.run.may_write(self._path):
             return
         self._next = time.monotonic() + self._seconds
         beat = {

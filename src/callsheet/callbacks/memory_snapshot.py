@@ -102,6 +102,8 @@ class MemorySnapshot(Callback):
         self._is_recording = False
         try:
             folder = memory_folder(ctx, self._given_folder, label_of(self))
+            if not ctx.run.may_write(folder):
+                return
             path = folder / f"{label_of(self).replace('/', '-')}-step{ctx.step}-rank{ctx.run.rank}.pickle"
             folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))

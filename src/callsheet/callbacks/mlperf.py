@@ -263,7 +263,7 @@ class MLPerfCallback(Callback):
             self._result = None
 
     def _write(self, ctx: Context, key: str, value: Any = None, **more: Any) -> None:
-        if self._result is not None:
+        if self._result is not None and ctx.run.may_write(self._result.path):
             self._result.write(key, value, **_place(ctx), **more)
 
     def _write_all(self, ctx: Context, values: Mapping[str, Any]) -> None:

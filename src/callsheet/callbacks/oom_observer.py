@@ -14,6 +14,7 @@ from callsheet.callbacks.memory_snapshot import memory_folder
 from callsheet.callbacks.support.memory_pages import Drawing
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
+from callsheet.core.run_state import RunInfo
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
@@ -53,6 +54,7 @@ class OOMObserver(Callback):
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None
         self._path: Path | None = None  # None while no run is observed
+        self._run: RunInfo | None = None
         self._is_attached = self._has_seen = False
         self._drawing: Drawing | None = None
 
@@ -63,7 +65,7 @@ class OOMObserver(Callback):
             logger.warning("%s: there is no CUDA device, so nothing is observed", label_of(self))
             return
         self._path = folder / f"{label_of(self).replace('/', '-')}-oom-rank{ctx.run.rank}.pickle"
-        self._has_seen = False
+        self._has_seen, self._run = False, ctx.run
         torch.cuda.init()
         torch.cuda.memory._record_memory_history(**self._options)
         if not self._is_attached:  # torch cannot remove an observer
@@ -83,7 +85,7 @@ class OOMObserver(Callback):
         if path is None:
             return
         torch.cuda.memory._record_memory_history(enabled=None)
-        if self._has_seen:
+        if self._has_seen and ctx.run.may_write(path):
             self._drawing = Drawing()
             self._drawing.begin(ctx, path)
 
@@ -101,7 +103,7 @@ class OOMObserver(Callback):
 
         Torch's allocator calls this before it raises an error because `asked` bytes are not available.
         """
-        if self._path is None:
+        if self._path is None or (self._run is not None and not self._run.may_write(self._path)):
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class SaveOnTrigger(Callback):
 
     def on_run_end(self, ctx: Context) -> None:
         """Remove the file from the run's list of trigger files."""
-        if ctx.run.folder is not None:
+        if ctx.run.folder is not None and not ctx.run.has_lost_folder:
             try:
                 withdraw(ctx.run.folder, label_of(self))
             except OSError as error:
@@ -80,7 +80,7 @@ class SaveOnTrigger(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         """Check the file if it is time."""
         now = time.monotonic()
-        if now >= self._next:
+        if now >= self._next and ctx.run.may_write(self._path):  # otherwise the file is for another process
             self._next = now + self._seconds
             for line in self._taken():
                 self._ask(ctx, line)

@@ -141,6 +141,8 @@ class TorchProfiler(Callback):
 
     def _write(self, ctx: Context, made: Any) -> None:
         folder = self._folder or Path(ctx.run.folder or "", "traces")
+        if not ctx.run.may_write(folder):
+            return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{label_of(self).replace('/', '-')}-step{ctx.step}-rank{ctx.run.rank}.json"
         made.export_chrome_trace(str(path))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from pathlib import Path
 from textwrap import fill
 
 from callsheet.cli.recipe import prepared
 from callsheet.core.callback import label_of
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
-from callsheet.core.run_state import Outcome
+from callsheet.core.run_state import Outcome, RunInfo
 from callsheet.core.working import working
 from callsheet.errors import MissingPackage
 from callsheet.report import write_report
@@ -20,7 +19,7 @@ from callsheet.report.index import is_run
 
 
 def train(recipe: str, overrides: list[str]) -> int:
-    """Print what was found, run the recipe, and print its report. Return the exit status."""
+    """Print the settings, run the recipe, and print its report. Return the exit status."""
     with working("loading the recipe", is_shown=read_ranks().rank == 0):
         job = prepared(recipe, overrides, command="train").job
     is_first = job.ranks.rank == 0  # only rank 0 prints, and writes the report
@@ -34,7 +33,7 @@ def train(recipe: str, overrides: list[str]) -> int:
     if is_first:
         print(f"\n{job.report()}", flush=True)
         with working("writing the report"):
-            reported = _reported(job.trainer.run.folder)
+            reported = _reported(job.trainer.run)
         print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
         return 128 + job.trainer.signal  # the status of a process that a signal ended, as in a shell
@@ -49,8 +48,11 @@ def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> s
     return f"{len(names)} callbacks and loggers (the call sheet: {show}):\n{listed}"
 
 
-def _reported(folder: Path | None) -> str:
-    """Write the run's report, if its folder has anything to report, and return a line that names its path."""
+def _reported(run: RunInfo) -> str:
+    """Write the run's report if its folder has records. Return a line that names the report's path."""
+    folder = run.folder
+    if run.has_lost_folder:
+        return "There is no report: another process has taken over the run's folder."
     if folder is None or not is_run(folder):
         return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +27,13 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+class FolderLoss:
+    """Whether another process has taken over the folder of a run. The copies of a `RunInfo` that lanes have share one."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+
+
 @dataclass(slots=True)
 class RunInfo:
     """The run: its name, folder, configuration, and this process's ranks and device.
@@ -34,7 +42,7 @@ class RunInfo:
     `outcome_reason` are set at the run's end; the reason is one line, such as "stopped by EarlyStopper: ...", "reached
     max_duration, 2ep", "signal SIGTERM" or "ValueError: ...". `failures` is set at the run's end too: the callbacks of this
     process that failed or whose lanes lost events. `has_lost_folder` says that another process has taken over the folder, so that
-    nothing may be written there any more.
+    nothing may be written there any more; `may_write(path)` also asks whether a path is in the folder.
     """
 
     name: str
@@ -47,11 +55,26 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
-    has_lost_folder: bool = False
+    _loss: FolderLoss = field(default_factory=FolderLoss, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:
             self.checkpoints = str(self.folder / "checkpoints")
+
+    @property
+    def has_lost_folder(self) -> bool:
+        """Whether another process has taken over the folder."""
+        return self._loss.is_lost
+
+    @has_lost_folder.setter
+    def has_lost_folder(self, is_lost: bool) -> None:
+        self._loss.is_lost = is_lost
+
+    def may_write(self, path: str | os.PathLike[str]) -> bool:
+        """Return False if the path is in the run's folder, and another process has taken over the folder. Ask before each write."""
+        if not self._loss.is_lost or self.folder is None:
+            return True
+        return not Path(path).absolute().is_relative_to(self.folder.absolute())
 
     @property
     def rank(self) -> int:

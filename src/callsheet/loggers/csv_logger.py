@@ -58,7 +58,7 @@ class CSVLogger(Logger):
         self._path, self._rows = path, kept
 
     def on_log(self, ctx: Context) -> None:
-        if self._path is None:
+        if self._path is None or not ctx.run.may_write(self._path):
             return
         cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIELDS} | {"time": time.time()}
         cells |= {f"metric/{name}" if name in _FIELDS else name: value for name, value in ctx.record.values.items()}

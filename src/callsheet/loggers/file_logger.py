@@ -13,6 +13,7 @@ from typing import Any
 
 from callsheet.core.callback import at, one_of
 from callsheet.core.context import Context
+from callsheet.core.run_state import RunInfo
 from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.descriptor_capture import DESCRIPTORS, DescriptorCapture
@@ -58,6 +59,7 @@ class FileLogger(Logger):
         self._max_bytes = max_bytes
         self._log: OutputLog | DescriptorCapture | None = None  # None until the run may write
         self._path: Path | None = None
+        self._run: RunInfo | None = None  # while the file is open
         self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
@@ -76,18 +78,20 @@ class FileLogger(Logger):
             self._end()
             raise
         log.write(f"--- {_whereabouts(ctx)} ---\n")
-        self._log = log
+        self._log, self._run = log, ctx.run
         while self._early:
             log.write(*self._early.popleft())
 
     def on_log(self, ctx: Context) -> None:
         """Raise an error if output could not be written."""
+        self._drop_if_lost()
         if self._log is not None and (failure := self._log.failure()) is not None:
             failure.add_note("output printed until this is resolved is missing from the log")
             raise failure
 
     def on_exception(self, ctx: Context) -> None:
         """Write the traceback, which Python prints only after the run."""
+        self._drop_if_lost()
         if self._log is not None:
             self._log.write("".join(traceback.format_exception(ctx.exception)))
 
@@ -96,6 +100,7 @@ class FileLogger(Logger):
         self._end()
 
     def _take(self, text: str, stream: str) -> None:
+        self._drop_if_lost()
         if self._log is not None:
             self._log.write(text, stream)
         else:
@@ -125,7 +130,14 @@ class FileLogger(Logger):
         for tee in reversed(tees):
             tee.close_tee()
 
+    def _drop_if_lost(self) -> None:
+        """Write nothing more if another process has taken over the run's folder."""
+        if self._log is not None and self._run is not None and self._run.has_lost_folder:
+            self._log.drop()
+
     def _end(self) -> None:
+        self._drop_if_lost()
+        self._run = None
         self._release_streams()
         self._early.clear()
         log, self._log = self._log, None

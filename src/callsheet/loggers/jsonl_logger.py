@@ -162,7 +162,7 @@ class JSONLLogger(Logger):
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Add the values to the hyperparameters in the file."""
-        if self._writer is not None:
+        if self._writer is not None and not ctx.run.has_lost_folder:
             path = self._folder / "hyperparameters.json"
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ class JSONLLogger(Logger):
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        if self._writer is not None:
+        if self._writer is not None and not ctx.run.has_lost_folder:
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -187,7 +187,9 @@ class JSONLLogger(Logger):
             self._pictures[name] = (ctx.step, first + len(images))
             files = [f"images/{path_from(name)}/{ctx.step}-{first + number}.png" for number in range(len(images))]
             line = {"step": ctx.step, "name": name, "files": files, "time": time.time()}
-            self._images = self._images or ImageWriter(label_of(self), self._folder)
+            run = ctx.run
+            if self._images is None:
+                self._images = ImageWriter(label_of(self), self._folder, may_write=lambda: not run.has_lost_folder)
             self._images.write(files, images, then=partial(self._append, "images.jsonl", line))
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:

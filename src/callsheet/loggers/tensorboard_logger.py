@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.context import Context
-from callsheet.core.run_state import Outcome
+from callsheet.core.run_state import Outcome, RunInfo
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.file_names import folder_of, path_from
 from callsheet.loggers.support.pixels import as_pixels, png
@@ -51,6 +51,7 @@ class TensorboardLogger(Tracker):
         self.folder = folder
         self.flush_seconds = flush_seconds
         self._writer: Any = None
+        self._run: RunInfo | None = None  # while the writer is open
         self._hyperparameters: dict[str, Any] = {}  # by dotted name
         self._has_hparams = False  # HParams uses the first event that it finds
 
@@ -83,6 +84,7 @@ class TensorboardLogger(Tracker):
         self._module()
         folder = self._place(ctx)
         folder.mkdir(parents=True, exist_ok=True)
+        self._run = ctx.run
         begun = [
             int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*") if path.name.split(".")[3].isdigit()
         ]
@@ -118,7 +120,7 @@ class TensorboardLogger(Tracker):
             self._write_hparams(ctx)
             self._text("outcome", outcome.value, ctx.step)
         finally:
-            self._writer = None
+            self._writer = self._run = None
             writer.close()
 
     def _place(self, ctx: Context) -> Path:
@@ -141,6 +143,8 @@ class TensorboardLogger(Tracker):
             self._add(step, summary=import_module("tensorboard.plugins.text.summary_v2").text_pb(tag, markdown))
 
     def _add(self, step: int, **what: Any) -> None:
+        if self._run is not None and self._run.has_lost_folder and self.folder is None:
+            return
         event = import_module("tensorboard.compat.proto.event_pb2").Event
         self._writer.add_event(event(step=step, wall_time=time.time(), **what))
 

@@ -40,7 +40,7 @@ RESULTS = "results.json"
 """The file in a run's folder that holds its results."""
 
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
-"""A run of at most this many batches or seconds is a trial. Its evaluations and generated samples are limited as well."""
+"""A run of at most this many batches or seconds is a trial. In a trial, evaluations and generated samples are limited too."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
@@ -48,9 +48,9 @@ AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 class Recipe(Generic[AnyConfig]):
     """A job: a model, its data, its training and its report. A recipe overrides the methods under "what a recipe defines" below.
 
-    `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and evaluates.
-    `report()` returns the results as text. `open()` takes the place of `setup()` for an existing run that is to be evaluated, used
-    for predictions or exported. Every rank calls all of them.
+    `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and
+    evaluates. `report()` returns the results as text. For an existing run that is evaluated, used for predictions or exported,
+    call `open()` instead of `setup()`. Every rank must call all of these.
 
     Args:
         config: the configuration of the job.
@@ -93,10 +93,13 @@ class Recipe(Generic[AnyConfig]):
     # --- what a recipe defines ---
 
     def read_data(self) -> None:
-        """Find the data and check it. Data that cannot be used is rejected here, before an earlier run is touched."""
+        """Find the data and check it.
+
+        Data that cannot be used is rejected here, before anything in the folder of an earlier run is changed.
+        """
 
     def make_model(self) -> nn.Module:
-        """Return the model with its weights. The random state was set from `seed`, on all ranks."""
+        """Return the model with its weights. Before this, the random state is set from `seed` on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} does not implement make_model()")
 
     def make_task(self) -> Task | None:
@@ -116,7 +119,7 @@ class Recipe(Generic[AnyConfig]):
         return None
 
     def processor(self) -> Any:
-        """Return the tokenizer or processor that is exported beside the weights, or None."""
+        """Return the tokenizer or processor that is exported with the weights, or None."""
         return None
 
     def about_data(self) -> str:
@@ -130,7 +133,7 @@ class Recipe(Generic[AnyConfig]):
         """Set `results`, with baselines, and generate samples. Called after training and evaluation."""
 
     def written(self) -> Iterable[str]:
-        """Return passages for the report that the trained model has generated."""
+        """Return texts that the trained model has generated, for the report."""
         return ()
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -147,7 +150,7 @@ class Recipe(Generic[AnyConfig]):
 
     @property
     def is_trial(self) -> bool:
-        """Whether `max_duration` is so short that the run is only a trial; evaluation and generation are shortened then, too."""
+        """Whether `max_duration` is so short that the run is only a trial. Evaluation and generation are then shortened too."""
         longest = duration(self.config.max_duration, None)
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
@@ -157,11 +160,11 @@ class Recipe(Generic[AnyConfig]):
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run's folder."""
         return Path(self.config.runs_folder) / self.config.run_name
 
     def setup(self) -> None:
-        """Make the model, the data and the trainer. Resume an existing run, or set it aside.
+        """Make the model, the data and the trainer. Resume an existing run, or set it aside by renaming its folder.
 
         Raises:
             ConfigError: the data, the model or another value cannot be used; or the existing run belongs to another job.
@@ -202,7 +205,7 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """Restore the name of the earlier run after the new one failed to start, unless another process has started one there."""
+        """After the new run failed to start, restore the name of the earlier run, unless another process has started a run there."""
         lock = RunLock(self.folder)
         try:
             lock.acquire(0)
@@ -216,10 +219,12 @@ class Recipe(Generic[AnyConfig]):
             lock.release()
 
     def open(self, checkpoint: str | None = None) -> Self:
-        """Make the trainer of an existing run, with the weights of its newest good checkpoint or of `checkpoint`. Its folder is not changed.
+        """Make the trainer of an existing run, with the weights of its newest valid checkpoint or of `checkpoint`.
+
+        The run's folder is not changed.
 
         Raises:
-            ConfigError: there is no checkpoint, or no good one.
+            ConfigError: there is no checkpoint, or no valid one.
         """
         found = find_checkpoints(self.folder / "checkpoints").checkpoints if checkpoint is None else []
         if checkpoint is None and not any(each.seal.info.get("is_finite", True) for each in found):
@@ -263,24 +268,27 @@ class Recipe(Generic[AnyConfig]):
             "evaluated": self.evaluated,
             "samples": [sample.strip("\n") for sample in self.written()],
         }
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and not self.trainer.run.has_lost_folder:
             replace_file(self.folder / RESULTS, json_text(content, indent=2).encode())
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Return the losses and metrics of every validation dataset, and of the test data, by the dataset's name."""
         trainer = self.trainer
-        if trainer.state.evaluators:  # a run that was already complete, or that was opened, has not evaluated in this process
+        if trainer.state.evaluators:  # not evaluated yet in this process, because the run was complete or only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
         return self.evaluated
 
     def export(self, path: str | Path) -> None:
-        """Write the weights, with tokenizer or processor, as a Hugging Face folder; a model that is not of transformers as a safetensors file."""
+        """Write the weights, with tokenizer or processor, as a Hugging Face folder.
+
+        A model that is not of transformers is written as a safetensors file.
+        """
         self.trainer.export(path, processor=self.processor())
 
     def found(self) -> str:
-        """Return a few sentences that say what was found, and what will be done."""
+        """Return a few sentences that say which data, model and earlier run were found, and what will be done."""
         trainer, again = self.trainer, "--resume new sets it aside and starts a new run"
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
         trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
@@ -334,7 +342,10 @@ class Recipe(Generic[AnyConfig]):
     # --- for the files of recipes ---
 
     def loader(self, dataset: Any, *, collate: Any = None, train: bool) -> DataLoader[Any]:
-        """Return batches of a dataset: in random order and all of one size for training, in the dataset's order for evaluation."""
+        """Return batches of a dataset.
+
+        For training they are in random order and all of one size; for evaluation they are in the dataset's order.
+        """
         config = self.config
         if not train and self.is_trial and not self._is_opened:
             dataset = _first(dataset, TRIAL_BATCHES * (config.eval_batch_size or config.batch_size))
@@ -349,7 +360,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # rejects a wrong device before data is read
+        resolved_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
@@ -373,7 +384,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            else self.train_data,  # its position depends on the number of ranks that trained
+            else self.train_data,  # a position in the data depends on the number of ranks that trained
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
             scheduler=config.scheduler,
@@ -402,7 +413,10 @@ class Recipe(Generic[AnyConfig]):
 
 
 def _printable(text: str) -> str:
-    """Return `text` as a terminal can show it: a model may generate control characters, which would change the terminal."""
+    """Return `text` in a form that a terminal can show.
+
+    A model may generate control characters, which would change the terminal.
+    """
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 

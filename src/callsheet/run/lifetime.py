@@ -15,7 +15,7 @@ from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.core.spans import take_noted_span
-from callsheet.errors import RunEndedError, text_of
+from callsheet.errors import RunEndedError, RunLockLostError, text_of
 from callsheet.run.reasons import error_line, one_line
 
 logger = logging.getLogger("callsheet")
@@ -43,6 +43,8 @@ class Lifetime:
         self._ended = False
         self._pid = os.getpid()
         self._closers: list[Callable[[], object]] = []
+        self.before_end: Callable[[], object] = lambda: None
+        """Called just before `on_run_end`, to end spans that are still open."""
 
     @property
     def has_started(self) -> bool:
@@ -93,6 +95,7 @@ class Lifetime:
                 closing.callback(self._manager.close)
                 closing.callback(self._ctx.close_all)
                 closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
+                closing.callback(self.before_end)
                 self._manager.drain(self._ctx)
                 self._ctx.run.failures = self._manager.cost_report(self._ctx.step).failures
                 self._manager.publish_costs(self._ctx, is_last=True)
@@ -121,6 +124,8 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
+        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; the others learn of the loss here
+            ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:
             self.reasons[outcome] = error_line(error)

@@ -41,7 +41,7 @@ class DescriptorCapture:
             raise ConfigError('capture="fd" needs a POSIX system and a Python executable; choose "python"')
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._is_writing = self._is_closed = False
+        self._is_writing = self._is_closed = self._is_dropped = False
         message_source, self._messages = os.pipe()
         self._answers, answer_target = os.pipe()
         os.set_blocking(self._answers, False)
@@ -86,6 +86,17 @@ class DescriptorCapture:
                 return
             finally:
                 self._is_writing = False
+
+    def drop(self) -> None:
+        """Write nothing more to the log: the file belongs to another process now. Output still appears where it did before."""
+        with self._lock:
+            if self._is_closed or self._is_writing or self._is_dropped or os.getpid() != self._process:
+                return
+            self._is_dropped = True
+            try:
+                self._send(output_log.DROP)
+            except OSError:  # the process has ended, which `failure` reports
+                return
 
     def failure(self) -> OSError | None:
         """Return why text is lost. Return it only once each time that writing begins to fail; otherwise return None."""

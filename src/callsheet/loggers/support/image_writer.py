@@ -19,12 +19,15 @@ class ImageWriter:
 
     A thread is enough, because encoding releases the interpreter lock.
 
+    While `may_write` returns False, images are dropped.
+
     Raises:
         OSError, ConfigError: from `write` and `flush`, once, if an earlier batch failed.
     """
 
-    def __init__(self, label: str, folder: Path) -> None:
+    def __init__(self, label: str, folder: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self._folder = folder
+        self._may_write = may_write
         self._failure: Exception | None = None
         self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
 
@@ -54,6 +57,8 @@ class ImageWriter:
         files, images, then = batch
         try:
             for file, image in zip(files, images, strict=True):
+                if not self._may_write():
+                    return
                 replace_file(self._folder / file, png(image))
             then()
         except Exception as error:  # raised by the next `write` or `flush`

@@ -60,6 +60,11 @@ class OutputLog:
         failure, self._failure = self._failure, None
         return failure
 
+    def drop(self) -> None:
+        """Write nothing more, not even incomplete lines: the file belongs to another process now."""
+        with self._lock:
+            self._lines, self._is_closed = {}, True
+
     def close(self) -> None:
         """Write the incomplete lines, and close the file. May be called twice."""
         if os.getpid() != self._process:
@@ -106,6 +111,8 @@ def _shown(line: str) -> str | None:
 
 # --- the process that copies ---
 
+DROP = b"\xff\xff\xff\xff"
+"""The message after which nothing more is written to the log."""
 END = b"\0\0\0\0"
 """The message that closes the log. Any other message is text for the log only: first its length in four bytes, then the text."""
 CLOSED = b"\0"
@@ -177,7 +184,12 @@ class Copier:
         if not got:  # the process was killed; its children may still print
             self._messages = -1
         self._message += got
-        while len(self._message) >= (size := 4 + int.from_bytes(self._message[:4], "big")) and self._message:
+        while self._message and len(self._message) >= (size := self._size_of_message()):
+            if self._message[:4] == DROP:
+                self._message = self._message[4:]
+                if self._log is not None:
+                    self._log.drop()
+                continue
             text, self._message = self._message[4:size], self._message[size:]
             if text and self._log is not None:
                 self._log.write(text.decode("utf-8", "replace"))
@@ -186,6 +198,9 @@ class Copier:
                     self._copy(waiting)
                 self._close()
                 self._answer(CLOSED)
+
+    def _size_of_message(self) -> int:
+        return 4 if self._message[:4] == DROP else 4 + int.from_bytes(self._message[:4], "big")
 
     def _close(self) -> None:
         log, self._log = self._log, None
