@@ -159,6 +159,7 @@ class HostedRun(Run):
         )
         self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
         self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened  # each step reads them
+        self.lifetime.before_end = self._leave_evaluation
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval.ctx.excuse = self._order.excuse
         self.losses: Callable[[], Tensor | None] = lambda: None
@@ -224,7 +225,6 @@ class HostedRun(Run):
     def finish(self) -> None:
         """Fire the end of training, carry out the last requests, and end the run."""
         self.finish_training()
-        self._leave_evaluation()
         self.lifetime.end()
 
     def finish_training(self) -> None:
