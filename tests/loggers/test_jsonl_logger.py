@@ -493,3 +493,18 @@ def test_ended_twice(tmp_path: Path) -> None:
 def test_rejects_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="flush_seconds=0"):
         JSONLLogger(flush_seconds=0)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_an_event(tmp_path: Path) -> None:
+    def fails(ctx: Context) -> None:
+        raise Unprintable
+
+    with pytest.raises(Unprintable):
+        fit(tmp_path, Acts(at_2=fails))
+    (found,) = [line for line in lines(tmp_path / "run" / "events.jsonl") if line["event"] == "exception"]
+    assert (found["type"], found["message"]) == ("Unprintable", "<no text: __str__ of Unprintable raised RuntimeError>")

@@ -541,3 +541,11 @@ def test_an_error_inside_the_model_is_not_taken_for_a_batch_that_is_no_pair(tmp_
     with pytest.raises(KeyError):
         with trainer_of(tmp_path, model=Fails(2, 1)) as trainer:
             trainer.fit()
+
+
+def test_a_bad_duration_of_fit_does_not_end_the_run(tmp_path: Path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        with pytest.raises(ConfigError, match="'3ba'"):
+            trainer.fit(3)  # type: ignore[arg-type]
+        trainer.fit("3ba")
+        assert trainer.state.timestamp.batch == 3

@@ -1,4 +1,7 @@
-"""Errors in a host: the user's errors are raised; after an error of the host itself, training continues without the host."""
+"""Handles errors in a host. Errors of the user's code are raised.
+
+After an error of the host itself, training continues without the host.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from callsheet.core.run_state import TrainState
-from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users
+from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users, text_of
 from callsheet.run.lifetime import Lifetime
 
 logger = logging.getLogger("callsheet")
 
 
 class ObservedRun(Protocol):
-    """What `give_up` needs of a host's run."""
+    """The methods of a host's run that `give_up` uses."""
 
     host: str
     state: TrainState
@@ -26,27 +29,29 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the user has to know of the error. Other errors are faults of a host.
+    """Return whether the user must know about the error. Other errors are faults of a host.
 
-    The user has to know of an error of a callback or of another function of the user's, of one that callsheet raises on purpose, of a file
-    that cannot be read or written, and of a `BaseException` that is no `Exception`.
+    The user must know about an error of a callback or of another function of the user, an error that callsheet raises on purpose,
+    a file that cannot be read or written, and a `BaseException` that is not an `Exception`.
     """
     is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotAvailable)
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
 
 def give_up(run: ObservedRun, error: Exception) -> None:
-    """End the run because of a fault of its host: log it, fire `on_exception` and `on_run_end`. The caller removes the host's hooks.
+    """End the run because of a fault of its host: log the error, and fire `on_exception` and `on_run_end`.
+
+    The caller removes the host's hooks.
 
     Raises:
-        the error: the user has to know of it. The run has not ended then.
+        the error: the user must know about it. The run has not ended then.
     """
     if is_for_user(error):
         raise error
-    if run.lifetime.has_ended:  # by an earlier error, which was logged
+    if run.lifetime.has_ended:  # an earlier error has ended the run and was logged
         return
     message = (
-        f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {error}). The callbacks "
+        f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "
         "are not called any more in this run, which is recorded as failed. Training continues. Please report this with the traceback"
     )
     logger.error("%s", message, exc_info=error)
@@ -56,9 +61,9 @@ def give_up(run: ObservedRun, error: Exception) -> None:
 
 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """Return a function that calls the method `leave` of a host, and does not keep the host alive.
+    """Return a function that calls the method `leave` of a host, but does not keep the host alive.
 
-    A host that no longer exists has ended its run and removed its hooks. An error of a hook that was running then is dropped.
+    A host that no longer exists has ended its run and removed its hooks. An error of a hook that was still running is ignored.
     """
     method = weakref.WeakMethod(leave)
 

@@ -17,7 +17,7 @@ from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, text_of
 
 logger = logging.getLogger("callsheet")
 
@@ -148,7 +148,7 @@ class Notify(Callback):
         error = ctx.exception
         if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported as `end`
             return
-        kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
+        kind, message = type(error).__name__, text_of(error)[:_MAX_CHARACTERS]
         more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_CHARACTERS]
         facts = {"type": kind, "message": message, "span": ctx.span, "rank": ctx.run.rank}
         where = f"at step {ctx.step}, in {ctx.span}, on rank {ctx.run.rank}"

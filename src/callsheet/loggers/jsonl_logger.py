@@ -20,7 +20,7 @@ from callsheet.core.callback import label_of
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Window
 from callsheet.core.run_state import MetricsRecord
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, text_of
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support import environment
 from callsheet.loggers.support.file_names import folder_of, path_from, replace_file
@@ -144,8 +144,8 @@ class JSONLLogger(Logger):
         self._event(ctx, "preempt", flush=True)
 
     def on_exception(self, ctx: Context) -> None:
-        error = ctx.exception
-        self._event(ctx, "exception", flush=True, type=type(error).__name__, message=str(error), span=ctx.span)
+        if (error := ctx.exception) is not None:
+            self._event(ctx, "exception", flush=True, type=type(error).__name__, message=text_of(error), span=ctx.span)
 
     def on_run_end(self, ctx: Context) -> None:
         writer = self._writer

@@ -15,7 +15,7 @@ from callsheet.core.costs import Window
 from callsheet.core.lifecycle import SPANS
 from callsheet.core.optional import load
 from callsheet.core.run_state import Outcome
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, text_of
 from callsheet.loggers.support.opentelemetry_facts import about, attribute, instrument
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret
 
@@ -103,10 +103,9 @@ class OpenTelemetryLogger(Tracker):
 
     def on_exception(self, ctx: Context) -> None:
         """Log the exception in the span where it was raised, and set the status of all open spans."""
-        if self.is_open:
-            error = ctx.exception
+        if self.is_open and (error := ctx.exception) is not None:
             self._open_spans[-1][1].record_exception(error, attributes={"callsheet.span": ctx.span})
-            self._status("ERROR", f"{type(error).__name__}: {error}"[:5000])
+            self._status("ERROR", f"{type(error).__name__}: {text_of(error)}"[:5000])
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
         self._point("file", {**about(ctx), "callsheet.file": name, "callsheet.path": str(path)})

@@ -350,13 +350,14 @@ class Trainer:
             DistributedError: a rank is missing; the message names it.
             BaseException: whatever the model, the data or a callback raised, after the run has ended.
         """
+        longer = duration(max_duration, self.epochs_per_round) if max_duration is not None else None
         with self._run.lifetime, self._doing("fit"):
             if self._loop is None or self._batches.loader is None:
                 there = {"a train_dataloader": self._batches.loader is not None, "an optimizer": self._loop is not None}
                 missing = [name for name, is_there in there.items() if not is_there]
                 raise ConfigError(f"fit() needs {' and '.join(missing)}; pass it to the Trainer")
-            if max_duration is not None:
-                self.state.max_duration = duration(max_duration, self.epochs_per_round)
+            if longer is not None:
+                self.state.max_duration = longer
             self._warn_of_long_intervals()
             self._run.guard.begin()
             with self._signals:

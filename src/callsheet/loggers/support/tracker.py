@@ -28,7 +28,7 @@ from callsheet.core.callback import Lane
 from callsheet.core.context import Context
 from callsheet.core.optional import load
 from callsheet.core.run_state import Outcome
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, text_of
 from callsheet.loggers.logger import Logger
 
 _SECRETS = ("password", "secret", "token", "key")
@@ -109,8 +109,8 @@ class Tracker(Logger):
             self._settings(ctx, flat(values))
 
     def on_exception(self, ctx: Context) -> None:
-        if self.is_open:
-            self._fail(ctx, f"{type(ctx.exception).__name__}: {ctx.exception}"[:5000])
+        if self.is_open and (error := ctx.exception) is not None:
+            self._fail(ctx, f"{type(error).__name__}: {text_of(error)}"[:5000])
 
     def on_run_end(self, ctx: Context) -> None:
         """Close the run if the logger opened it."""
