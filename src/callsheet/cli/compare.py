@@ -1,4 +1,4 @@
-"""`callsheet compare`: print what differs between runs, or fail where they differ too much."""
+"""`callsheet compare`: print what differs between runs, write it as a page, or fail where they differ too much."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
 from callsheet.report.compare.comparison import Comparison, plain
 from callsheet.report.compare.gate import Condition, Verdict, judge
+from callsheet.report.compare.page import write_comparison
 from callsheet.report.compare.tables import Format, written
 from callsheet.report.index import is_run, run_names, runs_in
 from callsheet.report.run_folder import RunFolder
@@ -27,9 +28,12 @@ def compare(
     metrics: Sequence[str] = (),
     fail_if: Sequence[str] = (),
     form: Format | None = None,
+    out: str | None = None,
     as_json: bool = False,
 ) -> tuple[str, bool]:
-    """Return what to print, and whether a condition of `fail_if` fails.
+    """Return the text to print, and whether a condition of `fail_if` is violated.
+
+    With `out`, write the page to this file and print its path.
 
     Raises:
         ConfigError: no such run, fewer than two runs, an unknown metric or setting, or a condition that cannot be read.
@@ -43,18 +47,28 @@ def compare(
     for metric in metrics:
         if metric not in comparison.metrics:
             raise ConfigError(f"no run has the metric {metric!r}{did_you_mean(metric, comparison.metrics)}")
+    paths = [str(_page(comparison, out, metrics))] if out is not None else []
     if conditions:
         verdicts = list(_verdicts(comparison, conditions))
-        return "\n".join(verdict.line for verdict in verdicts), any(verdict.fails for verdict in verdicts)
+        return "\n".join([*(verdict.line for verdict in verdicts), *paths]), any(verdict.fails for verdict in verdicts)
+    if paths:
+        return paths[0], False
     if as_json:
         return json_text(plain(comparison.to_dict()), indent=1), False
     return written(comparison, form or "text", metrics=metrics), False
 
 
-def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path]:
-    """Return the folders of the runs that names, folders and patterns name, each once, in the order given.
+def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
+    if Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a folder; give the name of a file in it, such as {Path(out) / 'compare.html'}")
+    with working(f"writing {out}", is_shown=sys.stderr.isatty()):
+        return write_comparison(comparison, out, metrics)
 
-    With `last`, only the newest of them, the oldest first, so that the baseline is the oldest.
+
+def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path]:
+    """Return the folders of the runs that `given` lists by name, folder or pattern. Each is returned once, in the order given.
+
+    With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest.
 
     Raises:
         ConfigError: no such run, or fewer than two.

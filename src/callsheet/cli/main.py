@@ -198,7 +198,7 @@ def _add_runs(command: AddsCommand) -> None:
         "compare",
         _compare,
         "print what differs between runs, their values with spread, and where the time of a step goes; or fail if they differ too much",
-        "  callsheet compare lr-1 lr-2\n  callsheet compare 'lr-*' --group-by seed --markdown\n  callsheet compare --last 3 --csv\n"
+        "  callsheet compare lr-1 lr-2\n  callsheet compare 'lr-*' --group-by seed -o compare.html\n  callsheet compare --last 3 --csv\n"
         "  callsheet compare main candidate --fail-if 'step_seconds > +5%' --fail-if 'validation/loss > +0.01'\n\n"
         "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
         "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
@@ -212,6 +212,7 @@ def _add_runs(command: AddsCommand) -> None:
     compare.add_argument("--metric", action="append", default=[], metavar="NAME", help="show this metric only; may be repeated")
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help="may be repeated; see below")
     form = compare.add_mutually_exclusive_group()
+    form.add_argument("-o", "--out", metavar="FILE", help="as one self-contained HTML page with curves, written to this file")
     form.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
     for name, what in (
         ("csv", "the values as CSV"),
@@ -289,7 +290,7 @@ def _compare(given: argparse.Namespace, _: list[str]) -> int:
 
     text, fails = compare(
         given.runs, folder=given.folder, last=given.last, group_by=given.group_by, metrics=given.metric, fail_if=given.fail_if,
-        form=given.form, as_json=given.json,
+        form=given.form, out=given.out, as_json=given.json,
     )  # fmt: skip
     _printed(text)
     return int(fails)

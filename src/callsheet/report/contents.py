@@ -1,4 +1,4 @@
-"""What a page shows of a run, part by part, as plain data."""
+"""The content of a run's page, one part after the other, as plain data."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "costs": costs_table(run.costs),
         "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
-        "checkpoints": [_checkpoint(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
-        "images": _images(run),
-        "tables": {name: _table(entries) for name, entries in run.tables.items()},
+        "checkpoints": [checkpoint_row(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
+        "images": images_by_name(run),
+        "tables": {name: table_entries(entries) for name, entries in run.tables.items()},
         "call_sheet": run.call_sheet[:_LONGEST_TEXT],
         "config": run.config_text[:_LONGEST_TEXT],
         "hyperparameters": [(name, text) for name, text in flattened(run.hyperparameters) if text][: 4 * _MOST_ROWS],
@@ -59,7 +59,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, st
         if isinstance(value, Mapping) and value and prefix.count(".") < 20:
             found += flattened(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", _cell(value)))
+            found.append((f"{prefix}{name}", cell_text(value)))
     return found
 
 
@@ -71,7 +71,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "name": run.name,
         "path": str(run.path),
         "outcome": run.outcome,
-        "reason": _cell(run.reason),
+        "reason": cell_text(run.reason),
         "started": run.started,
         "ended": run.ended,
         "last_write": run.last_write,
@@ -80,10 +80,10 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "seconds": run.seconds,
         "records": len(run.records) + run.records_left_out,
         "starts": max(1, sum(event["event"] == "run_start" for event in run.events)),
-        "device": _cell(start.get("device")),
-        "ranks": _cell(start.get("world_size")),
-        "host": _cell(start.get("host")),
-        "pid": _cell(start.get("pid")),
+        "device": cell_text(start.get("device")),
+        "ranks": cell_text(start.get("world_size")),
+        "host": cell_text(start.get("host")),
+        "pid": cell_text(start.get("pid")),
         "versions": [(name, text) for name, text in flattened(versions) if text][:20] if isinstance(versions, dict) else [],
     }
 
@@ -107,7 +107,7 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the speed of the whole run, and that of the last record, where the chart ends."""
+    """Yield the speed over the whole run, with that of the last record as the detail."""
     for name in ("token", "sample"):
         counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
         curve = [value for value in rates(run, name) if math.isfinite(value)]
@@ -123,7 +123,7 @@ def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the highest value of the memory curve that `memory` chooses; the chart shows the same curve."""
+    """Yield the highest value of the memory curve that `memory` chooses. The chart shows the same curve."""
     name, values = memory(run)
     finite = [value for value in values if math.isfinite(value)]
     if finite:
@@ -132,31 +132,31 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the marks on the axis of steps."""
-    saved = [{"step": each["step"], "kind": _cell(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
+    saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
-        "evaluations": _spread([each["step"] for each in evaluations], _MOST_MARKS),
-        "checkpoints": _spread(saved, _MOST_MARKS),
+        "evaluations": evenly([each["step"] for each in evaluations], _MOST_MARKS),
+        "checkpoints": evenly(saved, _MOST_MARKS),
     }
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
-    """Return as many windows as fit into a page, the first and the last among them."""
+    """Return as many windows as fit into a page, including the first and the last."""
     most = _MOST_WINDOWS
-    while most > 2 and sum(len(window.slices) for window in _spread(windows, most)) > _MOST_SLICES:
+    while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MOST_SLICES:
         most = most * 3 // 4
-    return _spread(windows, most)
+    return evenly(windows, most)
 
 
-def _spread(items: list[Any], most: int) -> list[Any]:
-    """Return at most `most` items, evenly spaced, the first and the last among them."""
+def evenly(items: list[Any], most: int) -> list[Any]:
+    """Return at most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return each name once, and slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
+    """Return each name once, and the slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
     names: dict[str, int] = {}
     slices = [
         [
@@ -195,13 +195,14 @@ def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:
     rows, samples = content.get("results"), content.get("samples")
     return {
         "step": whole(content.get("step")),
-        "unit": _cell(content.get("unit")),
-        "rows": [(_cell(name), number(value)) for name, value in rows.items()][:_MOST_ROWS] if isinstance(rows, dict) else [],
-        "samples": [_cell(sample) for sample in samples[:_MOST_SAMPLES]] if isinstance(samples, list) else [],
+        "unit": cell_text(content.get("unit")),
+        "rows": [(cell_text(name), number(value)) for name, value in rows.items()][:_MOST_ROWS] if isinstance(rows, dict) else [],
+        "samples": [cell_text(sample) for sample in samples[:_MOST_SAMPLES]] if isinstance(samples, list) else [],
     }
 
 
-def _checkpoint(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_row(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
+    """Return what a page shows of a checkpoint."""
     path = str(info.get("path") or "")
     name = _last_part(path)
     losses = info.get("val_losses")
@@ -213,19 +214,20 @@ def _checkpoint(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
         "step": info["step"],
         "epoch": info.get("epoch"),
         "time": info["time"],
-        "kind": _cell(info.get("kind")),
+        "kind": cell_text(info.get("kind")),
         "size": info.get("size_bytes"),
         "train_loss": info.get("train_loss"),
         "val_losses": [(str(key), value) for key, value in losses.items()][:20] if isinstance(losses, dict) else [],
-        "best": _cell(info.get("best_metric_key")),
+        "best": cell_text(info.get("best_metric_key")),
         "is_finite": info.get("is_finite") is not False,
         "is_undone": info["is_undone"],
         "is_gone": bool(is_here and name and not (here / name).exists()),
-        "requested_by": _cell(info.get("requested_by")),
+        "requested_by": cell_text(info.get("requested_by")),
     }
 
 
-def _images(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
+def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
+    """Return the images of each name: entries with step, time and files, in the order of their steps."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in run.images:
         entries = found.setdefault(each["name"], [])
@@ -236,10 +238,10 @@ def _images(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
         earlier["files"] = list(dict.fromkeys([*earlier["files"], *each["files"]]))[:_MOST_IMAGES]
     for entries in found.values():
         entries.sort(key=lambda entry: entry["step"])
-    return {name: _spread(entries, _MOST_IMAGE_STEPS) for name, entries in found.items()}
+    return {name: evenly(entries, _MOST_IMAGE_STEPS) for name, entries in found.items()}
 
 
-def _table(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what was logged to a table, the latest first."""
     return [
         {
@@ -267,8 +269,8 @@ def _event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exception_text(event: dict[str, Any]) -> str:
-    where = f" (in the span {_cell(event['span'])})" if event.get("span") else ""
-    return f"{_cell(event.get('type'))}: {_cell(event.get('message'))}{where}"
+    where = f" (in the span {cell_text(event['span'])})" if event.get("span") else ""
+    return f"{cell_text(event.get('type'))}: {cell_text(event.get('message'))}{where}"
 
 
 def _checkpoint_text(event: dict[str, Any]) -> str:
@@ -276,7 +278,7 @@ def _checkpoint_text(event: dict[str, Any]) -> str:
     fields = info if isinstance(info, dict) else {}
     losses = fields.get("val_losses")
     measured = [f"{name} {number(value):.5g}" for name, value in losses.items()] if isinstance(losses, dict) else []
-    return ", ".join(filter(None, [_cell(fields.get("kind")), _last_part(str(fields.get("path") or "")), *measured[:10]]))
+    return ", ".join(filter(None, [cell_text(fields.get("kind")), _last_part(str(fields.get("path") or "")), *measured[:10]]))
 
 
 def _evaluation_text(event: dict[str, Any]) -> str:
@@ -288,14 +290,14 @@ def _evaluation_text(event: dict[str, Any]) -> str:
 def _start_text(event: dict[str, Any]) -> str:
     resumed = event.get("resumed_from")
     began = f"resumed from {_last_part(str(resumed))}" if resumed else "began"
-    ranks = f"{_cell(event['world_size'])} ranks" if number(event.get("world_size")) > 1 else ""
-    return ", ".join(filter(None, [began, _cell(event.get("device")), ranks, _cell(event.get("host"))]))
+    ranks = f"{cell_text(event['world_size'])} ranks" if number(event.get("world_size")) > 1 else ""
+    return ", ".join(filter(None, [began, cell_text(event.get("device")), ranks, cell_text(event.get("host"))]))
 
 
 def _end_text(event: dict[str, Any]) -> str:
     lost = whole(event.get("lines_lost"))
     more = [f"{lost} lines could not be written"] if lost > 0 else []
-    ended = ": ".join(filter(None, [_cell(event.get("outcome")), _cell(event.get("reason"))]))
+    ended = ": ".join(filter(None, [cell_text(event.get("outcome")), cell_text(event.get("reason"))]))
     return ", ".join([ended, f"{number(event.get('seconds')):.4g} s of training", *more])
 
 
@@ -309,10 +311,10 @@ def _last_part(path: str) -> str:
 
 
 def _plain_cell(cell: Any) -> Any:
-    return cell if isinstance(cell, (int, float)) and not isinstance(cell, bool) else _cell(cell)
+    return cell if isinstance(cell, (int, float)) and not isinstance(cell, bool) else cell_text(cell)
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
     """Return a value as readable text, cut if it is long."""
     if value is None or value == [] or value == {}:
         return ""

@@ -12,14 +12,15 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The most points that one curve has."""
-_POINTS_IN_ALL = 500_000  # of all curves together, which makes a page of some megabytes
-_FEWEST_POINTS = 16
+_POINTS_IN_ALL = 500_000  # points of all curves together; this gives a page of some megabytes
+FEWEST_POINTS = 16
+"""The fewest points that one curve has, if the metric was logged that often."""
 _MOST_ODD = 50  # NaN and infinite values that one curve marks
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _TOGETHER = ("lr", "memory")
-"""Families whose metrics share a unit, and therefore a chart."""
+"""Families whose metrics have the same unit and so share a chart."""
 _APART = ("alloc_retries", "ooms")
 _PER_DEVICE = "per device"
 _MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
@@ -27,33 +28,40 @@ _MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", 
 _FIRST = ("", "throughput", "lr", "memory")
 """Families in the order of the page; others follow by name. The empty family holds the metrics of training and evaluations."""
 OTHERS = "others"
-"""The family that collects metrics whose own family would have only one chart."""
+"""The family of metrics whose own family would have only one chart."""
 _LAST = (OTHERS, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
     """Return `axis` (seconds and tokens at each step), `curves` by name, and `families` of `charts` that show them.
 
-    A curve has `x` (steps), `y` (None where a value is not finite), `count` (the number of values before thinning), `odd` (how many
+    A curve has `x` (steps), `y` (None if a value is not finite), `count` (the number of values before thinning), `odd` (how many
     are not finite) and `odd_at` (the first of those as (step, name)). A chart lists its curves by name and label.
     """
-    points = _points(run)
-    most = _shares(points)
+    points = points_of(run)
+    most = shares(points, room=_POINTS_IN_ALL, most=MOST_POINTS)
+    known = axis(run, most=2 * MOST_POINTS)
     return {
-        "axis": _axis(run.records),
-        "curves": {name: _curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
-        "families": families(_without_doubles(points), splits_of(run)),
+        "axis": {name: known[name] for name in ("step", "seconds", "tokens")},
+        "curves": {name: drawn_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
+        "families": families(without_doubles(points), splits_of(run)),
     }
 
 
 def rates(run: RunFolder, name: str) -> list[float]:
-    """Return the curve of `token`s or `sample`s per second that the page shows: the monitor's, else that of the records."""
+    """Return the curve of `token`s or `sample`s per second that the page shows.
+
+    It is the monitor's if there is one, otherwise that of the records.
+    """
     monitored = [record.values[metric] for record in run.records if (metric := f"throughput/{name}s_per_second") in record.values]
     return monitored or [rate for record in run.records if (rate := getattr(record, f"{name}s_per_second"))]
 
 
 def memory(run: RunFolder) -> tuple[str, list[float]]:
-    """Return the name and values of the preferred memory curve: the device's peak, else the process's, else the current use."""
+    """Return the name and values of the preferred memory curve.
+
+    This is the device's peak, otherwise the process's peak, otherwise the current use.
+    """
     for name in _MEMORY:
         if values := [record.values[name] for record in run.records if name in record.values]:
             return name, values
@@ -67,9 +75,9 @@ def splits_of(run: RunFolder) -> list[str]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
-    """Return the indices of at most `most` points whose curve looks like that of all points.
+    """Return the indices of at most `most` points. Their curve looks like that of all points.
 
-    They are the first and the last point, and of each stretch the least, the greatest and one that is not finite.
+    They are the first point, the last point, and from each section the least, the greatest and one that is not finite.
     """
     if len(xs) <= most:
         return list(range(len(xs)))
@@ -96,7 +104,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     single = Counter(family for family, _ in charts)
     found: dict[str, list[dict[str, Any]]] = {}
     for (family, title), members in charts.items():
-        if single[family] == 1 and family == "lr":  # a single learning rate belongs beside the loss
+        if single[family] == 1 and family == "lr":  # a single learning rate is shown next to the loss
             family = ""
         elif single[family] == 1 and family not in _FIRST:  # one chart does not need a heading of its own
             family, title = OTHERS, f"{family}/{title}"
@@ -109,7 +117,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     return [{"name": family, "charts": found[family]} for family in sorted(found, key=_family_order)]
 
 
-def _points(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
+def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
     """Return steps and values of every metric, and of the fields of each record that no metric repeats."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
@@ -127,10 +135,11 @@ def _points(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
     return found
 
 
-def _without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """Return the names without those whose curve another one shows.
+def without_doubles(points: Mapping[str, Any]) -> list[str]:
+    """Return the names, except those whose curve is the same as another one's.
 
-    These are the speed of one rank where it equals that of all, and the Trainer's speed and learning rate where a monitor logs them.
+    Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
+    them.
     """
     monitored = {name.partition("/")[0] for name in points}
     doubles = {"train/tokens_per_second"} if "throughput/tokens_per_second" in points else set()
@@ -142,13 +151,22 @@ def _without_doubles(points: Mapping[str, Any]) -> list[str]:
     return [name for name in points if name not in doubles]
 
 
-def _shares(names: Iterable[str]) -> dict[str, int]:
-    """Return how many points a curve of each family may have: small families take what they need, large ones share the rest."""
+def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
+    """Return how many points a curve of each family may have.
+
+    Small families get as many as they need; large ones share the rest.
+
+    Args:
+        names: the names of the curves; a name may occur more than once.
+        room: how many points all curves may have together. If there are very many curves, they get more, because each needs a
+            few.
+        most: how many points one curve may have.
+    """
     sizes = Counter(name.partition("/")[0] for name in names)
-    room, found = _POINTS_IN_ALL, {}
+    found: dict[str, int] = {}
     for place, (family, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
         share = room // (size * (len(sizes) - place))
-        found[family] = min(MOST_POINTS, max(_FEWEST_POINTS, share))
+        found[family] = min(most, max(FEWEST_POINTS, share))
         room -= min(room, found[family] * size)
     return found
 
@@ -163,14 +181,15 @@ def _add(
         found[name] = ([record.step for record in measured], [float(value(record)) for record in measured])
 
 
-def _curve(steps: list[int], values: list[float], most: int) -> dict[str, Any]:
+def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
+    """Return a curve as `curves` describes it, thinned to `most` points. Nine digits are more than float32 has."""
     places = thinned(steps, values, most)
     odd: list[tuple[int, str]] = []
     if not all(map(math.isfinite, values)):
         odd = [(step, odd_name(value)) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
     return {
         "x": [steps[place] for place in places],
-        "y": [_short(values[place]) for place in places],
+        "y": [_short(values[place], digits) for place in places],
         "count": len(values),
         "odd": len(odd),
         "odd_at": odd[:_MOST_ODD],
@@ -182,26 +201,39 @@ def odd_name(value: float) -> str:
     return _ODD_NAMES[str(value)]
 
 
-def _short(value: float) -> float | None:
-    """Return the value with nine digits, more than float32 has; None if it is not finite."""
-    return float(f"{value:.9g}") if math.isfinite(value) else None
+def _short(value: float, digits: int) -> float | None:
+    """Return the value rounded to `digits` digits. Return None if it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def _axis(records: Sequence[MetricsRecord]) -> dict[str, list[float]]:
-    """Return each step once, with its seconds and tokens. Between two steps the page interpolates them linearly."""
-    at: dict[int, tuple[float, float]] = {}
-    tokens = 0.0
-    for record in records:
-        logged = record.values.get("time/token", tokens)
-        tokens = logged if math.isfinite(logged) else tokens
-        at.setdefault(record.step, (record.elapsed_seconds, tokens))  # an evaluation's record comes after the step's own
+def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
+    """Return each step once, with its `seconds` of training, `tokens`, `samples`, and `wall`: the seconds since the run began.
+
+    Between two steps, the page interpolates these values linearly. A list is empty if the run does not have the values.
+    """
+    at: dict[int, tuple[float, float, float, float]] = {}
+    counted = {"time/token": 0.0, "time/sample": 0.0}
+    dated = (
+        zip(run.records, run.times, strict=True)
+        if len(run.times) == len(run.records)
+        else ((each, math.nan) for each in run.records)
+    )
+    for record, moment in dated:
+        for name, before in counted.items():
+            logged = record.values.get(name, before)
+            counted[name] = logged if math.isfinite(logged) else before
+        # The record of an evaluation comes after that of the same step, so the first one is kept.
+        at.setdefault(record.step, (record.elapsed_seconds, counted["time/token"], counted["time/sample"], moment - run.started))
     steps = sorted(at)
-    places = thinned(steps, [at[step][0] for step in steps], MOST_POINTS * 2)
+    places = thinned(steps, [at[step][0] for step in steps], most)
     kept = [steps[place] for place in places]
+    is_dated = all(math.isfinite(at[step][3]) for step in kept)
     return {
         "step": [float(step) for step in kept],
         "seconds": [round(at[step][0], 4) for step in kept],
-        "tokens": [at[step][1] for step in kept] if tokens else [],
+        "tokens": [at[step][1] for step in kept] if counted["time/token"] else [],
+        "samples": [at[step][2] for step in kept] if counted["time/sample"] else [],
+        "wall": [round(max(0.0, at[step][3]), 2) for step in kept] if is_dated else [],
     }
 
 

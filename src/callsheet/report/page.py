@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,21 +20,21 @@ from callsheet.report.contents import contents
 from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
-_SCRIPTS = ("dom.js", "tables.js", "curves.js", "timeline.js", "sections.js", "live.js", "main.js")
-_MOST_IMAGE_BYTES = 24 * 2**20  # in one page
+_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "main.js")
+_MOST_IMAGE_BYTES = 24 * 2**20  # the most bytes of images in one page
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
     """The settings of a live page, which a server updates.
 
-    The page requests `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows. The answer is the
-    JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to the page
-    and to the run's folder (`image_bytes` reads one). A button sends `POST act` with the JSON
-    `{"act": "save" | "evaluate" | "stop"}`; the answer is JSON with a `message`, or another status with a text. Each request sends
-    `token` in the header `X-Callsheet-Token`, beside the page's cookies. The JSON of `data` may contain `no_acts`, a sentence that
-    the page shows and that says why the buttons are disabled. If `nonce` is set, the page's scripts carry it, for the header
-    `Content-Security-Policy: script-src 'nonce-...'`. Styles are inline.
+    The page requests `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows. The answer is
+    the JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to
+    the page and to the run's folder (`image_bytes` reads one). A button sends `POST act` with the JSON `{"act": "save" |
+    "evaluate" | "stop"}`; the answer is JSON with a `message`, or another status with a text. Each request sends `token` in the
+    header `X-Callsheet-Token`, in addition to the page's cookies. The JSON of `data` may contain `no_acts`, a sentence that the
+    page shows and that says why the buttons are disabled. If `nonce` is set, the page's scripts have it as an attribute, for the
+    header `Content-Security-Policy: script-src 'nonce-...'`. Styles are inline.
     """
 
     token: str
@@ -47,12 +47,14 @@ class Live:
 
 def data(run: RunFolder) -> dict[str, Any]:
     """Return the data that the page draws, as plain JSON values. Numbers that are not finite become None."""
-    content: dict[str, Any] = _plain(contents(run))
+    content: dict[str, Any] = plain(contents(run))
     return content
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """Return the whole page as HTML. It contains everything it needs, plotly.js (4.8 MB) too. With `live` it polls its server.
+    """Return the whole page as HTML. It contains everything it needs, including plotly.js (4.8 MB).
+
+    With `live`, the page polls its server.
 
     Raises:
         MissingPackage: plotly is not installed.
@@ -60,15 +62,41 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
     content = data(run)
     pixels: dict[str, str] = {}
     if live is None:
-        pixels, content["images_left_out"] = _pixels(run, content["images"])
-    scripts = [
-        load("plotly.offline", extra="report", wanted_by="the report's page").get_plotlyjs(),
-        "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();\n",
+        pixels, content["images_left_out"] = image_uris(
+            content["images"], lambda file: image_bytes(run.path, file), room=_MOST_IMAGE_BYTES
+        )
+    return html_page(
+        f"{run.name} - callsheet",
+        {"data": content, "pixels": pixels, "live": asdict(live) if live is not None else None},
+        _SCRIPTS,
+        has_server=live is not None,
+        nonce=live.nonce if live is not None else "",
+    )
+
+
+def html_page(
+    title: str, content: Mapping[str, Any], scripts: Sequence[str], *, has_server: bool = False, nonce: str = ""
+) -> str:
+    """Return a page as HTML that contains everything it needs: styles, plotly.js, its scripts, and the data that they draw.
+
+    Args:
+        title: the page's title.
+        content: the JSON values that the scripts find as `pageData`.
+        scripts: the assets from which the page is made, in the order in which they run.
+        has_server: whether the page may request data and images from its server. If not, it can request nothing.
+        nonce: the nonce of the scripts, in addition to their hashes.
+
+    Raises:
+        MissingPackage: plotly is not installed.
+    """
+    texts = [
+        plotly_js(),
+        "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in scripts) + "\n})();\n",
     ]
-    own = "'self'" if live is not None else ""
+    own = "'self'" if has_server else ""
     policy = [
         "default-src 'none'",
-        f"script-src {' '.join(map(_hash, scripts))}",
+        f"script-src {' '.join(map(_hash, texts))}",
         "style-src 'unsafe-inline'",
         f"img-src data: blob: {own}",
         f"connect-src {own}" if own else "connect-src 'none'",
@@ -77,12 +105,12 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
     ]
     parts = {
         "POLICY": html.escape("; ".join(policy)),
-        "TITLE": html.escape(f"{run.name} - callsheet"),
+        "TITLE": html.escape(title),
         "STYLE": _asset("page.css"),
-        "NONCE": html.escape(live.nonce) if live is not None else "",
-        "DATA": _json_in_html({"data": content, "pixels": pixels, "live": asdict(live) if live is not None else None}),
-        "PLOTLY": scripts[0],
-        "SCRIPT": scripts[1],
+        "NONCE": html.escape(nonce),
+        "DATA": json_in_html(content),
+        "PLOTLY": texts[0],
+        "SCRIPT": texts[1],
     }
     text = _asset("page.html")
     pieces = text.split("@@")  # text, NAME, text, NAME, ...: what is inserted is not searched for names again
@@ -90,8 +118,14 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
     return whole.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
 
 
+def plotly_js() -> str:
+    """Return the source of plotly.js. Raise MissingPackage if plotly is not installed."""
+    text: str = load("plotly.offline", extra="report", wanted_by="the report's page").get_plotlyjs()
+    return text
+
+
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page to `report.html` in the run's folder, or to `out`, and the trace beside it. Return the page's path.
+    """Write the page to `report.html` in the run's folder, or to `out`, and the trace next to it. Return the page's path.
 
     The trace, for Perfetto, is `trace.json`; if `out` has another name, it is `<stem of out>.trace.json`. Each file is written
     atomically.
@@ -105,13 +139,19 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     trace = path.with_name("trace.json" if path.stem == "report" else f"{path.stem}.trace.json")
     text = page(run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(trace, trace_json(run))
-    _write(path, text)
+    write_atomically(trace, trace_json(run))
+    write_atomically(path, text)
     return path
 
 
-def _pixels(run: RunFolder, images: Mapping[str, Any]) -> tuple[dict[str, str], int]:
-    """Return images as data URIs by file, as many as fit into the page, the latest first, and the number of those left out."""
+def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *, room: int) -> tuple[dict[str, str], int]:
+    """Return images as data URIs by file, as many as fit, the latest first. Also return the number of images that are left out.
+
+    Args:
+        images: by name, entries with `files`, in the order of their steps.
+        read: returns the content of a file, or None if it is not an image that may be shown.
+        room: how many bytes the images may have together, before they are encoded.
+    """
     turns = [list(reversed(entries)) for entries in images.values()]
     files = [
         file
@@ -121,9 +161,9 @@ def _pixels(run: RunFolder, images: Mapping[str, Any]) -> tuple[dict[str, str], 
         for file in each[turn]["files"]
     ]
     found: dict[str, str] = {}
-    room, left_out = _MOST_IMAGE_BYTES, 0
+    left_out = 0
     for file in dict.fromkeys(files):
-        content = image_bytes(run.path, file)
+        content = read(file)
         if content is None or len(content) > room:
             left_out += 1
             continue
@@ -132,18 +172,18 @@ def _pixels(run: RunFolder, images: Mapping[str, Any]) -> tuple[dict[str, str], 
     return found, left_out
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return `value` with None for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _json_in_html(value: Any) -> str:
+def json_in_html(value: Any) -> str:
     """Return JSON that cannot close the script element that contains it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -157,7 +197,7 @@ def _asset(name: str) -> str:
     return resources.files("callsheet.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _write(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, so that no reader sees half of it."""
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -1,9 +1,5 @@
 // The parts of the page that are words, tables and pictures.
 
-const outcomes = {
-  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", failed: "bad", lost: "bad", running: "going",
-};
-
 function header() {
   const { run } = data;
   const over = isNumber(run.ended) ? run.ended - run.started : data.generated - run.started;
@@ -16,7 +12,7 @@ function header() {
     ...run.versions.map(([name, value]) => `${name} ${value}`),
   ];
   return el("div", {},
-    el("div", { class: "name" }, el("h1", {}, named(run.name)), el("span", { class: `pill ${outcomes[run.outcome] ?? ""}`, id: "outcome" }, run.outcome)),
+    el("div", { class: "name" }, el("h1", {}, named(run.name)), pill(run.outcome, { id: "outcome" })),
     run.reason ? el("p", { class: "about", id: "reason" }, run.reason) : null,
     el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
 }
@@ -124,17 +120,6 @@ function imagesSection() {
     return el("div", { class: "card" }, el("h3", {}, named(name)), el("div", { class: "slider" }, range, label), pictures);
   });
   return [...left, ...cards];
-}
-
-/** Small images, such as digits, are shown larger, pixel by pixel. */
-function enlarge(image) {
-  const factor = Math.min(8, Math.floor(224 / Math.max(image.naturalWidth, image.naturalHeight)));
-  if (factor >= 2) { image.classList.add("tiny"); image.style.width = `${image.naturalWidth * factor}px`; }
-}
-
-function imageSource(file) {
-  if (pageData.live === null) return Object.hasOwn(pageData.pixels, file) ? pageData.pixels[file] : null;
-  return /^images\//.test(file) ? file.split("/").map(encodeURIComponent).join("/") : null;
 }
 
 function tablesSection() {

@@ -1,7 +1,7 @@
 // Tables that are sorted by their heads, with rows that fold out.
 
 /**
- * columns: {title, value: row => what it is sorted by, cell: row => what is shown, numeric, first: "descending", about}
+ * columns: {title, head: () => what is shown instead, value: row => what it is sorted by, cell: row => what is shown, numeric, first: "descending", about}
  * options: caption; tall: may have many rows, so that it scrolls by itself; sort: [column, descending] at first; inner: row => rows below it; key: row => its name; rowClass; foot: cells
  */
 function table(id, columns, rows, options = {}) {
@@ -11,7 +11,7 @@ function table(id, columns, rows, options = {}) {
       const [at, falling] = view.sort.get(id) ?? options.sort ?? [-1, false];
       view.sort.set(id, [place, at === place ? !falling : Boolean(column.numeric)]);
       draw();
-    } } }, column.title)));
+    } } }, column.head?.() ?? column.title)));
 
   function line(row, isInner) {
     const inner = isInner ? [] : options.inner?.(row) ?? [];

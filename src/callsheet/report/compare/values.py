@@ -83,11 +83,18 @@ def is_lower_better(metric: str) -> bool:
 def values_of(run: RunFolder) -> dict[str, Value]:
     """Return the values of the run by metric: what it logged, and `step_seconds`, speed, memory, and times of the whole run."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for record in run.records:
+    for record in run.records:  # this loop sees every value of the run
+        step = record.step
         for name, value in record.values.items():
-            if math.isfinite(value) and not name.startswith(_NOT_COMPARED):
-                series.setdefault(name, []).append((record.step, value))
-    found = {name: _of_metric(name, each) for name, each in series.items()}
+            each = series.get(name)
+            if each is None:
+                each = series[name] = []
+            each.append((step, value))
+    found = {}
+    for name, each in series.items():
+        finite = [pair for pair in each if math.isfinite(pair[1])]
+        if finite and not name.startswith(_NOT_COMPARED):
+            found[name] = _of_metric(name, finite)
     for name, samples in _speeds(run):
         if samples:
             found[name] = Value(samples[-1], statistics.fmean(samples), samples=tuple(samples))

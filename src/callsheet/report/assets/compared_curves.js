@@ -1,0 +1,166 @@
+// The curves of many runs: one chart for each metric, with a line for each run, or for each group its mean and spread.
+
+const { runs, groups } = data;
+const isGrouped = data.group_by !== null;
+const COLORS = 7; // of the palette in page.css; more groups repeat them with other dashes
+const DASHES = ["solid", "dash", "dot", "dashdot", "10px,3px", "10px,3px,2px,3px,2px,3px", "2px,5px", "14px,4px,4px,4px"];
+const SVG_DASHES = { solid: null, dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" };
+const FEW_LINES = 8; // more are not listed in each chart
+const MANY_LINES = 12; // more are named one at a time, by the pointer
+const GRID_POINTS = 500; // places at which the runs of a group are averaged
+const membersOf = groups.map((_, group) => runs.map((run, place) => place).filter((place) => runs[place].group === group));
+view.spread = "range";
+
+const colorName = (group) => `r${group % COLORS}`;
+const dashOf = (group) => DASHES[Math.floor(group / COLORS) % DASHES.length];
+
+/** The line of a group as it is drawn in the charts. */
+function swatch(group) {
+  const dash = dashOf(group);
+  return svg("svg", { class: "swatch", width: 26, height: 8, viewBox: "0 0 26 8", "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 26, y1: 4, y2: 4, "stroke-dasharray": dash in SVG_DASHES ? SVG_DASHES[dash] : dash.replaceAll("px", "").replaceAll(",", " "), style: { stroke: `var(--${colorName(group)})` } }));
+}
+
+const isShown = (run) => !view.hidden.has(run);
+const shownRuns = () => runs.map((_, place) => place).filter(isShown);
+const shownGroups = () => groups.map((_, place) => place).filter((group) => membersOf[group].some(isShown));
+
+// --- the axis that all share ---
+
+const axisNames = { step: "step", seconds: "training time", wall: "time since the start", tokens: "tokens", samples: "samples" };
+const isTime = () => view.axis === "seconds" || view.axis === "wall";
+const timeUnit = () => timeUnitFor(Math.max(0, ...data.axes.map((axis) => axis[view.axis].at(-1) ?? 0)));
+const axisTitle = () => (isTime() ? `${axisNames[view.axis]}, ${timeUnit()[1]}` : axisNames[view.axis]);
+const hoverTitle = () => (view.axis === "step" ? "step %{x}" : `%{x} ${isTime() ? timeUnit()[1] : view.axis}`);
+const hasAxis = (run) => data.axes[run][view.axis].length > 0;
+
+function axisEnds() {
+  const unit = isTime() ? timeUnit()[0] : 1;
+  const ends = data.axes.map((axis) => axis[view.axis]).filter((values) => values.length);
+  return ends.length ? [Math.min(...ends.map((values) => values[0])) / unit, Math.max(...ends.map((values) => values.at(-1))) / unit] : [0, 1];
+}
+
+function placesOf({ run, x }) {
+  if (view.axis === "step") return x;
+  const { step } = data.axes[run], values = data.axes[run][view.axis], unit = isTime() ? timeUnit()[0] : 1;
+  return x.map((each) => interpolated(step, values, each) / unit);
+}
+
+// --- one chart ---
+
+const curvesIn = (chart) => data.curves[chart.title].filter(({ run }) => isShown(run) && hasAxis(run));
+
+function valuesOf(chart, curve) {
+  const [scale] = scaleOf(chart);
+  return scale === 1 ? curve.y : curve.y.map((value) => (value === null ? null : value / scale));
+}
+
+const shownLines = (chart) => curvesIn(chart).map((curve) => ({ ...curve, x: placesOf(curve), y: valuesOf(chart, curve) }));
+const greatestOf = (chart) => data.curves[chart.title].reduce((most, { y }) => y.reduce((found, value) => Math.max(found, value ?? 0), most), 0);
+const shapes = () => [];
+const isMain = (chart, family) => family.name === "" && chart.title.endsWith("loss") && family.charts.length < 3;
+const pageTitle = () => "comparison";
+const hoverMode = (chart) => (isMeans() ? shownGroups().length : curvesIn(chart).length) > MANY_LINES ? "closest" : "x unified";
+const isMeans = () => isGrouped && view.spread !== "runs";
+
+/** How many points to each side are averaged: as far along the axis for every curve, and none where a curve has few points. */
+function reachFor(chart, points) {
+  if (view.smooth === 0 || points <= FEW_POINTS) return 0;
+  const most = Math.max(...data.curves[chart.title].map(({ x }) => x.length));
+  return Math.round((view.smooth / (1 - view.smooth)) * (points / most));
+}
+
+function traces(chart) {
+  const lines = shownLines(chart).map((line) => ({ ...line, raw: line.y, reach: reachFor(chart, line.x.length) }));
+  for (const line of lines) if (line.reach > 0) line.y = smoothed(line.raw, line.reach);
+  const [, unit] = scaleOf(chart);
+  const at = hoverMode(chart) === "closest" ? `${hoverTitle()}: ` : "";
+  const styled = (group) => ({ color: color(colorName(group)), width: 1.9, dash: dashOf(group) });
+  if (isMeans()) return shownGroups().flatMap((group) => meanTraces(chart, group, lines.filter(({ run }) => runs[run].group === group), styled(group), `${at}%{y:.5~g} ${unit}`));
+  return lines.flatMap(({ run, x, y, raw, reach }) => {
+    const line = styled(runs[run].group);
+    const shape = { x, type: "scatter", connectgaps: false, name: plain(runs[run].name), hovertemplate: `${at}%{y:.5~g} ${unit}` };
+    if (reach > 0 && lines.length <= FEW_LINES) {
+      return [{ ...shape, y: raw, line: { ...line, dash: "solid", width: 1 }, mode: "lines", opacity: 0.22, hoverinfo: "skip", hovertemplate: undefined, meta: "raw" }, { ...shape, y, line, mode: "lines", meta: "smoothed" }];
+    }
+    return [{ ...shape, y, line, mode: x.length <= FEW_POINTS && reach === 0 ? "lines+markers" : "lines", marker: { size: x.length === 1 ? 8 : 4.5, color: line.color }, meta: reach > 0 ? "smoothed" : "curve" }];
+  });
+}
+
+/** A group's mean and its spread over the runs that have come so far, at common places between which each run is interpolated. */
+function meansOf(lines) {
+  const whole = lines.map(({ x, y }) => {
+    const places = x.map((_, place) => place).filter((place) => y[place] !== null);
+    return { x: places.map((place) => x[place]), y: places.map((place) => y[place]) };
+  }).filter(({ x }) => x.length);
+  let grid = [...new Set(whole.flatMap(({ x }) => x))].sort((a, b) => a - b);
+  if (grid.length > GRID_POINTS) grid = Array.from({ length: GRID_POINTS }, (_, place) => grid[Math.round((place * (grid.length - 1)) / (GRID_POINTS - 1))]);
+  return grid.map((at) => {
+    const values = whole.filter(({ x }) => x[0] <= at && at <= x.at(-1)).map(({ x, y }) => interpolated(x, y, at));
+    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+    const deviation = values.length > 1 ? Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)) : 0;
+    const [low, high] = view.spread === "range" ? [Math.min(...values), Math.max(...values)] : [mean - deviation, mean + deviation];
+    return { at, mean, low, high, count: values.length };
+  });
+}
+
+function meanTraces(chart, group, lines, line, hovertemplate) {
+  const means = meansOf(lines);
+  if (!means.length) return [];
+  const x = means.map(({ at }) => at), [, unit] = scaleOf(chart);
+  const edge = { x, type: "scatter", mode: "lines", line: { width: 0, color: line.color }, hoverinfo: "skip", showlegend: false, name: plain(groups[group]) };
+  const said = means.map(({ low, high, count: all }) => ` (${number(low, 4)} to ${number(high, 4)}${unit && ` ${unit}`}, ${several(all, "run")})`);
+  return [
+    { ...edge, y: means.map(({ low }) => low), meta: "low" },
+    { ...edge, y: means.map(({ high }) => high), fill: "tonexty", fillcolor: `${line.color}33`, meta: "high" },
+    { x, y: means.map(({ mean }) => mean), text: said, type: "scatter", mode: means.length <= FEW_POINTS ? "lines+markers" : "lines", line, marker: { size: means.length === 1 ? 8 : 4.5, color: line.color }, name: plain(groups[group]), hovertemplate: `${hovertemplate}%{text}`, meta: lines.some(({ reach }) => reach > 0) ? "smoothed" : "curve" },
+  ];
+}
+
+/** In the head of a chart, if there are few groups: what their lines look like, and their last values. */
+function legendButtons(chart) {
+  const found = groups.map((name, group) => [name, group, data.curves[chart.title].filter(({ run }) => runs[run].group === group)]).filter(([, , curves]) => curves.length);
+  if (found.length > FEW_LINES) return [];
+  return found.map(([name, group, curves]) => {
+    const shown = curves.some(({ run }) => isShown(run));
+    const lasts = curves.filter(({ run }) => isShown(run) || !shown).map(({ y }) => y.findLast((value) => value !== null)).filter(isNumber);
+    const mean = lasts.length ? lasts.reduce((sum, value) => sum + value, 0) / lasts.length : null;
+    return el("button", { type: "button", class: "plain", title: name, "aria-pressed": String(shown), on: { click: () => showRuns(membersOf[group], !shown) } },
+      swatch(group), el("span", { class: "short" }, named(name)), el("b", { title: curves.length > 1 ? "the mean of the last values" : "the last value" }, metric(chart.title, mean, isBytes(chart))));
+  });
+}
+
+function summary(chart) {
+  const lines = curvesIn(chart);
+  const said = lines.slice(0, FEW_LINES).map(({ run, y }) => `${runs[run].name}: last ${metric(chart.title, y.findLast((value) => value !== null), isBytes(chart))}`);
+  return `${chart.title}: ${several(lines.length, "run")}. ${said.join("; ")}`;
+}
+
+function noteOn(chart) {
+  const curves = data.curves[chart.title].filter(({ run }) => isShown(run));
+  const without = curves.filter(({ run }) => !hasAxis(run)).length;
+  const odd = curves.filter((curve) => curve.odd > 0).length;
+  const thin = curves.find(({ x, count: all }) => all > x.length);
+  return [
+    without && `${several(without, "run")} without ${axisNames[view.axis]} not drawn`, odd && `NaN or infinite values in ${several(odd, "run")}`,
+    thin && `${number(thin.x.length)} of ${number(thin.count)} points of a run are drawn, the extremes among them`,
+  ].filter(Boolean).join("; ");
+}
+
+function csvOf(chart) {
+  const rows = data.curves[chart.title].filter(({ run }) => isShown(run)).flatMap(({ run, x, y }) =>
+    x.map((step, place) => (y[place] === null ? null : [csvText(runs[run].name), csvText(groups[runs[run].group]), step, y[place]].join(","))).filter(Boolean));
+  return [["run", "group", "step", chart.title].map(csvText).join(","), ...rows, ""].join("\r\n");
+}
+
+function curvesSection() {
+  const titles = { step: "Step", seconds: "Training time", wall: "Wall time", tokens: "Tokens", samples: "Samples" };
+  const axes = Object.entries(titles).filter(([name]) => data.axes.some((axis) => axis[name].length));
+  const spreads = [["range", "Min to max"], ["deviation", "± deviation"], ["runs", "Single runs"]];
+  const more = isGrouped ? el("span", { class: "soft" }, "Spread ", choice("Spread", spreads, view.spread, (spread) => { view.spread = spread; redraw(); })) : null;
+  const left = data.metrics_left_out ? ` ${several(data.metrics_left_out, "metric")} did not fit into this page; choose with --metric.` : "";
+  const means = isGrouped ? " A line is the mean of a group's runs, the band around it their spread." : "";
+  return [el("p", { class: "about" }, `Drag across a chart to zoom all of them; double-click for the whole run.${means}${left}`), ...chartsOf(data.families, axes, more)];
+}
+
+addEventListener("beforeprint", () => { for (const place of document.querySelectorAll(".chart")) if (place.clientWidth) drawChart(place); });

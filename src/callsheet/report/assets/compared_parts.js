@@ -1,0 +1,253 @@
+// The parts of a comparison that are words, tables and pictures.
+
+const LONG_TEXT = 60; // characters of a setting that are shown before it is opened
+const LONG_NAME = 48;
+
+/** The name of a run or group; a long one is cut, and whole where the pointer rests on it. */
+const nameOf = (text) => el("span", { title: text }, text.length > LONG_NAME ? `${text.slice(0, LONG_NAME - 1)}…` : named(text));
+const runName = (run, ...more) => el("span", { class: "run-name" }, swatch(runs[run].group), nameOf(runs[run].name), more);
+const runHead = (run) => () => [swatch(runs[run].group), " ", nameOf(runs[run].name)];
+const groupHead = (group) => () => [swatch(group), " ", nameOf(groups[group])];
+const numeric = (title, value, cell, more = {}) => ({ title, value, cell, numeric: true, ...more });
+const what = () => (isGrouped ? "group" : "run");
+const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
+
+function header() {
+  const facts = [isGrouped && `${several(groups.length, "group")} by ${data.group_by}`,  ["baseline: ", nameOf(groups[0])]];
+  return el("div", {},
+    el("div", { class: "name" }, el("h1", {}, `${runs.length} runs compared`)),
+    el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
+}
+
+// --- the runs, which are the legend of the page ---
+
+function check(members, label, group) {
+  const input = el("input", { type: "checkbox", "data-runs": members.join(" "), on: { change: () => showRuns(members, input.checked) } });
+  setCheck(input, members);
+  return el("label", { class: "run-name" }, input, swatch(group), nameOf(label));
+}
+
+function setCheck(input, members) {
+  const shown = members.filter(isShown).length;
+  input.checked = shown > 0;
+  input.indeterminate = shown > 0 && shown < members.length;
+}
+
+function problemsOf(members) {
+  const counts = { error: 0, warning: 0, note: 0 };
+  for (const { level, runs: where } of data.problems) counts[level] += where.filter(([run]) => members.includes(run)).length;
+  return Object.entries(counts).filter(([level, all]) => all && level !== "note").map(([level, all]) => several(all, level)).join(", ") || "none";
+}
+
+function runsSection() {
+  const rows = isGrouped ? groups.map((name, group) => ({ name, group, members: membersOf[group] })) : runs.map((run, place) => ({ name: run.name, group: run.group, members: [place] }));
+  const single = (place) => ({ name: runs[place].name, group: runs[place].group, members: [place] });
+  const each = (row, field) => row.members.map((place) => runs[place][field]);
+  const ends = (values, show) => (values.length && Math.min(...values) !== Math.max(...values) ? `${show(Math.min(...values))} to ${show(Math.max(...values))}` : show(values[0]));
+  const range = (title, field, show, about) => numeric(title, (row) => each(row, field).filter(isNumber)[0], (row) => ends(each(row, field).filter(isNumber), show), { about });
+  const firstOf = (times) => Math.min(...times.filter(isNumber), Infinity);
+  const total = (title, field) => numeric(title, (row) => sum(each(row, field)), (row) => number(sum(each(row, field))));
+  const columns = [
+    { title: what(), value: (row) => row.name, cell: (row) => [check(row.members, row.name, row.group), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
+    { title: "outcome", value: (row) => each(row, "outcome").join(" "), cell: (row) => [
+      [...new Set(each(row, "outcome"))].map((outcome) => [pill(outcome), " ", row.members.length > 1 && el("span", { class: "soft" }, `${each(row, "outcome").filter((one) => one === outcome).length} of ${row.members.length} `)]),
+      row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
+    range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),
+    numeric("began", (row) => firstOf(each(row, "started")), (row) => moment(firstOf(each(row, "started")))), total("restarts", "restarts"), total("evaluations", "evaluations"), total("checkpoints", "checkpoints"),
+    { title: "problems", value: (row) => problemsOf(row.members), cell: (row) => problemsOf(row.members) },
+  ];
+  const all = runs.map((_, place) => place);
+  const button = (text, shown) => el("button", { type: "button", on: { click: () => showRuns(all, shown) } }, text);
+  return [
+    el("p", { class: "about" }, `Colors and dashes are the same in the whole page. A ${what()} that is switched off disappears from charts and tables; the baseline stays what differences refer to.`),
+    el("div", { class: "tools" }, button("Show all", true), button("Hide all", false)),
+    el("div", { class: "card" }, table("runs", columns, rows, { tall: true, inner: (row) => (isGrouped ? row.members.map(single) : []), key: (row) => row.name, caption: "The runs" })),
+  ];
+}
+
+// --- what differs ---
+
+function long(text) {
+  if (text === "") return el("span", { class: "soft" }, "–");
+  if (text.length <= LONG_TEXT) return text;
+  return el("details", { class: "long" }, el("summary", {}, `${text.slice(0, LONG_TEXT)}…`), el("div", { class: "cell" }, text));
+}
+
+function differencesSection() {
+  const titles = { settings: "Settings", callbacks: "Callbacks", packages: "Packages", code: "Code", hardware: "Hardware" };
+  const shown = shownRuns();
+  const left = data.differences_left_out ? ` ${several(data.differences_left_out, "setting")} did not fit into this page.` : "";
+  return [el("p", { class: "about" }, `Only settings that differ. Bold is what differs from ${named(runs[0].name)}.${left}`),
+    ...Object.entries(data.differences).map(([group, settings]) => {
+      const rows = Object.entries(settings);
+      const columns = [
+        { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
+        ...shown.map((run) => ({ title: runs[run].name, head: runHead(run), value: ([, values]) => values[run],
+          cell: ([, values]) => (values[run] === values[0] ? long(values[run]) : el("b", {}, long(values[run]))) })),
+      ];
+      return el("div", { class: "card side" }, el("h3", {}, titles[group] ?? group), table(`differences-${group}`, columns, rows, { caption: `What differs: ${group}` }));
+    })];
+}
+
+// --- values ---
+
+function noise(row) {
+  if (row.is_noise === null) return row.difference === null ? "" : "unknown";
+  return `${row.is_noise ? "may be noise" : "more than noise"}${isNumber(row.p) ? `, p ${row.p < 0.0001 ? "< 0.0001" : `= ${Number(row.p.toPrecision(2))}`}` : ""}`;
+}
+
+const signed = (value, show) => (isNumber(value) ? `${value > 0 ? "+" : value < 0 ? "−" : ""}${show(Math.abs(value))}` : "");
+
+function showValue(name, value) {
+  return name.endsWith("_seconds") && !name.includes("/") ? duration(value) : metric(name, value);
+}
+
+function valuesSection() {
+  const shown = new Set(shownGroups());
+  const list = el("div");
+  const columns = [
+    { title: "metric", value: (row) => row.metric, cell: (row) => el("span", { class: "metric" }, row.metric) },
+    { title: what(), value: (row) => groups[row.group], cell: (row) => el("span", { class: "run-name" }, swatch(row.group), nameOf(groups[row.group])) },
+    numeric("value", (row) => row.mean, (row) => [showValue(row.metric, row.mean), isNumber(row.deviation) && el("span", { class: "soft" }, ` ± ${showValue(row.metric, row.deviation)}`)], { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
+    ...(isGrouped ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
+    numeric("best", (row) => row.best, (row) => [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest, by the metric's name" }),
+    numeric("difference", (row) => row.difference, (row) => signed(row.difference, (value) => showValue(row.metric, value)), { about: "from the baseline" }),
+    numeric("in %", (row) => row.relative, (row) => signed(row.relative, percent), { about: "of the baseline's value" }),
+    { title: "noise?", value: (row) => row.p ?? (row.difference === null ? null : 2), cell: noise, about: "Welch's t-test over the runs, or within single runs for speeds and times" },
+  ];
+  const show = () => {
+    const words = (view.valueSearch ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = data.values.filter((row) => shown.has(row.group) && words.every((word) => row.metric.toLowerCase().includes(word)));
+    list.replaceChildren(table("values", columns, rows, { tall: true, caption: "Values" }));
+  };
+  show();
+  const search = el("input", { type: "search", id: "value-search", placeholder: "Search metrics", "aria-label": "Search the values of metrics", value: view.valueSearch ?? "", on: { input: () => { view.valueSearch = search.value; show(); } } });
+  const left = data.values_left_out ? ` ${number(data.values_left_out)} rows did not fit into this page; --csv has all.` : "";
+  return [el("p", { class: "about" }, `Differences are from ${named(groups[0])}, the baseline.${left}`), el("div", { class: "tools" }, el("span", { class: "search" }, search)), el("div", { class: "card" }, list)];
+}
+
+// --- the anatomy of a step ---
+
+function anatomySection() {
+  const shown = shownGroups();
+  const cell = (found) => found && [
+    el("span", { class: "whole-line" }, milliseconds(found.seconds), el("span", { class: "soft" }, `, ${percent(found.share)}`)),
+    el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, 100 * found.share)}%` } })),
+    found.mark && el("span", { class: `below mark ${found.mark}` }, `${found.mark === "slower" ? "▲" : "▼"} ${found.change >= 1 ? `slower, ${number(1 + found.change, 2)} times as long` : `${percent(Math.abs(found.change))} ${found.mark}`}`),
+  ];
+  const columns = [
+    { title: "part of a step", value: (row) => row.name, cell: (row) => [el("span", { class: "whole-line" }, row.name), row.kind === "callback" && el("span", { class: "below" }, "callback")] },
+    ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: groupHead(group) })),
+  ];
+  return [
+    el("p", { class: "about" }, "Milliseconds per step and share of the step, of the timed steps. Spans nest, and the time of a callback is within a span, so the shares do not add up. "
+      + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step."),
+    el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
+  ];
+}
+
+// --- problems, evaluations, checkpoints ---
+
+function problemsSection() {
+  const shown = data.problems.map((problem) => ({ ...problem, runs: problem.runs.filter(([run]) => isShown(run)) })).filter((problem) => problem.runs.length);
+  if (!shown.length) return el("p", { class: "well" }, "✓ No problems in these runs.");
+  const words = { error: "Error", warning: "Warning", note: "Note" };
+  const serious = shown.filter(({ level }) => level !== "note"), notes = shown.filter(({ level }) => level === "note");
+  const list = (problems) => el("ul", { class: "problems" }, problems.map(({ level, title, runs: where }) => el("li", { class: `problem ${level}` },
+    el("div", { class: "title" }, el("span", { class: "soft" }, `${words[level]}: `), title),
+    el("div", { class: "where" }, where.map(([run, detail]) => (detail
+      ? el("details", {}, el("summary", {}, runName(run)), el("div", { class: "detail" }, detail))
+      : runName(run)))))));
+  return [
+    serious.length ? list(serious) : el("p", { class: "well" }, "✓ No errors and no warnings in these runs."),
+    notes.length ? folding("notes", { class: "fold-card more" }, several(notes.length, "note"), false, () => list(notes)) : "",
+  ];
+}
+
+function evaluationsSection() {
+  const body = el("div");
+  const show = (place) => {
+    const { name, lower_is_better: isLower, runs: found } = data.evaluations[place];
+    const shown = found.filter(([run]) => isShown(run));
+    const rows = new Map();
+    for (const [run, pairs] of shown) for (const [step, value] of pairs) { if (!rows.has(step)) rows.set(step, new Map()); rows.get(step).set(run, value); }
+    const best = new Map(shown.map(([run, pairs]) => [run, pairs.reduce((least, [, value]) => (value === null ? least : least === null || (isLower ? value < least : value > least) ? value : least), null)]));
+    const columns = [
+      numeric("step", ([step]) => step, ([step]) => number(step)),
+      ...shown.map(([run]) => numeric(runs[run].name, ([, values]) => values.get(run), ([, values]) => {
+        const value = values.get(run);
+        if (value === undefined) return "";
+        return isNumber(value) && value === best.get(run) ? el("b", { title: `the best of ${runs[run].name}` }, metric(name, value)) : metric(name, value);
+      }, { head: runHead(run) })),
+    ];
+    body.replaceChildren(table("evaluations", columns, [...rows], { tall: true, sort: [0, true], caption: `Evaluations: ${name}` }));
+  };
+  const chosen = Math.max(0, data.evaluations.findIndex(({ name }) => name === view.picked.get("evaluation")));
+  const select = el("select", { "aria-label": "Metric of the evaluations", on: { change: () => { view.picked.set("evaluation", data.evaluations[Number(select.value)].name); show(Number(select.value)); } } },
+    data.evaluations.map(({ name }, place) => el("option", { value: place }, name)));
+  select.value = String(chosen);
+  show(chosen);
+  return [el("div", { class: "tools" }, el("label", {}, "Metric", select)), el("div", { class: "card side" }, body)];
+}
+
+function checkpointsSection() {
+  const rows = shownRuns().map((run) => ({ run, ...data.checkpoints[run] })).filter((row) => row.count);
+  const columns = [
+    { title: "run", value: (row) => runs[row.run]?.name, cell: (row, isInner) => (isInner ? el("span", { class: "mono", title: row.path }, named(row.name)) : runName(row.run)) },
+    numeric("checkpoints", (row) => row.count, (row, isInner) => (isInner ? row.kind : number(row.count))),
+    numeric("last step", (row) => row.last_step, (row, isInner) => number(isInner ? row.step : row.last_step)),
+    numeric("best at step", (row) => row.best_step, (row, isInner) => (isInner ? row.best : isNumber(row.best_step) ? number(row.best_step) : "")),
+    numeric("size", (row) => row.size, (row) => (isNumber(row.size) ? bytes(row.size) : "")),
+    numeric("time to write", (row) => row.save_seconds, (row, isInner) => (!isInner && isNumber(row.save_seconds) ? duration(row.save_seconds) : ""), { about: "the mean of those in the timed windows" }),
+    { title: "losses of evaluations", value: (row) => row.latest?.at(-1)?.val_losses[0]?.[1], cell: (row, isInner) => (isInner ? row : row.latest.at(-1)).val_losses.map(([name, value]) => el("div", { class: "whole-line" }, `${name} ${number(value)}`)) },
+  ];
+  return el("div", { class: "card" }, table("checkpoints", columns, rows, { tall: true, inner: (row) => [...row.latest].reverse(), key: (row) => runs[row.run]?.name, caption: "Checkpoints" }));
+}
+
+// --- tables and images, side by side by step ---
+
+/** A card with a choice of the step, and below it for each run what it had logged by then. */
+function byStep(kind, name, logged, make) {
+  const key = `${kind}/${name}`;
+  const shown = logged.filter(({ run }) => isShown(run));
+  if (!shown.length) return null;
+  const steps = [...new Set(shown.flatMap(({ entries }) => entries.map(({ step }) => step)))].sort((a, b) => a - b);
+  const body = el("div", { class: "beside" }), label = el("span", { class: "soft" });
+  const picked = steps.indexOf(view.picked.get(key));
+  const range = el("input", { type: "range", min: 0, max: steps.length - 1, value: picked < 0 ? steps.length - 1 : picked, disabled: steps.length === 1, "aria-label": `Step of ${name}`, on: { input: () => { view.picked.set(key, steps[Number(range.value)]); show(); } } });
+  function show() {
+    const step = steps[Number(range.value)];
+    label.textContent = `step ${number(step)}`;
+    range.setAttribute("aria-valuetext", label.textContent);
+    body.replaceChildren(...shown.map(({ run, entries }) => {
+      const entry = entries.findLast((each) => each.step <= step);
+      return el("div", { class: "one" },
+        runName(run, entry && entry.step !== step && el("span", { class: "soft" }, `at step ${number(entry.step)}`)),
+        entry ? make(run, entry) : el("p", { class: "soft" }, "nothing until this step"));
+    }));
+  }
+  show();
+  return el("div", { class: "card" }, el("h3", {}, named(name)), el("div", { class: "slider" }, range, label), body);
+}
+
+function tablesSection() {
+  return Object.entries(data.tables).map(([name, logged]) => byStep("table", name, logged, (run, entry) => {
+    const width = Math.max(entry.columns.length, ...entry.rows.map((row) => row.length));
+    const columns = Array.from({ length: width }, (_, at) => ({
+      title: entry.columns[at] ?? "", numeric: entry.rows.every((row) => typeof row[at] === "number"), value: (row) => row[at],
+      cell: (row) => (typeof row[at] === "number" ? number(row[at]) : el("div", { class: "cell" }, row[at] ?? "")),
+    }));
+    const found = [table(`logged-${name}`, columns, entry.rows, { caption: `${name}, ${runs[run].name}` })];
+    if (entry.in_all > entry.rows.length) found.push(el("p", { class: "soft small" }, `${number(entry.rows.length)} of ${number(entry.in_all)} rows`));
+    return found;
+  })).filter(Boolean);
+}
+
+function imagesSection() {
+  const left = data.images_left_out ? [el("p", { class: "about" }, `${several(data.images_left_out, "image")} are not in this page: it would be too large, or they are no PNG files of a run.`)] : [];
+  return [...left, ...Object.entries(data.images).map(([name, logged]) => byStep("image", name, logged, (run, entry) => {
+    const sources = entry.files.map(imageSource).filter(Boolean);
+    if (!sources.length) return el("p", { class: "soft" }, "not in this page");
+    return el("div", { class: "pictures" }, sources.map((source, place) => el("img", { src: source, alt: `${name}, ${runs[run].name}, step ${entry.step}, image ${place + 1}`, on: { load: (event) => enlarge(event.target) } })));
+  })).filter(Boolean)];
+}

@@ -1,0 +1,325 @@
+"""The page of a comparison: many runs in one self-contained HTML file."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from callsheet.report.compare.anatomy import anatomy
+from callsheet.report.compare.comparison import Compared, Comparison
+from callsheet.report.compare.values import is_lower_better
+from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
+from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
+from callsheet.report.page import html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
+from callsheet.report.problems import problems
+from callsheet.report.run_folder import image_bytes
+
+_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "compare.js")
+
+_PAGE_BYTES = 10_000_000
+"""How large a page may become by its images. What is not an image is limited by the numbers below, for any number of runs."""
+_POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
+_DIGITS = 6
+_VALUE_ROWS, _SETTINGS_LENGTH, _PROBLEMS_OF_ONE = 4_000, 600_000, 20
+_EVALUATED, _EVALUATIONS_OF_ONE, _CHECKPOINTS, _CHECKPOINTS_OF_ONE = 20_000, 100, 1_000, 40
+_TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
+
+_SLOWER, _NOTICEABLE = 0.05, 0.005
+"""A span or callback is marked if its time changed by more than the first share of itself, and the second share of the step."""
+
+
+def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the page draws, as plain JSON values. Runs and groups are numbers: their places in `runs` and `groups`.
+
+    Args:
+        comparison: the runs.
+        metrics: only these metrics; empty: all of them.
+    """
+    runs = comparison.runs
+    drawn, left_out = _curves(comparison, metrics)
+    rows, rows_left_out = _values(comparison, metrics)
+    different, different_left_out = _differences(comparison)
+    content: dict[str, Any] = plain(
+        {
+            "generated": time.time(),
+            "group_by": comparison.group_by,
+            "groups": comparison.groups,
+            "runs": [_run(comparison, each) for each in runs],
+            "axes": [_axis(each, len(runs)) for each in runs],
+            **drawn,
+            "metrics_left_out": left_out,
+            "differences": different,
+            "differences_left_out": different_left_out,
+            "values": rows,
+            "values_left_out": rows_left_out,
+            "anatomy": _anatomy(comparison),
+            "problems": _problems(runs),
+            "evaluations": _evaluations(runs),
+            "checkpoints": [_checkpoints(each, len(runs)) for each in runs],
+            "tables": _tables(runs),
+            "images": _images(runs),
+        }
+    )
+    return content
+
+
+def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
+    """Return the page as HTML, with the images that fit into 10 MB.
+
+    Raises:
+        MissingPackage: plotly is not installed.
+    """
+    content = data(comparison, metrics)
+    # A byte of an image is 4/3 characters in the page.
+    room = max(0, _PAGE_BYTES - len(plotly_js()) - len(json_in_html(content)) - 200_000) * 3 // 4
+    by_run = {
+        f"{each['run']}/{name}": [{"files": entry["files"]} for entry in each["entries"]]
+        for name, found in content["images"].items()
+        for each in found
+    }
+    paths = [each.run.path for each in comparison.runs]
+
+    def read(file: str) -> bytes | None:
+        run, _, name = file.partition("/")
+        return image_bytes(paths[int(run)], name)
+
+    pixels, content["images_left_out"] = image_uris(by_run, read, room=room)
+    title = f"{len(comparison.runs)} runs compared - callsheet"
+    return html_page(title, {"data": content, "pixels": pixels, "live": None}, _SCRIPTS)
+
+
+def write_comparison(comparison: Comparison, out: str | os.PathLike[str], metrics: Sequence[str] = ()) -> Path:
+    """Write the page to the file `out`, atomically. Return its path.
+
+    Raises:
+        MissingPackage: plotly is not installed.
+    """
+    path, text = Path(out), comparison_page(comparison, metrics)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    return path
+
+
+def _run(comparison: Comparison, each: Compared) -> dict[str, Any]:
+    run = each.run
+    starts = sum(event["event"] == "run_start" for event in run.events)
+    return {
+        "name": each.name,
+        "group": comparison.groups.index(each.group),
+        "path": str(run.path),
+        "outcome": run.outcome,
+        "reason": run.reason,
+        "steps": run.last_step,
+        "seconds": run.seconds,
+        "started": run.started,
+        "restarts": max(0, starts - 1),
+        "evaluations": sum(not found["is_undone"] for found in run.evaluations),
+        "checkpoints": sum(not found["is_undone"] for found in run.checkpoints),
+    }
+
+
+def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
+    known = axis(each.run, most=_share(_AXIS_POINTS, runs, _AXIS_POINTS_OF_ONE))
+    return {name: [_short(value) for value in values] for name, values in known.items()}
+
+
+def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Return the curves of each metric, one for each run that has it, the families of their charts, and how many metrics do not fit."""
+    points = [points_of(each.run) for each in comparison.runs]
+    names = dict.fromkeys(name for each in points for name in without_doubles(each) if not name.startswith("time/"))
+    splits = dict.fromkeys(split for each in comparison.runs for split in splits_of(each.run))
+    grouped = families([name for name in names if not metrics or name in metrics], list(splits))
+    ordered = [curve["name"] for family in grouped for chart in family["charts"] for curve in chart["curves"]]
+    room, shown = _POINTS // FEWEST_POINTS, list[str]()
+    for name in ordered:
+        room -= sum(name in each for each in points)
+        if room < 0:
+            break
+        shown.append(name)
+    most = shares([name for name in shown for each in points if name in each], room=_POINTS, most=_POINTS_OF_ONE)
+    curves = {
+        name: [
+            {"run": place, **_curve(*each[name], most[name.partition("/")[0]])}
+            for place, each in enumerate(points)
+            if name in each
+        ]
+        for name in shown
+    }
+    # One chart for each metric: several metrics of many runs in one chart could not be told apart.
+    charts = [
+        {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
+        for family in grouped
+    ]  # fmt: skip
+    return {"curves": curves, "families": [family for family in charts if family["charts"]]}, len(ordered) - len(shown)
+
+
+def _chart(name: str) -> dict[str, Any]:
+    return {"title": name, "curves": [{"name": name, "label": name}]}
+
+
+def _curve(steps: Sequence[int], values: Sequence[float], most: int) -> dict[str, Any]:
+    found = drawn_curve(steps, values, most, digits=_DIGITS)
+    return {name: found[name] for name in ("x", "y", "count", "odd")}
+
+
+def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of the table, losses and what concerns the whole run before what does not fit, and how many do not."""
+    rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
+    kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
+    found = []
+    for row in rows:
+        if id(row) in kept:
+            numbers = {name: _short(value) if isinstance(value, float) else value for name, value in row.items()}
+            found.append({**numbers, "group": comparison.groups.index(row["group"])})
+    return found, len(rows) - len(found)
+
+
+def _is_minor(row: Mapping[str, Any]) -> bool:
+    return not row["metric"].endswith("/loss") and "/" in row["metric"]
+
+
+def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]], int]:
+    """Return the settings that differ, as many as fit, and how many do not."""
+    found: dict[str, dict[str, list[str]]] = {}
+    room, left_out = _SETTINGS_LENGTH, 0
+    for group, rows in comparison.differences.items():
+        for name, values in rows.items():
+            room -= sum(map(len, values)) + len(name)
+            if room < 0:
+                left_out += 1
+            else:
+                found.setdefault(group, {})[name] = values
+    return found, left_out
+
+
+def _anatomy(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return one row for each span and callback, with a cell for each group: the mean seconds and share over its runs that timed it.
+
+    `change` is the change of the seconds from the baseline's as a fraction, and `mark` says whether it became noticeably `slower` or `faster`.
+    """
+    rows = anatomy([(each.name, each.run) for each in comparison.runs])
+    members = [[each.name for each in comparison.members(group)] for group in comparison.groups]
+    found = []
+    for row in rows:
+        seconds = [_mean(row["seconds"][name] for name in names if name in row["seconds"]) for names in members]
+        parts = [_mean(row["share"][name] for name in names if name in row["share"]) for names in members]
+        step = seconds[0] / parts[0] if parts[0] > 0 else math.nan
+        cells = [_cell(each, part, seconds[0], step) for each, part in zip(seconds, parts, strict=True)]
+        found.append({"kind": row["kind"], "name": row["name"], "cells": cells})
+    return found
+
+
+def _cell(seconds: float, part: float, baseline: float, step: float) -> dict[str, Any] | None:
+    if math.isnan(seconds):
+        return None
+    change = seconds / baseline - 1 if baseline > 0 else math.nan
+    is_noticeable = abs(change) > _SLOWER and abs(seconds - baseline) > _NOTICEABLE * step
+    mark = ("slower" if change > 0 else "faster") if is_noticeable else ""
+    return {"seconds": _short(seconds), "share": _short(part), "change": _short(change), "mark": mark}
+
+
+def _problems(runs: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Return each problem once, the most serious first, with the runs that have it and its detail in each."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for place, each in enumerate(runs):
+        for problem in problems(each.run)[:_PROBLEMS_OF_ONE]:
+            fields = asdict(problem)
+            found.setdefault((fields["level"], fields["title"]), []).append((place, fields["detail"]))
+    order = ("error", "warning", "note")
+    return [
+        {"level": level, "title": title, "runs": where}
+        for (level, title), where in sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    ]
+
+
+def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Return the results of evaluations by metric, for each run as steps and values."""
+    found: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for place, each in enumerate(runs):
+        for evaluation in each.run.evaluations:
+            if not evaluation["is_undone"]:
+                for dataset, results in evaluation["results"].items():
+                    for name, value in results.items():
+                        found.setdefault(f"{dataset}/{name}", {}).setdefault(place, []).append(
+                            (evaluation["step"], _short(value))
+                        )
+    ordered = sorted(found.items(), key=lambda item: not item[0].endswith("/loss"))
+    most = max(2, min(_EVALUATIONS_OF_ONE, _EVALUATED // max(1, sum(len(each) for each in found.values()))))
+    return [
+        {
+            "name": name,
+            "lower_is_better": is_lower_better(name),
+            "runs": [(place, evenly(pairs, most)) for place, pairs in each.items()],
+        }
+        for name, each in ordered[: _EVALUATED // (2 * len(runs))]
+    ]
+
+
+def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
+    """Return what is known of the run's checkpoints, and the latest of them."""
+    kept = [info for info in each.run.checkpoints if not info["is_undone"]]
+    sizes = [info["size_bytes"] for info in kept if isinstance(info.get("size_bytes"), (int, float))]
+    saving = each.values.get("checkpoint_save_seconds")
+    best = [info["step"] for info in kept if info.get("best_metric_key")]
+    return {
+        "count": len(kept),
+        "last_step": kept[-1]["step"] if kept else None,
+        "best_step": best[-1] if best else None,
+        "size": sizes[-1] if sizes else None,
+        "save_seconds": saving.best if saving else None,
+        "latest": [checkpoint_row(each.run, info) for info in kept[-_share(_CHECKPOINTS, runs, _CHECKPOINTS_OF_ONE) :]],
+    }
+
+
+def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
+    """Return the logged tables by name, for each run the latest entries that fit."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    room = _TABLES_LENGTH // len(runs)  # of each run: the first must not take the room of the others
+    for place, each in enumerate(runs):
+        left = room
+        for name, logged in each.run.tables.items():
+            entries = []
+            for entry in table_entries(logged):
+                rows = [[_cut(cell) for cell in row] for row in entry["rows"][:_TABLE_ROWS]]
+                left -= sum(len(str(cell)) + 3 for row in rows for cell in row)
+                if left < 0:
+                    break
+                entries.append({**entry, "rows": rows})
+            if entries:
+                found.setdefault(name, []).append({"run": place, "entries": entries[::-1]})
+    return found
+
+
+def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
+    """Return the logged images by name, for each run as entries with the step and files; a file's name begins with the run's number."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for place, each in enumerate(runs):
+        for name, entries in images_by_name(each.run).items():
+            named = [{"step": entry["step"], "files": [f"{place}/{file}" for file in entry["files"]]} for entry in entries]
+            found.setdefault(name, []).append({"run": place, "entries": named})
+    return found
+
+
+def _share(room: int, runs: int, most: int) -> int:
+    return max(2, min(most, room // runs))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else math.nan
+
+
+def _short(value: float) -> float:
+    """Return the value with as many digits as the page shows; whole numbers as integers, which are shorter in JSON."""
+    if not math.isfinite(value):
+        return value
+    return int(value) if float(value).is_integer() else float(f"{value:.{_DIGITS + 2}g}")
+
+
+def _cut(cell: Any) -> Any:
+    return f"{cell[:_TABLE_CELL]}..." if isinstance(cell, str) and len(cell) > _TABLE_CELL else cell
