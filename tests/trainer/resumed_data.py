@@ -464,7 +464,7 @@ class Stop(Callback):
 def attached(case: Case, folder: str, callbacks: list[Callback], resume: str | None = None) -> list[Any]:
     model, seen = Scale(), []
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=1e-9), case.loader()
-    owners = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    owners: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, resume=resume) as run:
         for epoch in run.epochs(EPOCHS):
             for owner in owners:

@@ -1,4 +1,4 @@
-"""The position in the data of a loop that takes its batches from us, and the way back to it after a resume."""
+"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST = (1 << 63) - 1
 
 
 class DataPosition:
-    """How many batches of the epoch were taken, and what a resumed run needs to get the others.
+    """Counts how many batches of the epoch were used, and keeps what a resumed run needs to get the others.
 
     Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. So the states of generators and samplers are saved, and
     persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each.
@@ -34,17 +34,17 @@ class DataPosition:
         self.taken = 0
         self.is_exhausted = False
         self._length: int | None = None
-        self._loader: Any = None  # of the latest epoch
-        self._data: PreshardedData | None = None  # of the latest epoch's loader
-        self._is_inside = False  # an epoch
+        self._loader: Any = None  # the loader of the latest epoch
+        self._data: PreshardedData | None = None  # the data of the latest epoch's loader
+        self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
         self._first: list[Any] = []  # the states of the loader's generators, when it was given for the first time
         self._epochs = 0  # how many epochs have been begun with this loader
-        self._is_renewed = False  # the loop makes a new loader for each epoch
+        self._is_renewed = False  # whether the loop makes a new loader for each epoch
         self._restored: Mapping[str, Any] | None = None
 
     def begin(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Return the batches of epoch `epoch`, counted from 0, without those that were taken before a resume."""
+        """Return the batches of epoch `epoch`, counted from 0, without those that were used before a resume."""
         restored, self.is_exhausted = self._restored, False
         try:
             self._length = length_of(loader)
@@ -55,7 +55,7 @@ class DataPosition:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # an error of the loader, or one that prevents the resume that was asked for
+                mark_as_users(error)  # an error of the loader, or one that prevents the requested resume
                 raise
         self._set(loader)
         self._is_inside = True
@@ -68,25 +68,25 @@ class DataPosition:
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Do the same after the host has given up."""
+        """Do the same as `begin` after the host has given up."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
 
     def end(self) -> None:
-        """Reset the position: the epoch has ended."""
+        """Reset the position, because the epoch has ended."""
         self.taken, self._length, self._is_inside = 0, None, False
 
     def release(self) -> None:
-        """Let go of the dataloader and its workers: the run has ended."""
+        """Release the dataloader and its workers, because the run has ended."""
         self._loader = self._data = None
 
     @property
     def is_at_end(self) -> bool:
-        """Whether every batch of the epoch has been taken."""
+        """Whether every batch of the epoch has been used."""
         return self.is_exhausted or self.taken == self._length
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
-        if self._restored is not None:  # no batch has been taken since
+        if self._restored is not None:  # no batch has been used since the state was loaded
             return dict(self._restored)
         return {
             "taken": self.taken,
@@ -99,11 +99,11 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch continue from there."""
+        """Make the next epoch continue at the saved position."""
         self._restored = state
 
     def _set(self, loader: Any) -> None:
-        """Note the loader of an epoch."""
+        """Store the loader of an epoch."""
         if self._seed is None:  # reading it does not change the random states
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
@@ -130,7 +130,7 @@ class DataPosition:
         if restored["place"] is not None:
             self.taken = restored["taken"]
             batches = data.resume(epoch + 1, self.taken, restored["place"], now)
-            restore_random_state_of(loader, now)  # last: opening the data has used them
+            restore_random_state_of(loader, now)  # last, because opening the data has drawn from them
             return batches
         if self._continues_loader(fresh, restored):
             return data.begin(epoch + 1, now)
@@ -138,7 +138,10 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the loader of a resumed epoch continues where that of the epoch before ended, as one that the loop makes once."""
+        """Return whether the loader of a resumed epoch continues where that of the epoch before ended.
+
+        This is so for a loader that the loop makes only once.
+        """
         if restored["is_renewed"] or not restored["epochs"]:
             return False
         if restored["epochs"] > 1 or _same(fresh, restored["first"]):

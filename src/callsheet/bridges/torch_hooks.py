@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callsheet.run.copies import add_hook
 from callsheet.bridges.giving_up import is_for_user
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context
+from callsheet.run.copies import add_hook
 
 logger = logging.getLogger("callsheet")
 

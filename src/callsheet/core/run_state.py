@@ -74,7 +74,7 @@ class RunInfo:
         """Return False if the path is in the run's folder, and another process has taken over the folder. Ask before each write."""
         if not self._loss.is_lost or self.folder is None:
             return True
-        return not Path(path).absolute().is_relative_to(self.folder.absolute())
+        return not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.folder))
 
     @property
     def rank(self) -> int:

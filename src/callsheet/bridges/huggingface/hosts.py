@@ -13,7 +13,6 @@ from typing import Any
 from torch.nn import Module
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from callsheet.run.copies import replace
 from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
@@ -25,6 +24,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import NotSupported
+from callsheet.run.copies import replace
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")

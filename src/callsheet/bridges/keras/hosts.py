@@ -22,7 +22,6 @@ except ModuleNotFoundError as error:
         f"Keras cannot be imported: {error}. callsheet.bridges.keras needs Keras on torch: set KERAS_BACKEND=torch before keras is imported"
     ) from None
 
-from callsheet.run.copies import replace
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
@@ -32,6 +31,7 @@ from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
+from callsheet.run.copies import replace
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -181,8 +181,11 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing. If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the
-        interpreter lock."""
+        """Do nothing.
+
+        If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the interpreter
+        lock.
+        """
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:

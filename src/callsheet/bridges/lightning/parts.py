@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callsheet.run.copies import replace
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mode, start_forward
 from callsheet.core.context import Context
+from callsheet.run.copies import replace
 
 _STEPS: Mapping[Mode, str] = {
     "train": "training_step",

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchtnt.framework.state import State
 from torchtnt.utils.progress import estimated_steps_in_loop
 
-from callsheet.run.copies import replace
 from callsheet.errors import NotSupported
+from callsheet.run.copies import replace
 
 
 class Fetches:
