@@ -10,11 +10,14 @@ _FRAMEWORKS = {
     "keras": "keras",
     "accelerate": "accelerate",
 }
-"""Which bridge wraps a foreign callback, by the package of its class."""
+"""The bridge that wraps a callback of another framework, by the package of the callback's class."""
 
 
 def guest_hint(thing: object) -> str:
-    """Return the hint how to wrap a callback of another framework, or the empty string if it is of none that has a bridge."""
+    """Return a hint that says how to wrap a callback of another framework.
+
+    Return an empty string if no bridge is for its framework.
+    """
     packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
     bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
     return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""

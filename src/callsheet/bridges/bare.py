@@ -36,7 +36,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 _SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
-"""The Trainer's arguments that `attach` has too."""
+"""Arguments of the Trainer that `attach` has too."""
 
 _OF_EVALUATION = ("eval_interval", "eval_dataloader")
 _EVALUATION = (
@@ -46,7 +46,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return what to give instead of other frameworks' arguments, and of those of the Trainer that evaluate."""
+    """Return what to use instead of arguments of other frameworks, and of the Trainer's arguments for evaluation."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
@@ -75,17 +75,17 @@ def attach(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:
-    """Attach callbacks to a training loop written by hand. Apart from these lines, the loop stays as it is.
+    """Attach callbacks to a training loop written by hand. Apart from these lines, the loop is unchanged.
 
-    Hooks observe the forward in the model, the loss in `backward()`, and the step in the optimizer. The gradient norm is not observed. The
-    loss of a step is the sum of the losses that `backward()` was called on.
+    Hooks observe the forward pass in the model, the loss in `backward()`, and the step in the optimizer. The gradient norm is not
+    observed. The loss of a step is the sum of the losses on which `backward()` was called.
 
     Args:
         model: the model that the loop calls. With DDP, callbacks see the module inside the wrapper.
         optimizer: the optimizer that the loop steps. In a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
-        scheduler: saved in checkpoints and available to callbacks. The loop steps it.
+        scheduler: the scheduler to save in checkpoints and to show to callbacks. The loop steps it.
         gradient_accumulation_steps: how many batches the loop uses for one optimizer step. All of them are fetched before the step.
         scaler: the `torch.amp.GradScaler` that scales the loss.
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
@@ -95,15 +95,15 @@ def attach(
         evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
         config: the loop's settings, stored with the run.
-        save_in_background: copy the state, and write it while training continues.
+        save_in_background: whether to copy the state and write the copy while training continues.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
-        timeout_seconds: a rank that does not answer for so long fails the run.
+        timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that the loop does not fire; else log a warning.
 
     Raises:
         ConfigError: an argument is invalid.
-        NotSupported: at the end of the first step; see `strict`.
+        NotSupported: raised at the end of the first step; see `strict`.
 
     Example:
         >>> import torch
@@ -229,7 +229,7 @@ class AttachedRun:
         self._hooks: list[ForwardHooks | OptimizerHooks | BackwardWatch] = []
         self._backward: Any = None  # a BackwardWatch, within the `with` block
         self._has_given_up = False
-        self._was_in_step = False  # when the host gave up
+        self._was_in_step = False  # whether the loop was in a step when the host gave up
         self._epoch: int | None = None  # the epoch of the last call of `steps`
         self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
@@ -242,21 +242,30 @@ class AttachedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has reached its duration, was stopped by a callback, or is preempted. `steps` yields no more batches then."""
+        """Whether training has reached its duration, was stopped by a callback, or is preempted.
+
+        In these cases `steps` yields no more batches.
+        """
         return self._is_over
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal other than Ctrl-C has preempted the run. A checkpoint was saved if a callback or the signal asked for it."""
+        """Whether a signal other than Ctrl-C has preempted the run.
+
+        A checkpoint was saved if a callback or the signal requested it.
+        """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
     def log(self, values: Mapping[str, Any], **options: Any) -> None:
-        """Log numbers into the next metrics record; see `Context.log`."""
+        """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
             self._run.ctx.log(values, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has made. Give its results by dataset name: `{"validation": {"loss": 1.2}}`."""
+        """Fire the events of an evaluation that the loop has carried out.
+
+        `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
+        """
         if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
             raise ConfigError(
                 f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
@@ -273,7 +282,10 @@ class AttachedRun:
             self._give_up(error)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the remaining epochs, of `count` in all. A resumed run leaves out the finished epochs."""
+        """Yield the indices of the epochs that are left, of `count` in total.
+
+        A resumed run skips the epochs that are complete.
+        """
         while not self._is_over and self._run.state.timestamp.epoch < count:
             epoch = self._run.state.timestamp.epoch
             yield epoch
@@ -285,10 +297,12 @@ class AttachedRun:
                 return  # the loop has not finished the epoch's steps
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of one epoch. The loop trains on each before it takes the next. A resumed run leaves out those it has taken.
+        """Yield the batches of one epoch.
+
+        The loop trains on each before it requests the next. A resumed run leaves out the batches that it has trained on.
 
         Raises:
-            RequestRejected: inside another call of it, or outside the `with` block.
+            RequestRejected: this is called inside another call of `steps`, or outside the `with` block.
         """
         if self._is_iterating:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
@@ -301,7 +315,7 @@ class AttachedRun:
         run, driver, ctx, position, watch = self._run, self._run.driver, self._run.ctx, self._position, self._backward
         batches: Iterator[Any] | None = None
         self._is_iterating = True
-        given = 0  # how many batches of the current step the loop has
+        given = 0  # how many batches of the current step were given to the loop
         try:
             if not self._has_given_up:
                 driver.start("epoch")
@@ -368,7 +382,10 @@ class AttachedRun:
         return True
 
     def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch after giving up. Only count steps and epochs, to end training at its duration."""
+        """Yield the remaining batches of the epoch after the host has given up.
+
+        Only count steps and epochs, so that training still ends at its duration.
+        """
         state, was_in_step, self._was_in_step = self._run.state, self._was_in_step, False
         waiting = group[given:]
         if not was_in_step and not waiting:
@@ -411,14 +428,14 @@ class AttachedRun:
         self._is_over |= state.is_complete
 
     def _give_up(self, error: Exception) -> None:
-        """End the run because the host itself has failed. Training continues without it."""
+        """End the run because of an error of the host itself. Training continues without it."""
         if self._has_given_up:
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")
-        give_up(run, error)  # raises the error if the user has to know of it
+        give_up(run, error)  # raises the error if the user must know about it
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # the run does not handle the signal any more
+        self._is_over |= run.signals.received is not None  # end the loop, because the run no longer handles the signal
         self._release()
 
     def _release(self) -> None:
@@ -444,7 +461,7 @@ class AttachedRun:
                 mark_as_users(error)
                 raise
             if batch is not None:
-                group.append(batch)  # before a callback can fail: the loop gets the batch all the same
+                group.append(batch)  # appended first, so that the loop gets the batch even if a callback fails
             if has_listeners:
                 driver.end("fetch")
                 if batch is not None:
@@ -476,7 +493,10 @@ class AttachedRun:
         self._support.after_first_step(run.driver)
 
     def _close_epoch(self, *, continues: bool) -> None:
-        """End a step and an epoch that the loop has left with `break`. `continues` says whether training may continue after them."""
+        """End a step and an epoch that the loop has left with `break`.
+
+        `continues` says whether training may continue after them.
+        """
         run = self._run
         if run.driver.is_open("train_step"):
             self._end_step()
@@ -486,7 +506,10 @@ class AttachedRun:
             self._is_over = run.end_epoch(is_whole=continues) and (continues or self._is_over)
 
     def _reset_position(self) -> None:
-        """Make the next epoch begin with its first batch. This comes before the boundary, where a checkpoint may be written."""
+        """Make the next epoch begin with its first batch.
+
+        This is called before the boundary, because a checkpoint may be written there.
+        """
         self._position.end()
 
     def __enter__(self) -> Self:
@@ -496,7 +519,7 @@ class AttachedRun:
             try:
                 self._begin()
             except Exception as error:
-                if self._resume is not None:  # training must not continue as if no resume had been asked for
+                if self._resume is not None:  # training must not continue as if no resume had been requested
                     raise
                 self._give_up(error)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Which events a host may fire between two steps, epochs or rounds, whatever its framework does."""
+"""Decides which events a host may fire between two steps, epochs or rounds, so that the lifecycle's order is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 
 
 class BoundaryOrder:
-    """Keeps records, evaluations and checkpoints of a host in the lifecycle's order.
+    """Keeps the records, evaluations and checkpoints of a host in the lifecycle's order.
 
     Args:
         host: the name of the framework in messages.
@@ -19,20 +19,22 @@ class BoundaryOrder:
         self._driver = driver
         self._evaluations = eval_driver.opened
         self._fired: str | None = None
-        """The letters of what has been fired at this boundary, see `may_come`. None if training is not at a boundary."""
+        """The letters of the events that were fired at this boundary; see `may_come`. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Note that a step, an epoch or a round has ended."""
+        """Record that a step, an epoch or a round has ended."""
         self._fired = ""
 
     def leave(self) -> None:
-        """Note that training continues."""
+        """Record that training continues."""
         self._fired = None
 
     def may_come(self, what: str) -> bool:
-        """Return whether a record (L), an evaluation (E), a due checkpoint (D) or its save (S) may be fired now, and count it as fired.
+        """Return whether an event may be fired now, and if so, count it as fired.
 
-        Within a training, a boundary has one of each before and after its evaluation, in the lifecycle's order.
+        The event is a record (L), an evaluation (E), a due checkpoint (D) or its save (S).
+
+        During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """
         inside = self._driver.innermost
         if len(self._evaluations) > 1:
@@ -45,7 +47,7 @@ class BoundaryOrder:
         return True
 
     def is_barred(self, name: str) -> bool:
-        """Return whether an evaluation, a test or a prediction may not begin now; log it if so."""
+        """Return whether an evaluation, a test or a prediction must not begin now. If so, log it."""
         if self._driver.innermost == "run" or (name == "eval_all" and self.may_come("E")):
             return False
         self._driver.warn_once(
@@ -68,7 +70,7 @@ class BoundaryOrder:
         )
 
     def excuse(self, what: str) -> None:
-        """Log that a handler reads a field which the framework has not provided."""
+        """Log that a handler reads a field that the framework has not provided."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )
@@ -82,4 +84,7 @@ _AT_BOUNDARIES = frozenset(
     for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
     for length in range(1, len(whole) + 1)
 )
-"""All beginnings of what `lifecycle.BOUNDARY` allows: a record (L), an evaluation (E), a due checkpoint (D), its save (S)."""
+"""All beginnings of the sequences that `lifecycle.BOUNDARY` allows, with a letter for each event.
+
+The events are a record (L), an evaluation (E), a due checkpoint (D), and its save (S).
+"""

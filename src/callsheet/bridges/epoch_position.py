@@ -1,4 +1,4 @@
-"""The position in an epoch's data, and how a resumed run returns to it, in a loop that iterates over its data itself."""
+"""The position in an epoch's data in a loop that iterates over its data itself, and how a resumed run returns to the position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from callsheet.core.randomness import random_state, restore_random_state
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many batches an epoch has, or None: a `DataLoader` has a length only if its dataset has one."""
+    """Return how many batches an epoch has, or None. A `DataLoader` has a length only if its dataset has one."""
     try:
         return len(loader)
     except TypeError:
@@ -39,7 +39,7 @@ class EpochPosition:
         self.taken, self._began = 0, random_state()
 
     def skipped(self) -> None:
-        """Note that all batches to skip were skipped, and restore the random states of the checkpoint."""
+        """Record that all batches to skip were skipped, and restore the random states of the checkpoint."""
         self.to_skip = 0
         if self._now is not None:
             restore_random_state(self._now)
@@ -54,6 +54,6 @@ class EpochPosition:
         return {"taken": self.taken, "epoch_began": self._began, "now": random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch continue from there."""
+        """Make the next epoch continue at the saved position."""
         self.taken = self.to_skip = state["taken"]
         self._began, self._now = state["epoch_began"], state["now"]

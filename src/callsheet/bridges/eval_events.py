@@ -1,4 +1,7 @@
-"""The events of the evaluations, tests and predictions that a framework makes itself: their context, their spans and their results."""
+"""Fires the events of evaluations, tests and predictions that a framework carries out itself.
+
+It has their context, spans and results.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from callsheet.run.tally import Tally
 
 
 class EvalEvents:
-    """Fires the events of a host's evaluations. The host reports to the `driver` where an evaluation, a test or a prediction is.
+    """Fires the events of a host's evaluations.
+
+    The host reports to `driver` how far an evaluation, a test or a prediction has come.
 
     Args:
         host: the name of the framework in messages.
         manager: the callbacks.
         ctx: the context of the training.
         training: the lifecycle driver of the training.
-        tally: its clock stops during an evaluation.
-        results: receives the results of each evaluation, by dataset name.
+        tally: the run's counts of samples, tokens and seconds. Its clock is stopped during an evaluation.
+        results: a function that is called with the results of each evaluation, by dataset name.
     """
 
     def __init__(
@@ -41,22 +46,24 @@ class EvalEvents:
         self.ctx = ctx.sibling()
         """The context of evaluations, tests and predictions."""
         self.spans = manager.spans(self.ctx)
-        """Their spans."""
+        """The spans of evaluations, tests and predictions."""
         self.driver = LifecycleDriver(self.spans, {})
-        """Their lifecycle driver."""
+        """The lifecycle driver of evaluations, tests and predictions."""
         self.driver.is_barred = self._is_barred
         self.order = BoundaryOrder(host, training, self.driver)
-        """Whether an evaluation may be fired now, and what may be fired beside it."""
+        """Decides whether an evaluation may be fired now, and what may be fired at the same boundary."""
         self.found: dict[str, dict[str, float]] = {}
         """The results of the current evaluation so far, by dataset name."""
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a handler listens to the forward of an `eval` or `test` step, or could read the outputs at the step's end."""
+        """Return whether a handler listens to the forward pass of an `eval` or `test` step, or could read the outputs at the
+        step's end.
+        """
         forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_all(self, *, standalone: bool = False) -> None:
-        """Note that the host begins to evaluate, if it has not begun yet."""
+        """Record that the host starts to evaluate, unless this was recorded before."""
         ctx, driver = self.ctx, self.driver
         if not driver.is_open("eval_all"):
             self._tally.stop()
@@ -65,13 +72,13 @@ class EvalEvents:
             driver.start("eval_all")
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
-        """Note that the host begins to evaluate a dataset: the first or the next one of an evaluation."""
+        """Record that the host starts to evaluate a dataset, the first of an evaluation or a later one."""
         self.begin_all(standalone=standalone)
         self.ctx.eval_name = name
         self.driver.start("eval")
 
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
-        """End the evaluation of a dataset. `found` holds its losses and metrics by name."""
+        """End the evaluation of a dataset. `found` has its losses and metrics by name."""
         ctx = self.ctx
         self.found[name] = values = {metric: float(value) for metric, value in found.items()}
         ctx.eval_name = name
@@ -80,7 +87,7 @@ class EvalEvents:
         self.driver.end("eval")
 
     def end(self) -> None:
-        """End the evaluation: all datasets are done."""
+        """End the evaluation, because all datasets are done."""
         if self.driver.is_open("eval_all"):
             self._results.update(self.found)
             self.ctx.eval_results = self.found
@@ -88,7 +95,10 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire the events of an evaluation that the host has already made. `results` are by dataset name, then by metric name."""
+        """Fire the events of an evaluation that the host has already carried out.
+
+        `results` are by dataset name, then by metric name.
+        """
         for name, found in results.items():
             self.begin(name, standalone=standalone)
             self.end_dataset(name, found)
@@ -96,7 +106,10 @@ class EvalEvents:
             self.end()
 
     def leave(self) -> None:
-        """End an evaluation whose end the framework has not reported, so that callbacks put the trained weights back."""
+        """End an evaluation whose end the framework has not reported.
+
+        Callbacks such as `EMA` then put the trained weights back.
+        """
         driver = self.driver
         self.order.warn_of_missing_end(driver.opened[1].name)
         if driver.is_open("eval"):
@@ -108,6 +121,6 @@ class EvalEvents:
 
     def _is_barred(self, name: str) -> bool:
         """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
-        if len(self.driver.opened) > 1:  # an earlier one, whose end was not reported
+        if len(self.driver.opened) > 1:  # an earlier evaluation is open, because its end was not reported
             self.leave()
         return self.order.is_barred(name)

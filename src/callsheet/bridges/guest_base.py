@@ -23,10 +23,12 @@ class NotOnTheList(NotSupported, AttributeError):
 
 
 class Facade:
-    """Replaces an object of the guest's own framework. It allows a list of attributes, and raises `NotSupported` for the rest.
+    """Replaces an object of the guest's own framework.
 
-    A guest may read the attributes and properties of the class. It may write those in `WRITABLE` and properties with a setter. `OF` names
-    the replaced object in messages, such as `"Lightning's Trainer"`.
+    It has a list of allowed attributes, and raises `NotSupported` for all others.
+
+    A guest may read the attributes and properties of the class. It may write those in `WRITABLE`, and properties with a setter.
+    `OF` is the name of the replaced object in messages, such as `"Lightning's Trainer"`.
     """
 
     OF: ClassVar[str] = ""
@@ -55,23 +57,26 @@ class Facade:
 
 
 class Common:
-    """State that all guests of a call sheet share. Its methods are named after our events, and each is called once, before the guests."""
+    """State that all guests of a call sheet share.
+
+    Its methods are named after callsheet's events. Each is called once per event, before the guests are.
+    """
 
     LISTEN_ONLY: ClassVar[frozenset[str]] = frozenset()
-    """Events for which its method is called only if a guest listens to them."""
+    """Events whose method is called only if a guest listens to them."""
     is_alone = False
-    """Whether it belongs to one guest alone."""
+    """Whether the object belongs to a single guest."""
 
 
 class SharedFirst(CompositeHandler):
-    """A guest's handler, preceded by the method of its `common` for the same event.
+    """A guest's handler, and before it the method of the guest's `common` for the same event.
 
-    Of all guests that share a `common`, only the first to be called at an event calls that method.
+    If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
     Args:
         guest: the guest.
         event: the event, and the name of the method.
-        rest: the guest's own handler; None if it has none.
+        rest: the guest's own handler, or None if it has none.
     """
 
     def __init__(self, guest: Guest, event: str, rest: Handler | None) -> None:
@@ -79,18 +84,21 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """The method of the guest's `common`, which can change when the guest is added to a call sheet."""
+        """The method of the guest's `common`.
+
+        It is looked up each time, because `common` can change when the guest is added to a call sheet.
+        """
         method: Handler = getattr(self._guest.common, self._event)
         return method
 
     def __call__(self, ctx: Context) -> None:
-        """Call both."""
+        """Call both handlers."""
         self.first(ctx)
         if self._rest is not None:
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield the shared method's entry, unless it is called earlier already, and the guest's own."""
+        """Yield the entry of the shared method, unless an earlier entry calls it already. Then yield the guest's own entry."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -102,15 +110,17 @@ class SharedFirst(CompositeHandler):
 class Guest(Callback):
     """A callback of another framework. It listens only to the events of the methods that it overrides, so that other events cost nothing.
 
-    Each bridge has a subclass. `EVENTS` lists which foreign methods are called at each of our events, in order, and `handler` makes the
-    handler of each. `OWN` lists the guest's own methods that are called before them. State that the framework keeps for all callbacks
-    together is in an object of the class `COMMON`, which all guests of a call sheet share. Its methods are called first.
+    Each bridge has a subclass. `EVENTS` lists the methods of the foreign callback that are called at each event of callsheet, in
+    order, and `handler` makes the handler of each. `OWN` lists methods of the guest itself that are called before these. If the
+    framework keeps state for all its callbacks together, this state is in an object of class `COMMON`, which all guests of a call
+    sheet share. The methods of that object are called first.
 
     Args:
         foreign: the callback, an instance.
         name: the key of its state in checkpoints. Empty: the name of its class.
         phase: its place in the order of each event.
-        strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
+        strict: whether to raise an error if the foreign callback listens to an event that callsheet never fires; otherwise a
+            warning is logged.
 
     Raises:
         NotSupported: with `strict`; the message names the event, the callback and its framework.
@@ -121,9 +131,9 @@ class Guest(Callback):
     BASE: ClassVar[type | None] = None
     """The framework's base class. Methods that a callback inherits from it unchanged are not called. None: all its methods are called."""
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By our event: the foreign methods that are called for it."""
+    """For each event of callsheet, the foreign methods that are called at it."""
     OWN: ClassVar[Mapping[str, str]] = {}
-    """By our event: the guest's own method that is called before the foreign methods."""
+    """For each event of callsheet, the guest's own method that is called before the foreign methods."""
     COMMON: ClassVar[type[Common] | None] = None
     """The class of the state that all guests of a call sheet share, or None."""
     NEVER: ClassVar[tuple[str, ...]] = ()
@@ -170,7 +180,7 @@ class Guest(Callback):
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Take the `common` of an earlier guest of the same framework. The first guest of a call sheet gets a new one."""
+        """Use the `common` of an earlier guest of the same framework. The first guest of a call sheet gets a new one."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
@@ -195,12 +205,15 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` is no callback of this framework, whatever methods it has: a class, a callback of ours or of another bridge."""
+    """Return whether `given` cannot be a callback of this framework, whatever methods it has.
+
+    This is so for a class, and for a callback of callsheet or of another bridge.
+    """
     return isinstance(given, (type, Callback)) or bool(guest_hint(given))
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
-    """Return the error for an argument of `guest` that is not `wanted`, with a hint."""
+    """Return the error for an argument of `guest` that is not what `wanted` says, with a hint."""
     if isinstance(given, type):
         hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):

@@ -1,4 +1,6 @@
-"""What all hosts share: how a run begins, fails and ends, how it stops the framework's loop, and the guard around their methods."""
+"""The base class of all hosts: how a run begins, fails and ends, how it stops the framework's loop, and how errors in methods are
+handled.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ class HostBase:
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that needs what this host does not support is an error. False: a warning is logged.
+        strict: whether it is an error if a callback needs something that this host does not support. False: a warning is logged.
     """
 
     _IS_END_REPORTED: ClassVar[bool] = False
-    """Whether the framework reports the end of every run, also after an exception. Otherwise a run ends at the latest with its host."""
+    """Whether the framework reports the end of every run, even after an exception.
+
+    If not, a run ends at the latest when its host is deleted.
+    """
     _STOPS_IF_PREEMPTED: ClassVar[bool] = False
     """Whether `_stop_if_asked` also stops a run that is preempted."""
     _is_checked = False
@@ -43,7 +48,7 @@ class HostBase:
     _has_given_up = False
     """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
     _hooks: list[Any]
-    """What observes the current run's loop; each has `remove()`. A host may append to it."""
+    """The hooks that observe the loop of the current run. Each has a method `remove()`. A host may append to the list."""
     _ends: Callable[[], object] = staticmethod(_do_nothing)
     """Removes the run's hooks, and ends the run as failed if it has not ended."""
     _resume_path: str | None = None
@@ -57,7 +62,7 @@ class HostBase:
     # --- the run ---
 
     def _forget_earlier_run(self) -> None:
-        """Before a run begins: end an earlier one whose training was left by an exception that the framework did not report."""
+        """Before a run begins, end an earlier run whose training was ended by an exception that the framework did not report."""
         if self._run is not None:
             self._release()
         self._has_given_up = self._is_checked = False
@@ -71,14 +76,16 @@ class HostBase:
         end: Callable[[HostedRun, list[Any]], object] | None = None,
         **options: Any,
     ) -> None:
-        """Begin a run that has been set up. Its hooks are removed, and it ends, at the latest when the host is garbage-collected.
+        """Begin a run that has been set up.
+
+        At the latest when the host is garbage-collected, its hooks are removed and it ends.
 
         Args:
-            run: the run.
-            hooks: what observes the loop; see `_hooks`.
+            run: the run to begin.
+            hooks: the hooks that observe the loop; see `_hooks`.
             not_fired: the events that this host never fires.
             end: removes the hooks and ends the run. None: `end_run`.
-            options: of `HostedRun.begin`.
+            options: the arguments of `HostedRun.begin`.
         """
         run.fails_by(self._leave)
         run.signals.__enter__()
@@ -89,7 +96,7 @@ class HostBase:
         run.begin(**options)
 
     def _check_first_step(self, run: HostedRun) -> None:
-        """After the run's first step: reject, or warn of, events that have listeners and were not fired."""
+        """After the run's first step, raise an error or log a warning for events that have listeners but were not fired."""
         self._is_checked = True
         self._support(run).after_first_step(run.driver)
 
@@ -98,7 +105,7 @@ class HostBase:
         return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
-        """Stop the framework's training if a callback has asked for it; `loop` is for `_stop`."""
+        """Stop the framework's training if a callback has requested it. `loop` is passed to `_stop`."""
         if run.control.stop_requested is not None or (self._STOPS_IF_PREEMPTED and run.boundaries.is_preempted):
             self._stop(loop)
 
@@ -107,12 +114,12 @@ class HostBase:
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """Call a method that `in_a_run` decorates. A host that does something else first overrides this."""
+        """Call a method that `in_a_run` decorates. A host overrides this if it must do something else first."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 
     def _finish(self) -> None:
-        """End the run, if there is one: its training is over."""
+        """End the run, if there is one, because its training is over."""
         if self._run is not None:
             self._run.finish()
             self._release()
@@ -126,7 +133,10 @@ class HostBase:
                 self._release()
 
     def _leave(self, error: BaseException) -> None:
-        """End the run because of an error. Raise the error if the user has to know of it; else training continues without the host."""
+        """End the run because of an error.
+
+        Raise the error if the user must know about it. Otherwise, training continues without the host.
+        """
         run = self._run
         is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
         try:
@@ -160,8 +170,8 @@ class HostBase:
 def end_run(run: Run, hooks: list[Any]) -> None:
     """Remove the hooks, the last one first, and end the run as failed if it has not ended.
 
-    This also runs when the program ends or the host is garbage-collected: then an exception that the framework does not report has ended
-    training.
+    This also runs when the program ends or the host is garbage-collected. In these cases, an exception that the framework does
+    not report has ended training.
     """
     for hook in reversed(hooks):
         hook.remove()
@@ -170,7 +180,10 @@ def end_run(run: Run, hooks: list[Any]) -> None:
 
 
 def observing(method: Observed) -> Observed:
-    """Decorate a method of a host so that an error ends the run; see `HostBase._leave`. The methods of a step catch errors themselves."""
+    """Decorate a method of a host so that an error ends the run; see `HostBase._leave`.
+
+    Methods that are called at every step catch errors themselves.
+    """
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +196,11 @@ def observing(method: Observed) -> Observed:
 
 
 def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a handler of the framework's events: it gets the run as its first argument, and is not called if there is no run.
+    """Decorate a handler of the framework's events.
 
-    An error ends the run, as with `observing`. The methods of a step do the same themselves.
+    The handler gets the run as its first argument, and is not called if there is no run.
+
+    An error ends the run, as with `observing`. Methods that are called at every step handle errors themselves.
     """
 
     @functools.wraps(method)
@@ -195,5 +210,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # it has other parameters, which some frameworks would read
+    del called.__wrapped__  # it leads to other parameters, which some frameworks would read
     return called

@@ -1,4 +1,7 @@
-"""Evaluation and checkpoints for hosts whose framework evaluates and saves: pass the requests of a run's boundaries on to the host."""
+"""Evaluation and checkpoints for hosts whose framework evaluates and saves.
+
+Requests at a run's boundaries are passed on to the host.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class HostEvaluation:
     """Evaluates through the host, if the host supports it. `results` holds the latest results by dataset name."""
 
     is_resumed = False
-    """Always False: an evaluation that a signal prevented is not made after a resume, since checkpoints do not record it."""
+    """Always False.
+
+    An evaluation that was prevented by a signal is not made up for after a resume, because checkpoints do not record it.
+    """
 
     def __init__(
         self, ctx: Context, evaluates: Evaluates | None, fire: Callable[[Mapping[str, Mapping[str, Any]]], None]
@@ -34,10 +40,16 @@ class HostEvaluation:
         self._evaluates = evaluates
         self._fire = fire
         self.asks: Callable[[], None] | None = None
-        """Asks the host for an evaluation that it makes, and reports, later. None: `evaluates` makes it at once."""
+        """A function that asks the host for an evaluation that the host carries out and reports later.
+
+        None: `evaluates` carries it out at once.
+        """
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the datasets to evaluate now: `[""]`, or none. A host that evaluates later is asked here."""
+        """Return the datasets to evaluate now, which is `[""]` or none.
+
+        A host that evaluates later is asked for the evaluation here.
+        """
         if ctx.control.evaluate_requested is None:
             return []
         if self.asks is None:
@@ -58,17 +70,20 @@ class HostEvaluation:
         return self.results
 
     def take(self) -> dict[str, float]:
-        """Return nothing: `evaluate` has logged the results."""
+        """Return nothing, because `evaluate` has logged the results."""
         return {}
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """Mark the request as done."""
+        """Record that the request was carried out."""
         self.undone = None
         ctx.control.done("evaluate")
 
 
 class HostCheckpoints:
-    """Saves through the host: passes requests on to it. The host reports a checkpoint after it has written it."""
+    """Saves through the host, to which requests are passed on.
+
+    The host reports a checkpoint after it has written it.
+    """
 
     is_writing = False
     next_step = sys.maxsize
@@ -78,15 +93,18 @@ class HostCheckpoints:
         self.local: dict[str, Stateful] = {}
         self.stopped_by: Request | None = None
         self.requests: tuple[Request, ...] = ()
-        """The requests that the host's next checkpoint answers."""
+        """The requests that the host's next checkpoint satisfies."""
         self.loads: Callable[[], CheckpointInfo | None] = lambda: None
-        """Loads the callbacks' states from the checkpoint that the host resumes from, and returns its info, or None without one."""
+        """A function that loads the callbacks' states from the checkpoint from which the host resumes.
+
+        It returns the checkpoint's info, or None if there is no such checkpoint.
+        """
         self._ctx = ctx
         self._spans = spans
         self._saves = saves
 
     def durable(self) -> int:
-        """Return 0: the host does not report that it saves in the background."""
+        """Return 0, because the host does not report saves in the background."""
         return 0
 
     def load(self, resume: str | None) -> None:
@@ -96,7 +114,7 @@ class HostCheckpoints:
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> CheckpointInfo | None:
-        """Ask the host to save. Return None: the host reports the checkpoint after it has written it."""
+        """Ask the host to save. Return None, because the host reports the checkpoint after it has written it."""
         self.requests += requests
         try:
             self._saves(requests)
@@ -106,17 +124,17 @@ class HostCheckpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return None: the host decides whether a stopped run continues."""
+        """Return None, because the host decides whether a stopped run continues."""
         return None
 
     def publish(self, durable: int) -> None:
-        """Do nothing: no checkpoint is being written in the background."""
+        """Do nothing, because no checkpoint is being written in the background."""
 
     def prepare(self, step: int) -> None:
-        """Do nothing: the host writes the checkpoints."""
+        """Do nothing, because the host writes the checkpoints."""
 
     def finish(self) -> None:
-        """Do nothing: the host has finished its checkpoints when its training ends."""
+        """Do nothing, because the host has finished its checkpoints when its training ends."""
 
     def close(self) -> None:
         """Do nothing."""

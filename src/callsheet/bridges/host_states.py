@@ -1,4 +1,4 @@
-"""The callbacks' states in a host's own checkpoints: how they are written and loaded."""
+"""Writes the callbacks' states into a host's own checkpoints, and loads them."""
 
 from __future__ import annotations
 

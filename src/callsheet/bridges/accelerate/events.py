@@ -1,4 +1,4 @@
-"""Which events of callsheet are fired at which call in a loop with Accelerate, and which have no counterpart."""
+"""The events of callsheet that are fired at each call in a loop with Accelerate, and those that are never fired."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"),
     "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
 }
-"""By a call in the loop: our events that it fires. A step ends, and the next begins, where the accelerator synchronizes gradients."""
+"""The events of callsheet that each call in the loop fires.
+
+A step ends, and the next one begins, when the accelerator synchronizes gradients.
+"""
 
 NOT_FIRED = events_within("eval_step", "test", "predict")
 """Events that this host never fires."""

@@ -19,7 +19,9 @@ from callsheet.loggers.support.tracker import flat
 
 
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
-    """Return a tracker of Accelerate's as a logger: `guest(TensorBoardTracker("run", "logs"))`, or one of your own.
+    """Return a tracker of Accelerate as a logger: `guest(TensorBoardTracker("run", "logs"))`.
+
+    It may also be a tracker that you wrote.
 
     The tracker is started with the run and finished at the run's end. It receives the settings, every metrics record, and images and tables
     if it supports them.
@@ -51,34 +53,40 @@ class TrackerGuest(Guest, Logger):
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
-        """Start the tracker, and give it the run's settings."""
+        """Start the tracker, and pass the run's settings to it."""
         if hasattr(self.foreign, "start"):  # in earlier versions, a tracker starts when it is created
             self.foreign.start()
         if ctx.run.config:
             self.log_hyperparameters(ctx, ctx.run.config)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Give the tracker the settings: nested ones under dotted names, and lists as text, since most trackers accept nothing else."""
+        """Pass the settings to the tracker.
+
+        Nested settings get dotted names, and lists become text, because most trackers accept nothing else.
+        """
         plain = (bool, int, float, str)
         self.foreign.store_init_configuration(
             {name: value if isinstance(value, plain) else str(value) for name, value in flat(values).items()}
         )
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Give the tracker one array of shape (images, 3, height, width), as TensorBoard expects it, or one array per image if sizes differ."""
+        """Pass the images to the tracker as one array of shape (images, 3, height, width), as TensorBoard expects it.
+
+        If their sizes differ, pass one array for each image.
+        """
         if hasattr(self.foreign, "log_images"):
             arrays = [numpy.moveaxis(as_pixels(image), 2, 0) for image in images]
             for group in [arrays] if len({array.shape for array in arrays}) == 1 else [[array] for array in arrays]:
                 self.foreign.log_images({name: numpy.stack(group)}, step=ctx.step)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Give the tracker the table, if it supports tables."""
+        """Pass the table to the tracker, if it supports tables."""
         if hasattr(self.foreign, "log_table"):
             self.foreign.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=ctx.step)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are a single number."""
+    """Return those values that are a single number."""
     return {
         name: value
         for name, value in values.items()

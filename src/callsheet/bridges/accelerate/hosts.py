@@ -59,10 +59,10 @@ def host(
 ) -> AcceleratedRun:
     """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
 
-    The loop iterates over `run.steps(dataloader)`, and otherwise stays as it is. A step ends where `accelerator.sync_gradients` is true,
-    so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`, logged values from
-    `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also written with `save_state`.
-    `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
+    The loop iterates over `run.steps(dataloader)`, and is otherwise unchanged. A step ends where `accelerator.sync_gradients` is
+    true, so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`,
+    logged values from `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also
+    written with `save_state`. `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
 
     Args:
         accelerator: the Accelerator whose `prepare` was called.
@@ -75,7 +75,7 @@ def host(
             `{"validation": {"loss": 1.2}}`.
         config: the program's settings, stored with the run.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
-        timeout_seconds: a rank that does not answer for so long fails the run.
+        timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
@@ -139,12 +139,12 @@ class AcceleratedRun(AttachedRun):
         self._patches = _AcceleratorPatches(accelerator, self)
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # the `with` block
-        self._microbatches = 0  # of the current step
-        self._taken = 0  # batches of the epoch
+        self._microbatches = 0  # the number of microbatches in the current step
+        self._taken = 0  # the number of batches of the epoch that were yielded
         self._to_skip = 0  # batches of the first epoch after a resume
         self._is_resumed = False
         self._may_fire_save = True  # nothing has been trained or saved since a checkpoint was due
-        self._saves = False  # a callback has asked for the checkpoint that is being written
+        self._saves = False  # a callback requested the checkpoint that is being written
         self._is_saved = False  # the latest checkpoint holds the callbacks' states
 
     def __enter__(self) -> Self:
@@ -172,17 +172,20 @@ class AcceleratedRun(AttachedRun):
         self._patches.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has made. Give its results by dataset name: `{"validation": {"loss": 1.2}}`."""
+        """Fire the events of an evaluation that the loop has carried out.
+
+        `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
+        """
         super().evaluated(results)
         self._may_fire_save = True
-        if not self._is_iterating:  # otherwise the end of the step checks it
+        if not self._is_iterating:  # inside an epoch, this is checked at the end of the step
             self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of one epoch. After a resume, `skip_first_batches` leaves out those that were taken before.
+        """Yield the batches of one epoch. After a resume, `skip_first_batches` leaves out those that were used before.
 
         Raises:
-            RequestRejected: inside another call of it.
+            RequestRejected: this is called inside another call of `steps`.
         """
         if self._is_iterating:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
@@ -240,7 +243,7 @@ class AcceleratedRun(AttachedRun):
         try:
             return iter(self._left_of(dataloader))
         except Exception as error:
-            mark_as_users(error)  # raise it: without its data the loop cannot train
+            mark_as_users(error)  # raise the error, because the loop cannot train without its data
             raise
 
     def _ends_step(self, given: int) -> bool:
@@ -261,7 +264,7 @@ class AcceleratedRun(AttachedRun):
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, or None. Fire the fetch events for the first batch of a step only.
 
-        Batches are not fetched in advance, since the accelerator reads the dataloader's position.
+        Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
         is_first = not self._microbatches
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
@@ -385,10 +388,10 @@ class AcceleratedRun(AttachedRun):
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state: at once inside the `with` block, else when it is entered.
+        """Restore the state. Inside the `with` block this happens at once, otherwise when the block is entered.
 
         Raises:
-            RequestRejected: within an epoch.
+            RequestRejected: this is called within an epoch.
         """
         if self._is_iterating:
             raise RequestRejected("accelerator.load_state() inside steps(): load before the first epoch")

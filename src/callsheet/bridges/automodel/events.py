@@ -1,4 +1,4 @@
-"""Which events of callsheet are fired at which hook of AutoModel, and which have no counterpart."""
+"""The events of callsheet that are fired at each hook of AutoModel, and those that are never fired."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
 """The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
 
 NOT_FIRED = events_within("test", "predict")
-"""Events that a recipe has no counterpart for."""
+"""Events that are never fired, because a recipe has nothing that corresponds to them."""
 
 NOT_FIRED_FOR_SEVERAL = events_within("eval_step")
-"""Further events that are not fired if a recipe has several validation sets: it does not report where one ends and the next begins."""
+"""More events that are not fired if a recipe has several validation sets.
+
+A recipe does not report where one set ends and the next begins.
+"""

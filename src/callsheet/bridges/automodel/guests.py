@@ -34,9 +34,9 @@ GIBIBYTE = 1024**3
 def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> AutoModelGuest:
     """Wrap a callback of AutoModel as a callsheet callback, for any loop that fires callsheet's events.
 
-    It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and `lr_scheduler`; any
-    other attribute raises `NotSupported`. Steps and epochs count from 0, as in AutoModel. Setting `step_scheduler.max_steps` or
-    `sigterm_flag` stops our loop.
+    It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and
+    `lr_scheduler`; any other attribute raises `NotSupported`. Steps and epochs count from 0, as in AutoModel. Setting
+    `step_scheduler.max_steps` or `sigterm_flag` stops callsheet's loop.
 
     Args:
         foreign: a callback of AutoModel or of `callsheet.compat.automodel`, or any object that has some of the six hooks; or a
@@ -75,7 +75,7 @@ class AutoModelGuest(Guest):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
         if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
-        self.OWN = own  # type: ignore[misc]  # for this instance, so that events it does not listen to cost nothing
+        self.OWN = own  # type: ignore[misc]  # set on this instance, so that events without listeners cost nothing
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
         self.reported: BaseException | None = None
@@ -108,7 +108,7 @@ class AutoModelGuest(Guest):
         return call
 
     def facade_for(self, ctx: Context) -> RecipeFacade:
-        """Return the facade of this run's recipe. Create it from the context of the training if there is none."""
+        """Return the facade of this run's recipe. If there is none yet, make it from the context of training."""
         if self.facade is None:
             self.facade = self.made(ctx)
         return self.facade
@@ -163,7 +163,7 @@ class AutoModelGuest(Guest):
         if ctx.run.world_size > 1:
             ranks = ctx.gather((losses, labels, tokens, right, samples))
             weights = [rank[1] if counts.are_tokens else rank[4] for rank in ranks]
-            weights = weights if sum(weights) else [1.0] * len(ranks)  # batches whose labels and samples are not known
+            weights = weights if sum(weights) else [1.0] * len(ranks)  # equal weights if neither labels nor samples are known
             whole = sum(weights)
             losses = {
                 name: sum(rank[0][name] * weight for rank, weight in zip(ranks, weights, strict=True)) / whole for name in losses
@@ -247,7 +247,7 @@ class AutoModelGuest(Guest):
 
 
 class _Counts:
-    """Count the labels, tokens and samples in the microbatches of a step. Sums stay on their device."""
+    """Counts the labels, tokens and samples in the microbatches of a step. The sums stay on their device."""
 
     def __init__(self) -> None:
         self.labels: Any = 0

@@ -1,4 +1,4 @@
-"""Hooks on the model of an AutoModel recipe, which show what the recipe does between the hooks that it calls."""
+"""Hooks on the model of an AutoModel recipe. They show what the recipe does between AutoModel's own hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
 class CalledModel(NotCopied):
-    """Observe the calls of the model: in training a microbatch, the first of which begins a step; else a batch of an evaluation.
+    """Observes the calls of the model.
+
+    In training, a call is a microbatch, and the first one begins a step. Otherwise, a call is a batch of an evaluation.
 
     Args:
         scheduler: the recipe's step scheduler, for its epoch.
@@ -55,7 +57,7 @@ class CalledModel(NotCopied):
         self._listens_to_forward = True
         self._optimizer = optimizer
         self.is_inert = False
-        """Whether callbacks are being called, so that calls of the model do not come from the loop."""
+        """Whether callbacks are being called now. Calls of the model then do not come from the loop."""
         self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.install(True, self._begins)
         self._after = Hook(model.register_forward_hook)
@@ -78,7 +80,7 @@ class CalledModel(NotCopied):
         return methods
 
     def end_step(self) -> None:
-        """End the step, whose end the recipe has reported."""
+        """End the step, because the recipe has reported its end."""
         if not self._is_in_step:  # the recipe did not call the whole model in this step
             run = self._run
             self._begin_step(run)
@@ -129,7 +131,10 @@ class CalledModel(NotCopied):
         return None if given is batch else _replaced(given, args)
 
     def _is_of_this_microbatch(self) -> bool:
-        """Return whether this call belongs to the current microbatch: its backward is not over. A contrastive loss does that, for example."""
+        """Return whether this call belongs to the current microbatch, whose backward pass is not over.
+
+        A contrastive loss, for example, calls the model several times.
+        """
         parts = self._run.driver.parts
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
@@ -147,7 +152,7 @@ class CalledModel(NotCopied):
             self._listens_to_forward = driver.listens_to("forward")
             watch.listen(
                 driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
-            )  # this includes listeners of the spans before them in the step
+            )  # this includes listeners of earlier spans in the step
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True
@@ -198,5 +203,5 @@ class CalledModel(NotCopied):
 
 
 def _replaced(given: Any, args: Any) -> Any:
-    """Return what a forward pre-hook has to return to replace the batch."""
+    """Return the value that a forward pre-hook returns to replace the batch."""
     return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

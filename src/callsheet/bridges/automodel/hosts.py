@@ -51,9 +51,10 @@ def host(
 ) -> AutoModelHost:
     """Wrap the callbacks in one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
 
-    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with PyTorch hooks
-    on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that AutoModel measures at a
-    step are in the metrics records, under our name if there is one, else as `automodel/<name>`.
+    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with
+    PyTorch hooks on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that
+    AutoModel measures at a step are in the metrics records. They have callsheet's name if there is one, otherwise
+    `automodel/<name>`.
 
     AutoModel carries out requests to stop, save or evaluate: the host changes its step scheduler, so that this step is the last one or
     one at which to save or validate. AutoModel validates at every step at which it saves. Its checkpoints contain the callbacks' states,
@@ -76,9 +77,9 @@ def host(
 
 
 class _HostRequests:
-    """Carry out requests by changing AutoModel's step scheduler.
+    """Carries out requests by changing AutoModel's step scheduler.
 
-    It has no reference to the recipe: the run keeps this object, and must not keep the recipe, and with it the host, alive.
+    It has no reference to the recipe. The run refers to this object, and must not keep the recipe alive, and with it the host.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -94,7 +95,7 @@ class _HostRequests:
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """Stop after the current step, as if it were the last; with `now` before it."""
+        """Stop after the current step, as if it were the last one. With `now`, stop before the step ends."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 
@@ -205,7 +206,10 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._being_written = None
 
     def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
-        """Call the method with the run. Meanwhile a call of the model comes from a callback, and is not a part of the loop."""
+        """Call the method with the run.
+
+        Until it returns, calls of the model come from a callback and are not part of the loop.
+        """
         if self._run is not None:
             called = self._called
             called.is_inert = True
@@ -240,7 +244,10 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._leave(error)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
-        """Take over what AutoModel measured, if there are listeners. Its loss is that of all ranks and microbatches."""
+        """Copy what AutoModel measured to the run, if there are listeners.
+
+        AutoModel's loss is that of all ranks and microbatches.
+        """
         listeners = run.manager.has_listeners
         if not listeners.on_log and not listeners.on_train_step_end:
             return
@@ -261,7 +268,10 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     @in_a_run
     def on_validation_end(self, run: HostedRun, recipe: Any, *, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """End the evaluation of all validation sets. A recipe without validation sets calls this too; then there is nothing to do."""
+        """End the evaluation of all validation sets.
+
+        A recipe without validation sets calls this too; then there is nothing to do.
+        """
         self._called.is_validating = False
         if not val_results:
             return

@@ -1,4 +1,7 @@
-"""The facade that an AutoModel callback receives instead of a recipe: it has a limited set of attributes, filled from our context."""
+"""The facade that an AutoModel callback receives instead of a recipe.
+
+It has some attributes of a recipe, which come from the context.
+"""
 
 from __future__ import annotations
 

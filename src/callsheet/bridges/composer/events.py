@@ -1,4 +1,4 @@
-"""Which events of Composer correspond to those of callsheet, and which have no counterpart."""
+"""The events of Composer for each event of callsheet, and the events that are never fired."""
 
 from collections.abc import Mapping
 
@@ -9,4 +9,4 @@ EVENT_MAP: Mapping[str, tuple[str, ...]] = COMPOSER_EVENTS
 """The events of Composer that correspond to each event of callsheet."""
 
 NOT_FIRED = (*events_within("test"), "on_preempt")
-"""Events that Composer's Trainer has no counterpart for."""
+"""Events that are never fired, because Composer's Trainer has nothing that corresponds to them."""

@@ -1,4 +1,4 @@
-"""Composer's callbacks and loggers as guests, in callsheet's loop and in every loop that has a host."""
+"""Composer's callbacks and loggers as guests, in callsheet's loop and in every loop for which there is a host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from callsheet.core.wrappers import Handler
 logger = logging.getLogger("callsheet")
 
 _runs: WeakKeyDictionary[Context, dict[bool, ComposerRun]] = WeakKeyDictionary()
-"""The state that the guests of a run share, by the run's context. Guests that derive from Composer's own classes (True) have a state of
-their own, since it uses Composer's types."""
+"""The state that the guests of a run share, by the run's context.
+
+Guests that derive from Composer's own classes (True) have another state, because it uses Composer's types.
+"""
 
 
 def _is_in_an_epoch(ctx: Context) -> bool:
@@ -42,7 +44,7 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
     "eval_standalone_start": lambda ctx: ctx.standalone,
     "eval_standalone_end": lambda ctx: ctx.standalone,
 }
-"""The events of Composer that are fired at one of ours only under a condition."""
+"""Events of Composer that are fired only under a condition."""
 
 
 def guest(
@@ -50,15 +52,16 @@ def guest(
 ) -> ComposerGuest:
     """Wrap a callback or logger that is written for Composer, or for `callsheet.compat.composer`, as a callsheet callback.
 
-    It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the run
-    are closed. It receives a State and a Logger with the attributes that `state.py` lists. `state.stop_training()` requests a stop of our
-    loop, and what it logs goes into our metrics records. Our checkpoints contain its `state_dict`, under its own name.
+    It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the
+    run are closed. The callback receives a State and a Logger with the attributes that `state.py` lists. `state.stop_training()`
+    requests a stop of callsheet's loop, and what the callback logs appears in callsheet's metrics records. Checkpoints contain
+    its `state_dict` under its own name.
 
     Args:
         foreign: the callback, an instance. If it overrides `run_event`, that is called for every event, and no other method is.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase; by default `measure`, and `report` for a logger.
-        strict: has no effect: callsheet fires every event of Composer.
+        strict: has no effect, because callsheet fires every event of Composer.
         run: the state that the guests share, if a Trainer provides it.
 
     Raises:

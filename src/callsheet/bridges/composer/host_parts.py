@@ -1,4 +1,4 @@
-"""Parts of the host in Composer's Trainer: tables of handlers, evaluation requests, checkpoints, the logger, the loss.
+"""Parts of the host for Composer's Trainer: tables of handlers, evaluation requests, checkpoints, the logger, the loss.
 
 This module imports Composer.
 """
@@ -18,7 +18,7 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.trainer.tasks import counts_of
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
-"""Metrics of the Trainer that metrics records have under other names or from another source."""
+"""Metrics of the Trainer that are in metrics records anyway, under other names or from another source."""
 
 
 _INSIDE = (
@@ -28,7 +28,7 @@ _INSIDE = (
 """Events that are repeated if an optimizer calls its closure several times."""
 
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
-"""Events that the host handles only if a callback listens to the parts of a microbatch."""
+"""Events that the host handles only if a callback listens to the spans inside a microbatch."""
 
 _OPTIMIZER = ("after_train_batch",)
 """Events that the host handles only if a callback listens to parts of the step or reads its results."""
@@ -41,8 +41,8 @@ class HandlerTables:
     """Which handlers of the host are called for an event of Composer, by the event's value.
 
     Args:
-        handlers: all handlers.
-        of_closure: those that are called instead while an optimizer calls its closure again.
+        handlers: the handlers by the event's value.
+        of_closure: the handlers that are used instead while an optimizer calls its closure again.
     """
 
     def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
@@ -53,7 +53,7 @@ class HandlerTables:
         self._of_closure = self._outside | of_closure
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Leave out the handlers of events that have no listeners."""
+        """Remove the handlers of events that have no listeners."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
@@ -104,7 +104,7 @@ class SavedCheckpoints:
         self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch at which each saved last
 
     def save(self) -> None:
-        """Have Composer's first saver save now, at this batch, regardless of its interval."""
+        """Make Composer's first saver save now, at this batch, regardless of its interval."""
         saver = self.savers[0]
         interval, saver.save_interval = saver.save_interval, lambda state, event: True
         try:
@@ -130,11 +130,11 @@ class StepLosses:
         """The loss and the weight of each microbatch."""
 
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
-        """Add the loss of a microbatch. `samples` is how many the whole step has."""
+        """Add the loss of a microbatch. `samples` is the number of samples in the whole step."""
         value = loss.detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # Composer scales the total in place
-        is_whole = state.device_train_microbatch_size >= samples  # the only microbatch needs no weight
+        is_whole = state.device_train_microbatch_size >= samples  # a single microbatch needs no weight
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:
@@ -156,7 +156,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are
         self._names: dict[str, str] = {}  # our name by Composer's; a metric whose name is empty is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics, except those of times and evaluations, which our records have from other sources."""
+        """Log metrics, except those of times and evaluations, which metrics records have from other sources."""
         if self._records.are_read:
             try:
                 self._take(metrics)
@@ -190,7 +190,7 @@ def is_one_number(value: Any) -> bool:
 
 
 def trained_on(loss: Any) -> Tensor:
-    """Return the loss from which Composer runs the backward: the `total` of a dictionary, or the sum of all losses."""
+    """Return the loss on which Composer runs the backward pass. It is the `total` of a dictionary, or the sum of all losses."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

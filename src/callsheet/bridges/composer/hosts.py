@@ -22,14 +22,15 @@ def host(
 ) -> Any:
     """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer may have several hosts.
 
-    One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if any, and ends with
-    `close()`. Composer's own events cause all events of a step, except the end of the optimizer's step, for which the optimizer has a hook.
-    A stop request calls `state.stop_training()`, the Trainer's evaluators carry out evaluation requests, and its CheckpointSaver
-    save requests. Requests that it cannot carry out are rejected. Composer's checkpoints contain the callbacks' states, beside those of
-    its own callbacks, and they are loaded together.
+    One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if there is one, and
+    ends with `close()`. Composer's events cause all events of a step, except the end of the optimizer's step, for which there is
+    a hook on the optimizer. A stop request calls `state.stop_training()`. The Trainer's evaluators carry out requests to
+    evaluate, and its CheckpointSaver carries out requests to save. Requests that the Trainer cannot carry out are rejected.
+    Composer's checkpoints contain the callbacks' states in addition to those of its own callbacks, and they are loaded together.
 
-    Not supported: the gradient norm, the end of clipping, forwards after the first of a batch that is evaluated in parts, signals, and
-    exceptions that no callback here has raised. Composer does not report these; such a run ends with `close()` and is recorded as failed.
+    Not supported: the gradient norm, the end of clipping, forward passes after the first of a batch that is evaluated in parts,
+    signals, and exceptions that were not raised by a callback of this host. Composer does not report such exceptions; the run
+    then ends with `close()` and is recorded as failed.
 
     Args:
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.

@@ -1,4 +1,5 @@
-"""Composer's names, shared by host, guest and `callsheet.compat.composer`: its forty events, our events for them, and the base classes.
+"""Composer's names, which the host, the guest and `callsheet.compat.composer` use: its forty events, callsheet's events for them,
+and the base classes.
 
 This module does not import Composer. The members of `Event` are in the order in which a run of Composer fires them.
 """
@@ -119,8 +120,10 @@ COMPOSER_EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The events of Composer that correspond to each event of callsheet.
 
-Of several, only the one of the current boundary or kind of evaluation is fired. No event of Composer is fired for `on_fetch_end` at the end
-of the data, for the end of an epoch or round that was left early, and for the start of one that is resumed after its first batch."""
+If several are listed, only the one of the current boundary or kind of evaluation is fired. No event of Composer is fired for
+`on_fetch_end` at the end of the data, for the end of an epoch or round that was left early, and for the start of one that is
+resumed after its first batch.
+"""
 
 
 class Callback:

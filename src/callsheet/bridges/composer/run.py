@@ -1,6 +1,7 @@
 """The state of one run that all Composer guests share.
 
-Samples, tokens and seconds are counted here at every batch, as in Composer. Our own timestamps count them only at log boundaries.
+Samples, tokens and seconds are counted here at every batch, as in Composer. callsheet's timestamps count them only at log
+boundaries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """The classes that a callback was written with: Composer's own, or those of the same names here."""
+    """The classes for which a callback was written: Composer's own, or callsheet's of the same names."""
 
     base: type | None
     Event: Any
@@ -33,7 +34,10 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, foreign: object) -> Kinds:
-        """Return Composer's own classes if `foreign` derives from its `Callback`, else ours. `base` is None if it derives from neither."""
+        """Return Composer's own classes if `foreign` derives from its `Callback`, otherwise callsheet's.
+
+        `base` is None if it derives from neither.
+        """
         core = sys.modules.get("composer.core")
         if core is not None and isinstance(foreign, core.Callback):
             destination = sys.modules["composer.loggers"].LoggerDestination

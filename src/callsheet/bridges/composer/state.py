@@ -1,4 +1,6 @@
-"""The State and Logger that Composer guests receive: facades with a limited set of attributes, over our context.
+"""The State and Logger that Composer guests receive.
+
+They are facades with some of the original's attributes, which come from the context.
 
 All guests of one run share them, as callbacks of one Composer Trainer do; see `run.py`.
 """
@@ -115,7 +117,7 @@ class State(Facade):
 
     @property
     def batch(self) -> Any:
-        """The current batch; within a forward or a backward the microbatch."""
+        """The current batch. During a forward or backward pass it is the microbatch."""
         ctx = self._run.ctx
         return ctx.microbatch if ctx.has("microbatch") else ctx.batch
 
@@ -153,7 +155,7 @@ class State(Facade):
 
     @property
     def loss(self) -> Any:
-        """The microbatch's loss, a scalar tensor; between steps that of the last step, as in Composer."""
+        """The microbatch's loss, a scalar tensor. Between steps it is the loss of the last step, as in Composer."""
         run = self._run
         return run.loss if run.loss is not None and not run.ctx.has("loss") else run.ctx.loss
 
@@ -218,7 +220,7 @@ class State(Facade):
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether parameters have to be gathered before they are read; guests never have to."""
+        """Whether parameters must be gathered before they are read. Guests never have to do this."""
         return False
 
 
@@ -269,7 +271,7 @@ class Logger(Facade):
 
     @property
     def destinations(self) -> Sequence[Any]:
-        """An empty tuple: the run's loggers are not Composer's."""
+        """An empty tuple, because the run's loggers are not Composer's."""
         return ()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -290,7 +292,7 @@ class Logger(Facade):
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
         mask_class_labels: Any = None, use_table: bool = True,
     ) -> None:  # fmt: skip
-        """Log one image or several. Raise NotSupported for masks, which our loggers do not support."""
+        """Log one image or several. Raise NotSupported for masks, because callsheet's loggers do not support them."""
         if masks is not None:
             raise NotSupported(
                 "Composer's Logger logs masks over images, but callsheet's loggers do not; log the masks as separate images"
@@ -303,10 +305,12 @@ class Logger(Facade):
         self._run.ctx.log_file(remote_file_name, file_path)
 
     def has_file_upload_destination(self) -> bool:
-        """Return False: it is not known whether the run's loggers upload files."""
+        """Return False, because it is not known whether the run's loggers upload files."""
         return False
 
 
 def _one_image(image: Tensor) -> Tensor:
-    """Return the image without a channel dimension of size 1, since our loggers expect such images as two-dimensional."""
+    """Return the image without a channel dimension of size 1, because callsheet's loggers expect such images to have two
+    dimensions.
+    """
     return image.squeeze(0) if image.ndim == 3 and image.shape[0] == 1 else image

@@ -130,7 +130,10 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def close(self, state: Any, logger: Any) -> None:
-        """End the run. If training is not over, an exception has ended it, and the run has failed. The program's end calls this too."""
+        """End the run.
+
+        If training is not over, an exception has ended it, and the run has failed. This is also called when the program ends.
+        """
         if self._run is not None:
             self._saves.report(self._run)
             self._release()
@@ -367,7 +370,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         return {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the states until the run begins, when Composer has loaded everything."""
+        """Keep the states until the run begins, because Composer has loaded everything only then."""
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:

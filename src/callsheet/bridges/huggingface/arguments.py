@@ -32,7 +32,10 @@ _KNOWN = (
         "do_predict",
     ),
 )
-"""Arguments that have the defaults of transformers if the user gives no others. Other arguments exist only if the user gives them."""
+"""Arguments that have the defaults of transformers unless the user sets them.
+
+Other arguments exist only if the user sets them.
+"""
 _ARGUMENTS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 _STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy}
 

@@ -1,4 +1,4 @@
-"""Which events of callsheet are fired at which event or call of the Trainer, and which have no counterpart."""
+"""The events of callsheet that are fired at each event or call of the Trainer, and those that are never fired."""
 
 from __future__ import annotations
 
@@ -38,4 +38,7 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
     "an error of a callback, or one that leaves train": ("on_exception",),
 }
-"""By an event or a call of the Trainer: our events that are fired there. A step's last microbatch ends with `on_pre_optimizer_step`."""
+"""For each event or call of the Trainer, the events of callsheet that are fired there.
+
+The last microbatch of a step ends with `on_pre_optimizer_step`.
+"""

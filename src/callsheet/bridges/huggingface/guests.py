@@ -41,7 +41,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("on_prediction_step",),
     "on_predict_end": ("on_predict",),
 }
-"""By our event: the events of the Hugging Face Trainer for which a guest is called then, in this order."""
+"""For each event of callsheet, the events of the Hugging Face Trainer at which a guest is called, in this order."""
 
 _HONORED: Mapping[str, frozenset[str]] = {
     "on_init_end": frozenset(),
@@ -54,7 +54,10 @@ _HONORED: Mapping[str, frozenset[str]] = {
     "on_train_end": frozenset(),
     "on_predict": frozenset(),
 }
-"""By an event of the Hugging Face Trainer: the flags of the control that it honors if they are set there. At other events, all of them."""
+"""For each event of the Hugging Face Trainer, the flags of the control that the Trainer obeys if they are set there.
+
+At other events, it obeys all flags.
+"""
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
 
 
@@ -81,8 +84,8 @@ def guest(
         args: the values of its `args`: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`. The
             run provides its own (`output_dir`, `run_name`, `world_size` ...). `eval_strategy` defaults to `epoch` if the run evaluates.
         train_dataloader, eval_dataloader, processing_class: passed to the callback as they are, since a run does not have them.
-        replicated: whether the callback makes the same requests on every rank, so that they act at once; else they act when the ranks
-            have agreed. None: true for transformers' own callbacks that control the Trainer.
+        replicated: whether the callback makes the same requests on every rank, so that they act at once. If not, they act when
+            the ranks have agreed. None: true for transformers' own callbacks that control the Trainer.
         name, phase, strict: see `Guest`.
 
     Raises:
@@ -151,7 +154,10 @@ class HuggingFaceGuest(Guest):
         }
 
     def listens_to(self, theirs: str) -> bool:
-        """See `Guest`. callsheet never pushes to a hub, so `on_push_begin` counts as an event to miss only if `args` ask for pushes."""
+        """See `Guest`.
+
+        callsheet never pushes to a hub, so `on_push_begin` is reported as missing only if `args` ask for pushes.
+        """
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
@@ -254,7 +260,10 @@ class HuggingFaceGuest(Guest):
     # --- requests ---
 
     def _pass_on_requests(self, ctx: Context, honored: frozenset[str]) -> None:
-        """Pass on each request that the callback makes through its control, once."""
+        """Pass on each request that the callback makes through its control, once.
+
+        `honored` are the flags that the Trainer obeys at this event.
+        """
         for flag in _FLAGS:
             if not getattr(self.control, flag) or flag in self._passed_on or flag not in honored or not self._is_training:
                 continue

@@ -1,4 +1,7 @@
-"""Hooks for what the Hugging Face Trainer has no events for: wrappers around three of its methods, and hooks in the model."""
+"""Hooks for what the Hugging Face Trainer has no events for.
+
+They are wrappers around three of its methods, and hooks in the model.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
 class HuggingFaceForwardHooks(NotCopied):
     """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs if they have listeners.
 
-    Other calls are not the loop's: a callback that samples, a loss that calls the model a second time, a separate evaluator.
+    Other calls do not come from the loop: for example those of a callback that samples, a loss that calls the model a second
+    time, or a separate evaluator.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
@@ -72,7 +76,10 @@ class HuggingFaceForwardHooks(NotCopied):
             self.expected, self.inputs = "", None
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `compute_loss`. A cached loss calls backward on its parts meanwhile, which must not be taken for the step's backward."""
+        """Wrap `compute_loss`.
+
+        A cached loss calls backward on its parts during that time; this must not be taken for the backward pass of the step.
+        """
         self.is_computing = True
         try:
             return method(*args, **kwargs)
@@ -90,7 +97,7 @@ class HuggingFaceForwardHooks(NotCopied):
             self.expected = ""
 
     def begin_without_forward(self) -> None:
-        """Begin a microbatch at its backward, if the model was not called with gradients before, as with a cached loss."""
+        """Begin a microbatch at its backward pass, if the model was not called with gradients before, as with a cached loss."""
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
@@ -174,12 +181,14 @@ class HuggingFaceForwardHooks(NotCopied):
 
 
 class StepWatch(BackwardWatch):
-    """A `BackwardWatch` for losses that call the model only within their backward, such as `CachedMultipleNegativesRankingLoss`."""
+    """A `BackwardWatch` for losses that call the model only during their backward pass, such as
+    `CachedMultipleNegativesRankingLoss`.
+    """
 
     hooks: HuggingFaceForwardHooks
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Begin the microbatch, if no forward has begun it, and do as `BackwardWatch`."""
+        """Begin the microbatch, if no forward pass has begun it, and do the same as `BackwardWatch`."""
         if self.hooks.is_computing:
             return False
         if self.hooks.expected and self._listens and not loss.dim():

@@ -69,8 +69,11 @@ def host(
 
 
 class MegatronBridgeHost(HostBase):
-    """See `host`. It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron
-    need not be installed."""
+    """See `host`.
+
+    It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron need
+    not be installed.
+    """
 
     _run: HostedRun | None = None
 

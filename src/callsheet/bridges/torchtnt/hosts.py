@@ -429,8 +429,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
     # --- in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
-        """Return the callbacks' states and the step they are of. They are one `bytes` value because torchtnt's checkpointers need a
-        structure that does not change."""
+        """Return the callbacks' states and the step they are of.
+
+        They are one `bytes` value because torchtnt's checkpointers need a structure that does not change.
+        """
         run = self._run
         if run is None:
             return {"states": b""}
