@@ -1,4 +1,4 @@
-"""The lifecycle driver: fires all events of the lifecycle in order for a loop that reports only some of them.
+"""The lifecycle driver: it fires all events of the lifecycle in order, for a loop that reports only some of them.
 
 A host reports where its loop is: "a forward begins", "the optimizer has stepped". The driver knows the tree of spans. It opens the spans
 around the reported one, fires those that come before it, and ends those that are still open inside. So events are fired in lifecycle
@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """Return the parent of each span, without the spans that may have several parents."""
+    """Return the parent of each span. Spans that may have several parents are left out."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -28,7 +28,7 @@ def _parents() -> dict[str, str]:
 
 
 PARENT: Mapping[str, str] = _parents()
-"""The parent of each span, without the spans that may have several parents, such as an evaluation."""
+"""The parent of each span. Spans that may have several parents, such as an evaluation, are left out."""
 
 SEQUENCE: Mapping[str, tuple[str, ...]] = {
     span.name: tuple(names_in(span.order)) for span in SPANS.values() if re.fullmatch(r"[a-z_]+\+?( [a-z_]+\+?)*", span.order)
@@ -46,7 +46,7 @@ _STEP_GROUPS = (
     ("clip_gradients",),
     ("optimizer_step",),
 )
-"""The spans of a step and its fetch. The spans of a group are left out together if none of them has listeners."""
+"""The spans of a step and its fetch. If none of the spans in a group has listeners, the group is left out."""
 _BACKWARD, _AFTER_BACKWARD = 1, (2, 3)
 """Indices into `_STEP_GROUPS`."""
 
@@ -58,7 +58,10 @@ def _raise(error: Exception) -> None:
 
 
 class Part:
-    """One span as the driver sees it: its place in the lifecycle, and its current state. Each event of a step reads it."""
+    """The driver's data about one span: its place in the lifecycle and its current state.
+
+    They are attributes because each event of a step reads them.
+    """
 
     __slots__ = (
         *("act_at_end", "before_start", "closes", "done", "index", "is_open", "has_no_listeners", "is_repeated", "name"),
@@ -74,23 +77,23 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        self.needed = 0  # how many spans of the sequence have to be fired before this one ends
-        self.index = -1  # in the parent's sequence, if the parent has one
+        self.needed = 0  # how many spans of the sequence must be fired before this one ends
+        self.index = -1  # the index in the parent's sequence, if the parent has one
         self.is_open = self.has_no_listeners = False
         self.done = 0  # how many spans of the sequence have been fired
 
 
 class LifecycleDriver:
-    """Tracks where a loop is in the lifecycle, and fires its events; see the module.
+    """Tracks how far a loop has come in the lifecycle, and fires its events; see the module.
 
     Args:
         spans: the spans of the run's context.
-        before: by event, a function that is called just before the event is fired. It sets the fields whose window opens there, for
-            example.
-        step_passes: called instead at the end of a step of which no event has a listener. No field has to be set then, and fields that
-            were set have to be closed.
-        is_recorded: returns whether anything besides a handler reads the results of steps, such as metrics records. The result may change
-            whenever the call sheet does.
+        before: for each event, a function that is called just before the event is fired, for example to set the fields whose
+            window opens there.
+        step_passes: the function that is called instead at the end of a step without any listener. It need not set any field, but
+            must close fields that were set.
+        is_recorded: returns whether anything except a handler reads the results of steps, such as metrics records. The result may
+            change whenever the call sheet does.
         is_loss_needed: returns whether anything else reads the last step's loss, such as a checkpoint. The result may change whenever the
             call sheet does.
     """
@@ -119,21 +122,27 @@ class LifecycleDriver:
         self._epoch, self._fetch = parts["epoch"], parts["fetch"]
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self._seen_links = -1  # the version of the call sheet at the last `listen`
-        self._open = [parts["run"]]  # the innermost last; the run's lifetime fires the run's start and end
+        self._open = [parts["run"]]  # innermost last; the run's lifetime fires the run's start and end
         parts["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
         self.is_read = True
-        """Whether, besides, anything reads the results of steps. Otherwise steps are only counted."""
+        """Whether anything else reads the results of steps. If nothing does, steps are only counted."""
         self.is_loss_read = True
-        """Whether, besides, a checkpoint needs the last step's loss. Otherwise the host need not compute it."""
+        """Whether anything else, such as a checkpoint, needs the last step's loss.
+
+        If nothing does, the host need not compute it.
+        """
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
-        """Hooks in the model, the optimizer and `backward` call this with their own errors. It raises those the user has to know of."""
+        """Called by hooks in the model, the optimizer and `backward` with errors of their own.
+
+        It raises errors that the user must know about.
+        """
         self.is_barred: Callable[[str], bool] = lambda name: False
-        """Returns whether a span directly below the run must not begin now. The spans inside it do not begin either then."""
+        """Returns whether a span directly below the run must not begin now. If so, the spans inside it do not begin either."""
         self.synthesized: set[str] = set()
-        """Spans that the host did not report, and that were fired as empty because a later span was reported."""
+        """Spans that the host did not report. They were fired as empty because a later span was reported."""
 
     def warn_once(self, message: str) -> None:
         """Log a warning about what the loop does, unless this run has logged it before."""
@@ -146,16 +155,18 @@ class LifecycleDriver:
         return self.parts[name].is_open
 
     def listen(self) -> bool:
-        """Decide before a step which of its spans have no listeners and are left out. The functions of `before` are called all the same.
+        """Before a step, decide which of its spans have no listeners and are left out.
 
-        Return whether this has changed since the step before. Only then does a host have to install or remove hooks.
+        The functions of `before` are called even for those.
+
+        Return whether this has changed since the previous step. Only then must a host install or remove hooks.
         """
         if self._seen_links == self._spans.links:
             return False
         has_changed, self._seen_links = self._seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # a later handler reads the model's outputs
-        for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward
+        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # needed because a later handler reads the model's outputs
+        for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward pass
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
         has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
@@ -173,13 +184,13 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether this span of the step has listeners, or another of its group has."""
+        """Return whether this span of the step, or another span of its group, has listeners."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Enter a span: open the spans around it and fire those before it first.
+        """Enter a span. Before that, open the spans around it and fire the spans that come before it.
 
-        Do nothing if the span is open, unless it can be repeated: then the next one begins.
+        If the span is open already, do nothing. But if it can be repeated, end it and begin the next one.
         """
         part = self.parts[name]
         if part.has_no_listeners:
@@ -195,13 +206,13 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the parent has ended: a forward after the optimizer's step, for example
+                    return  # the parent has ended, for example before a forward pass after the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
                 if index != parent.done:
                     if index < parent.done and not part.is_repeated:
-                        return  # fired already: a second forward of one microbatch, for example
+                        return  # it was fired already, for example in a second forward pass of one microbatch
                     self._synthesize(parent, index)
                 parent.done = index + 1
             elif part is self._step:
@@ -219,7 +230,7 @@ class LifecycleDriver:
             part.span.__enter__()
 
     def end(self, name: str) -> None:
-        """Leave a span, and the spans that are open inside it. Do nothing if it is not open."""
+        """Leave a span, and the spans that are open inside it. If it is not open, do nothing."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.act_at_end is not None:
@@ -230,7 +241,7 @@ class LifecycleDriver:
             self._pop()
 
     def start_step(self) -> None:
-        """Do `start("train_step")`, with less work if the event has no listeners and the epoch has reached the step."""
+        """Do the same as `start("train_step")`, with less work if the event has no listeners and the epoch is open."""
         step, epoch = self._step, self._epoch
         if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
@@ -242,7 +253,7 @@ class LifecycleDriver:
         step.is_open, step.done = True, 0
 
     def end_step(self) -> None:
-        """Do `end("train_step")`, with less work if no event of the step has listeners."""
+        """Do the same as `end("train_step")`, with less work if no event of the step has listeners."""
         step, passes = self._step, self._step_passes
         if passes is None or self._open[-1] is not step or step.needed or step.span.ends is not None or self._ctx.kept:
             self.end("train_step")
@@ -252,7 +263,7 @@ class LifecycleDriver:
             step.is_open = False
 
     def start_and_end(self, name: str) -> None:
-        """Enter a span and leave it at once: the loop has already left it, or does nothing in it."""
+        """Enter a span and leave it at once, because the loop has already left it or does nothing in it."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.before_start is not None:
@@ -265,7 +276,7 @@ class LifecycleDriver:
 
     @property
     def opened(self) -> Sequence[Part]:
-        """The open spans, the innermost last. It is always the same list."""
+        """The open spans, innermost last. It is always the same list object."""
         return self._open
 
     @property
@@ -274,7 +285,7 @@ class LifecycleDriver:
         return self._open[-1].name
 
     def forget(self) -> None:
-        """Close all spans without firing their ends: an exception has left the loop."""
+        """Close all spans without firing their ends, because an exception has left the loop."""
         while len(self._open) > 1:
             self._open.pop().is_open = False
 
@@ -294,7 +305,7 @@ class LifecycleDriver:
     def _synthesize(self, parent: Part, until: int) -> None:
         """Fire the spans of `parent` that were not fired, up to index `until`.
 
-        For spans without listeners, call the functions of `before` alone: they set fields that are read later.
+        For spans without listeners, only call the functions of `before`, because they set fields that are read later.
         """
         for part in parent.sequence[parent.done : until]:
             if not part.has_no_listeners:

@@ -108,7 +108,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
         self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None if not at a boundary
-        self._prefix: str | None = None  # the metrics prefix of the innermost `evaluate`; None outside
+        self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
         self._skips: Any = None
 
@@ -116,10 +116,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     @observing
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wrap the Trainer's training so that an error that leaves it ends the run before the caller gets the error."""
+        """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
         if not hasattr(trainer, "_inner_training_loop"):
-            return  # the run then ends as it does for a host that is added later
+            return  # the run then ends in the same way as for a host that is added later
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             earlier = _run_of(reference)  # this call must not end a run that it has not begun
@@ -206,7 +206,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         return methods
 
     def _warn(self, what: str) -> None:
-        """Log, once, that the Trainer does something unexpected."""
+        """Log once that the Trainer does something unexpected."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("callsheet in the Hugging Face Trainer: %s. Training continues", what)
@@ -214,7 +214,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
     def _handle(
         self, method: Callable[..., None], args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Call the method with the run, the arguments, the state, and a dictionary of the rest."""
+        """Call the method with the run, the arguments, the state, and a dictionary of all other arguments."""
         if self._run is not None:
             self._requests.control = control
             method(self, self._run, args, state, given)
@@ -231,7 +231,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         run.driver.start("epoch")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare a step. Its events are fired when the model is called with the first batch."""
+        """Prepare a step. Its events are fired only when the model is called with the first batch."""
         run = self._run
         if run is None:
             return
@@ -254,7 +254,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._leave(error)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the optimizer's step: the gradients are computed and clipped."""
+        """Start the optimizer's step, because the gradients are computed and clipped."""
         run = self._run
         if run is None or not self._listens_to_optimizer:
             return
@@ -269,7 +269,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._leave(error)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the step: the parameters have changed. The gradients still exist, and the learning rate is still the step's."""
+        """End the step, because the parameters have changed.
+
+        The gradients still exist, and the learning rate is still that of the step.
+        """
         run = self._run
         if run is None:
             return
@@ -324,7 +327,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._stop_if_asked(run)
 
     def _repeat_save_request(self, run: HostedRun) -> None:
-        """Repeat a request to save, which the Trainer resets when a step begins, and when it saves the best model after an evaluation."""
+        """Repeat a request to save.
+
+        The Trainer resets it when a step begins, and when it saves the best model after an evaluation.
+        """
         if run.checkpoints.requests:
             if self._requests.is_written:
                 self._fire_checkpoint(run)
@@ -359,9 +365,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._leave(error)
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `trainer.evaluate` and report the evaluation, also if it fails, so that callbacks put the trained weights back.
+        """Call `trainer.evaluate` and report the evaluation, even if it fails, so that callbacks put the trained weights back.
 
-        With several datasets, `trainer.evaluate` calls itself for each.
+        If there are several datasets, `trainer.evaluate` calls itself for each.
         """
         run, outer = self._run, self._prefix
         if run is None:
@@ -407,7 +413,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             )
 
     def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
-        """End the evaluation, if one is open; return whether one was."""
+        """End the evaluation, if one is open. Return whether one was open."""
         if not run.eval.driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
@@ -424,7 +430,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # otherwise it was the evaluation before training
+        if run.driver.is_open("train"):  # otherwise, this was the evaluation before training
             self._fire_due(run)
 
     @in_a_run
@@ -445,7 +451,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
                 self._end_evaluation(run, {})
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Fire `on_checkpoint_due`. If the Trainer has already written a checkpoint of this step, that one answers the requests."""
+        """Fire `on_checkpoint_due`.
+
+        If the Trainer has already written a checkpoint of this step, that checkpoint satisfies the requests.
+        """
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
         self._fired = (self._fired or "") + "D"
         if self._requests.is_written and run.checkpoints.requests:
@@ -456,7 +465,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # this checkpoint answers requests that are made there
+            self._fire_due(run)  # this checkpoint satisfies requests that are made there
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):
@@ -471,7 +480,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Load the callbacks' states from the checkpoint that the Trainer resumes from."""
+        """Load the callbacks' states from the checkpoint from which the Trainer resumes."""
         run = self._run
         assert run is not None
         given = args.resume_from_checkpoint
@@ -493,7 +502,10 @@ def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
 
 
 def _dataset(prefix: str | None) -> str:
-    """Return the name of the dataset whose metrics have this prefix: `eval_<name>` for one of several, `eval` for a single one."""
+    """Return the name of the dataset whose metrics have this prefix.
+
+    The prefix is `eval_<name>` for one of several datasets, `eval` for a single one.
+    """
     return prefix.removeprefix("eval_") if prefix and prefix != "eval" else "validation"
 
 

@@ -1,4 +1,4 @@
-"""The engine that Ignite's handlers are attached to in callsheet. It runs nothing: callsheet's loop fires its events."""
+"""The engine to which Ignite's handlers are attached in callsheet. It runs nothing itself; callsheet's loop fires its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_GUESTS: Mapping[str, str] = {
     "HandlersTimeProfiler": "it measures Ignite's loop, and callsheet runs its own; use callsheet's cost report",
     "FastaiLRFinder": "it runs the trainer itself",
 }
-"""Ignite's handlers that cannot be guests, and why."""
+"""Ignite's handlers that cannot be guests, with the reason for each."""
 
 ALLOWED = frozenset(
     {
@@ -27,7 +27,10 @@ ALLOWED = frozenset(
         *("fire_event", "terminate", "state_dict_user_keys"),
     }
 )
-"""The methods of its engine that a handler may call. It may also read `state`, `last_event_name`, `should_terminate` and `logger`."""
+"""The methods of this engine that a handler may call.
+
+It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
+"""
 
 
 class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
@@ -46,9 +49,10 @@ class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
-    """Replaces a trainer for handlers that are attached to it. Handlers may call the methods in `ALLOWED`.
+    """Replaces a trainer for the handlers that are attached to it. Handlers may call the methods in `ALLOWED`.
 
-    `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` asks the run to stop.
+    `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
+    run stops.
 
     Args:
         output: returns the value of `engine.state.output` at the end of a step. The default is the step's loss, a tensor.
@@ -98,13 +102,16 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         super().remove_event_handler(handler, event_name)
 
     def _fire_event(self, event_name: Any, *event_args: Any) -> None:
-        """Fire an event as Ignite does, but faster: without the log line, and without the event's hash, which is computed in Python."""
+        """Fire an event as Ignite does, but faster.
+
+        It writes no log line, and does not need the event's hash, which is computed in Python.
+        """
         known = self._at.get(id(event_name))
         if known is None:
             known = self._at[id(event_name)] = event_name, self._event_handlers[event_name]
         self.last_event_name = event_name
         for handler, args, kwargs in known[1]:
-            if args and type(args[0]) is ReferenceType:  # to this engine
+            if args and type(args[0]) is ReferenceType:  # the reference is to this engine
                 if len(args) == 1 and not (kwargs or event_args):
                     handler(self)
                 else:
@@ -113,7 +120,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Ask the run to stop. From then on, only the events of the end are fired."""
+        """Request that the run stops. After this, only the events of the end are fired."""
         if self.ctx is None:
             raise NotOnTheList("an Ignite engine can be terminated here only after training has begun")
         super().terminate(skip_completed)
@@ -124,7 +131,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:
-        """Return the attached handlers, each once. For a method, return its object."""
+        """Return the attached handlers, each once. For a method, return the object to which it belongs."""
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
@@ -156,7 +163,7 @@ for _name in dir(Engine):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are a single number."""
+    """Return those metrics that are a single number."""
     return {
         str(name): float(value)
         for name, value in metrics.items()

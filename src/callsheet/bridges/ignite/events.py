@@ -1,4 +1,4 @@
-"""Which of our events are fired at which event of Ignite's, if callsheet's callbacks are attached to an engine."""
+"""The events of callsheet that are fired at each event of Ignite, if callsheet's callbacks are attached to an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ FIRED_AT: Mapping[Events, tuple[str, ...]] = {
     Events.COMPLETED: ("on_round_end", "on_train_end", "on_run_end"),
     Events.EXCEPTION_RAISED: ("on_exception", "on_run_end"),
 }
-"""By the trainer's event: our events that are fired there. Hooks in PyTorch report the events inside a step."""
+"""For each event of the trainer, the events of callsheet that are fired there.
+
+Hooks in PyTorch report the events inside a step.
+"""
 
 FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.STARTED: ("on_eval_all_start", "on_eval_start"),
@@ -36,7 +39,7 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.ITERATION_COMPLETED: ("on_eval_step_end",),
     Events.COMPLETED: ("on_eval_end", "on_eval_all_end"),
 }
-"""The same for an evaluator's events."""
+"""For each event of an evaluator, the events of callsheet that are fired there."""
 
 NOT_FIRED = events_within("test", "predict")
 """Events that this host never fires."""

@@ -32,7 +32,9 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_eval_step_end": ("evaluator_iteration_completed",),
     "on_eval_all_end": ("evaluators_completed",),
 }
-"""By our event: the trainer's Ignite events that are fired then, or for evaluators, a name in `EVALUATOR_EVENTS`."""
+"""For each event of callsheet, the Ignite events of the trainer that are fired at it, or, for evaluators, a name in
+`EVALUATOR_EVENTS`.
+"""
 
 EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_started": (Events.STARTED, Events.EPOCH_STARTED),
@@ -40,7 +42,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
     "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
 }
-"""By those names: the evaluator's Ignite events that are fired together."""
+"""For each of those names, the Ignite events of the evaluator that are fired together."""
 
 TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
 """Events that are fired for a trainer, and never for an evaluator."""
@@ -57,13 +59,13 @@ def guest(
 ) -> Callback:
     """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
-    For several handlers, or other arguments of `attach`, attach them to a `GuestEngine` as to a trainer, and give that engine. The states
-    of handlers that have a `state_dict` are saved and loaded with our checkpoints.
+    For several handlers, or to pass other arguments to `attach`, attach the handlers to a `GuestEngine` as to a trainer, and pass
+    that engine. The states of handlers that have a `state_dict` are saved in and loaded from callsheet's checkpoints.
 
     Args:
         foreign: a handler whose `attach` takes only the engine; a handler that is called at `event`; or a `GuestEngine`.
         event: an event of Ignite's, with or without filter, or several of them, joined by `|`.
-        to_save: further objects to save, by name, such as the model of an `EMAHandler`.
+        to_save: more objects to save, by name, such as the model of an `EMAHandler`.
         name: the key of the state in checkpoints. Empty: the name of the handler's class.
         phase: its place in the order of each event.
         strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
@@ -112,16 +114,16 @@ class IgniteGuest(Guest):
         self._to_save = dict(to_save or {})
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether a handler is attached for it."""
+        """Return whether a handler is attached for the event."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            if theirs == "evaluator_iteration_started":  # it counts the iterations for the other one
+            if theirs == "evaluator_iteration_started":  # its guest method counts the iterations for the event of their end
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
         return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return the guest's own method for the event. Those methods are named after Ignite's events."""
+        """Return the guest's own method for the event. These methods are named after Ignite's events."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 
@@ -200,7 +202,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # otherwise the epoch is partial, for which Ignite fires no event
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # otherwise the epoch was left early, for which Ignite fires no event
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
@@ -217,9 +219,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if (
-                raised is not ctx.exception
-            ):  # in Ignite, a handler raises the error again to let it pass; callsheet does that itself
+            if raised is not ctx.exception:  # in Ignite, a handler has to raise the error again; callsheet does that itself
                 raise
 
     # --- the evaluators' events ---

@@ -100,22 +100,22 @@ def host(
 
 @dataclass
 class _Evaluations:
-    """Where the trainer's evaluations are."""
+    """How far the trainer's evaluations have come."""
 
     dataset: str = ""
     """The dataset that is being evaluated, or empty."""
     begun: set[str] = field(default_factory=set)
-    """The datasets whose evaluation has begun since the last step, or since the epoch's end."""
+    """The datasets whose evaluation has begun since the last step, or since the end of the epoch."""
     is_requested: bool = False
-    """Whether a callback has asked for the evaluation that is being made."""
+    """Whether a callback requested the evaluation that is running."""
     is_awaited: bool = False
-    """Whether the epoch has ended, and its boundary waits for its evaluation."""
+    """Whether the epoch has ended, and its boundary waits for the evaluation of the epoch."""
     is_between_steps: bool = False
-    """Whether `_continue_training` has to be called before the next step, because of one of these."""
+    """Whether one of these is so. `_continue_training` must then be called before the next step."""
 
 
 class IgniteHost(HostBase):
-    """See `host`. In the `to_save` of an Ignite `Checkpoint`, it saves the callbacks' states."""
+    """See `host`. If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved."""
 
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
@@ -157,7 +157,8 @@ class IgniteHost(HostBase):
 
         Args:
             trainer: the engine whose process function trains the model.
-            checkpoint: writes the checkpoints that callbacks ask for. It may also be attached to an engine. All its checkpoints are reported.
+            checkpoint: writes the checkpoints that callbacks request. It may also be attached to an engine. All its checkpoints
+                are reported.
 
         Raises:
             ConfigError: `checkpoint` is a `ModelCheckpoint`, which does not know what to save; it is missing, and `preempt_signals` were
@@ -172,7 +173,8 @@ class IgniteHost(HostBase):
         self._trainer = trainer
         for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
-        # Move our handler to the front: a handler that raises the exception again keeps Ignite from calling the handlers after it.
+        # Move the host's handler to the front, because after a handler that raises the exception again, Ignite calls no other
+        # handler.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
@@ -233,12 +235,15 @@ class IgniteHost(HostBase):
 
     @in_a_run
     def _interrupt(self, run: HostedRun, trainer: Engine) -> None:
-        """Record that the run was interrupted. It may be continued; if it is not, this is its outcome."""
+        """Record that the run was interrupted.
+
+        It may be continued; if it is not, this is its outcome.
+        """
         run.lifetime.outcome = Outcome.INTERRUPTED
 
     @in_a_run
     def _terminate(self, run: HostedRun, trainer: Engine) -> None:
-        """Record a stop, unless training has made all of its `max_iters`."""
+        """Record a stop, unless training has completed all of its `max_iters`."""
         state = trainer.state
         if state.max_iters is None or state.iteration < state.max_iters:
             run.control.agree(Request("stop", "the engine was terminated", "Engine.terminate"))
@@ -246,7 +251,10 @@ class IgniteHost(HostBase):
             self._completed(trainer)
 
     def _exception_raised(self, error: BaseException) -> None:
-        """Fail the run. The method takes no engine, since Ignite may have deleted it together with an interrupted run."""
+        """End the run as failed.
+
+        The method has no engine as an argument, because Ignite may have deleted the engine together with an interrupted run.
+        """
         run, trainer = self._run, self._trainer
         assert trainer is not None
         if run is not None:
@@ -255,12 +263,12 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without our handler, Ignite would have raised it
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without the host's handler, Ignite would have raised it
             raise error
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # its state is older than the checkpoints that follow
+        self._last = None  # the state of that run is older than the checkpoints that follow
 
     def _stop(self, loop: Any) -> None:
         assert self._trainer is not None
@@ -385,13 +393,13 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Prepare the end of a step whose remaining iterations the engine leaves out. The driver ends the step later."""
+        """Prepare the end of a step whose remaining iterations the engine skips. The driver ends the step later."""
         if self._microbatches:
             self._microbatches, self._watch.is_on = 0, False
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Reach the boundary after an epoch, if it has waited for the epoch's evaluation."""
+        """Reach the boundary after an epoch, if it is still waiting for the evaluation of the epoch."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -400,11 +408,11 @@ class IgniteHost(HostBase):
 
     @observing
     def _terminate_single_epoch(self, trainer: Engine, iter_counter: int) -> None:
-        """End the epoch. Ignite counts an epoch that was terminated as a whole one."""
+        """End the epoch. Ignite counts an epoch that was terminated as a complete one."""
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the evaluation and reach the waiting boundary, since the trainer continues."""
+        """End the evaluation and reach the boundary that waits for it, because the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
@@ -412,7 +420,10 @@ class IgniteHost(HostBase):
         self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
-        """Handle the engine's current event now, because another handler of this event needs its result before the host's turn."""
+        """Handle the engine's current event now.
+
+        Another handler of this event needs the result before the host's own handler is called.
+        """
         trainer, name = self._trainer, self._evaluations.dataset
         if self._run is None or trainer is None:
             return
@@ -426,7 +437,7 @@ class IgniteHost(HostBase):
     # --- evaluations ---
 
     def _evaluate(self) -> dict[str, Any]:
-        """Run the evaluators because a callback has asked for it. Their own events report the results, so return none."""
+        """Run the evaluators because a callback requested it. Their own events report the results, so return none."""
         assert self._runs_evaluators is not None
         assert self._run is not None
         self._evaluations.is_requested = True
@@ -475,11 +486,11 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the boundary that has asked for it does the rest
+        if self._evaluations.is_requested:  # the boundary that requested the evaluation does the rest
             return
         run.fire_record()
         if self._evaluations.is_awaited:
-            run.control.done("evaluate")  # this evaluation answers requests that were made since
+            run.control.done("evaluate")  # this evaluation satisfies requests that were made since then
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
@@ -489,14 +500,14 @@ class IgniteHost(HostBase):
     # --- checkpoints ---
 
     def _save(self) -> None:
-        """Write a checkpoint because a callback has asked for it."""
+        """Write a checkpoint because a callback requested it."""
         assert self._saves is not None
         assert self._trainer is not None
         self._saves.save(self._trainer)
 
     @observing
     def _saved(self, engine: Engine) -> None:
-        """Report a checkpoint, if the checkpoint handler of this host has written it."""
+        """Report a checkpoint, if this host's checkpoint handler has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()
         if run is None or path is None:
@@ -519,7 +530,7 @@ class IgniteHost(HostBase):
         return own_state(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next run resume from this state. Load the trainer's state from the same checkpoint, too."""
+        """Make the next run resume from this state. Load the trainer's state from the same checkpoint too."""
         self._loaded = state or None
 
     def _load(self) -> CheckpointInfo | None:

@@ -1,4 +1,4 @@
-"""The checkpoints that an Ignite handler writes, by itself or because a callback has asked for one."""
+"""The checkpoints that an Ignite handler writes, by itself or because a callback requested one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Saves:
         self._handler = handler
         self._files = self._written()
         self.is_requested = False
-        """Whether the handler is writing a checkpoint because a callback has asked for it."""
+        """Whether the handler is writing a checkpoint because a callback requested it."""
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
         """Call `saved` after each checkpoint that a handler writes at one of these engines."""
@@ -27,7 +27,7 @@ class Saves:
             engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, saved)
 
     def save(self, trainer: Engine) -> None:
-        """Write a checkpoint because a callback has asked for it."""
+        """Write a checkpoint because a callback requested it."""
         self.is_requested = True
         try:
             self._handler(trainer)

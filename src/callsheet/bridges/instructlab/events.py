@@ -1,4 +1,4 @@
-"""Which events of callsheet correspond to the hooks of InstructLab, and which have no hook."""
+"""The events of callsheet for each hook of InstructLab, and the events that have no hook."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,10 @@ EVENT_MAP: Mapping[str, str] = {
     "on_epoch_end": "on_epoch_end",
     "on_train_end": "on_run_end",
 }
-"""The event at which a guest's hook is called. `on_step_end` and `on_epoch_end` are called after what is evaluated and saved there."""
+"""The event at which each hook of a guest is called.
+
+`on_step_end` and `on_epoch_end` are called after the evaluations and saves at the end of the step or epoch.
+"""
 
 NOT_FIRED = ("on_checkpoint_due", "on_preempt", "on_exception", *events_within("eval_step", "test", "predict"))
 """Events that InstructLab has no hook for. They are never fired; a callback may listen to them if it also listens to another event."""
@@ -28,4 +31,4 @@ NOT_SEEN: tuple[str, ...] = (
     *("on_fetch_start", "on_fetch_end", "on_forward_end", "on_loss_start", "on_loss_end", "on_backward_start"),
     *("on_clip_gradients_end", "on_optimizer_step_start"),
 )
-"""Events of every step that have no hook in InstructLab: a callback that listens to one is rejected."""
+"""Events of every step for which InstructLab has no hook. A callback that listens to one of them is rejected."""

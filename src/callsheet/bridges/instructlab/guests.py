@@ -199,7 +199,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the calls for the ends of the last step and epoch: what was evaluated and saved there is over."""
+        """Return the calls for the ends of the last step and epoch, because all evaluations and saves there are over."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
@@ -221,7 +221,10 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call the hooks one after the other. At the first `async` hook, return an awaitable that finishes it and calls the rest."""
+        """Call the hooks one after the other.
+
+        At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
+        """
         left = deque(call for call in calls if call is not None)
         while left:
             if (waits := _called(*left[0])) is not None:
@@ -234,11 +237,11 @@ _HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
 
 
 def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """Call the hook. Return what it returned if that has to be awaited, else None. An error is logged."""
+    """Call the hook. Return its result if that must be awaited, otherwise None. An error is logged."""
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None
-    except BaseException as error:  # SystemExit too: a hook cannot end training
+    except BaseException as error:  # including SystemExit, because a hook must not end training
         log_failure(method, context, error)
         return None
 

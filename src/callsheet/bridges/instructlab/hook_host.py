@@ -1,4 +1,4 @@
-"""The host for InstructLab Training: it turns InstructLab's hooks into the events of the lifecycle.
+"""The host for InstructLab Training. It turns InstructLab's hooks into the events of the lifecycle.
 
 Everything here runs on the thread on which InstructLab calls its callbacks, while training continues. So the model is not available,
 requests are not supported, and collectives are not possible.
@@ -36,7 +36,7 @@ from callsheet.transport.payload import open_payload, pack
 logger = logging.getLogger("callsheet")
 
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
-"""Spans of a microbatch that InstructLab has no hooks for. The driver synthesizes their events between two hooks."""
+"""Spans of a microbatch for which InstructLab has no hooks. The driver synthesizes their events between two hooks."""
 
 
 def host_of(
@@ -54,8 +54,9 @@ def host_of(
 def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
     """Return the callback class for InstructLab.
 
-    InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So outside its
-    methods the class uses no name except that of its base."""
+    InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So the class
+    uses no name outside its methods except that of its base.
+    """
 
     class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
         """The callback of InstructLab that calls the host."""
@@ -113,7 +114,10 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
 
 
 class InstructLabHost(HostBase):
-    """Turn InstructLab's hooks into the events of the lifecycle. A run lasts from one `on_train_begin` to its `on_train_end`."""
+    """Turns InstructLab's hooks into the events of the lifecycle.
+
+    A run lasts from `on_train_begin` to the next `on_train_end`.
+    """
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
@@ -131,7 +135,7 @@ class InstructLabHost(HostBase):
 
     @contextmanager
     def sent(self) -> Iterator[None]:
-        """Send the callbacks' arguments and states to the ranks that are started within this context, by callsheet's transport."""
+        """Within this context, send the callbacks' arguments and states to the ranks that are started, by callsheet's transport."""
         for event in EVENTS:
             for each in self.manager.list_callbacks(event):
                 if not isinstance(each, Callback):
@@ -174,7 +178,7 @@ class InstructLabHost(HostBase):
                 self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
     def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
-        """After the first step, reject listeners of events that no hook has caused."""
+        """After the first step, reject listeners of events that no hook has fired."""
         self._is_checked = True
         for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
             for each in self._check.listeners(event):
@@ -222,7 +226,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_after_backward(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the microbatch, with its forward, loss and backward."""
+        """End the microbatch, with its forward pass, loss and backward pass."""
         run.driver.end("microbatch")
 
     @in_a_run
@@ -234,13 +238,13 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """End clipping, and fire the events of the optimizer's step, which is over."""
+        """End clipping. Fire the events of the optimizer's step, which is already over."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 
     @in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the step, whose metrics are known now, and fire its metrics record."""
+        """End the step, because its metrics are known now, and fire its metrics record."""
         run.driver.end_step()
         if not self._is_checked:
             self._reject_listeners_of_not_fired(run)
@@ -248,14 +252,14 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire the events of an evaluation, which is over."""
+        """Fire the events of an evaluation that is already over."""
         run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
     @in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
         """Add the callbacks' states to a checkpoint that was written.
 
-        A checkpoint after an epoch's last step belongs to the epoch's boundary: its events are fired after the epoch's end.
+        A checkpoint after an epoch's last step belongs to the epoch's boundary, so its events are fired after the epoch's end.
         """
         if not run.driver.is_open("epoch"):
             run.driver.end("round")
@@ -267,14 +271,14 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """Note that what follows is between two steps. The step itself has ended at `on_log`."""
+        """Record that training is between two steps from now on. The step itself has ended at `on_log`."""
         self._is_between = True
 
     @in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the epoch, and fire the events of a checkpoint that was written at its end."""
         if run.driver.is_open("epoch"):
-            run.driver.end("train_step")  # one whose end was not reported counts in this epoch
+            run.driver.end("train_step")  # a step whose end was not reported counts in this epoch
             run.state.timestamp = run.state.timestamp.next_epoch()
             run.driver.end("epoch")
         saved, self._saved = self._saved, None

@@ -1,4 +1,6 @@
-"""InstructLab Training's callback interface under its own names: base class, context and manager, whether or not it is installed.
+"""InstructLab Training's callback interface under its own names: base class, context and manager.
+
+They can be used whether or not InstructLab is installed.
 
 `callsheet.compat.instructlab` exports them for code that is written for InstructLab. A callback may derive from this base class or from
 that of the installed package.
@@ -68,7 +70,8 @@ _FIELDS = frozenset(each.name for each in fields(TrainingContext))
 class TrainerCallback:
     """The base class of InstructLab's callbacks: override the hooks to listen to. Callbacks observe training and cannot change it.
 
-    A hook may be `async`. It is called on every rank: check `context.is_world_process_zero` before doing what should be done once.
+    A hook may be `async`. Hooks are called on every rank, so check `context.is_world_process_zero` before work that must be done
+    only once.
 
     Example:
         >>> class Progress(TrainerCallback):
@@ -128,7 +131,7 @@ class TrainerCallback:
 
 
 def bases() -> tuple[type, ...]:
-    """Return the base classes of callbacks: ours, and that of the installed package if it has been imported."""
+    """Return the base classes of callbacks: callsheet's, and that of the installed package if it has been imported."""
     theirs = getattr(sys.modules.get("instructlab.training.callbacks"), "TrainerCallback", None)
     return (TrainerCallback,) if theirs is None else (TrainerCallback, theirs)
 
@@ -140,7 +143,7 @@ def listens_to(callback: Any, hook: str) -> bool:
 
 
 class CallbackManager:
-    """Call the hooks of callbacks in a background lane: `fire` does not wait, and an error of a hook is logged and not raised.
+    """Calls the hooks of callbacks in a background lane. `fire` does not wait, and errors of hooks are logged and not raised.
 
     Every hook that is fired is delivered, to one callback after the other, in order. An `async` hook has finished before the next one is
     called. `fire("on_train_end")` and `close()` wait until all hooks have returned. If a single hook does not return within 10 s, they
@@ -185,7 +188,8 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The original's words come first, here and below: tests that were written for it match them.
+            # The message begins with the words of the original, here and below, because tests that were written for it match
+            # them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
@@ -219,7 +223,7 @@ class CallbackManager:
             if inspect.isawaitable(result):
                 self._runner = self._runner or asyncio.Runner()  # one loop for all, so that clients can live on it
                 self._runner.run(awaited(result))
-        except BaseException as error:  # SystemExit too: a hook cannot end the program
+        except BaseException as error:  # including SystemExit, because a hook must not end the program
             log_failure(method, context, error)
 
     def _finish(self) -> None:

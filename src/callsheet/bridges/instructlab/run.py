@@ -1,4 +1,4 @@
-"""A run of InstructLab Training, as the host observes it: on a thread beside training, and on each rank separately."""
+"""A run of InstructLab Training, as the host observes it. The host runs on a thread of its own, and on each rank separately."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs"
 
 
 _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
-"""Events with which training leaves a boundary."""
+"""Events at which training leaves a boundary."""
 
 
 class _ContextWithoutModel(Context):
@@ -58,7 +58,7 @@ class _ContextWithoutModel(Context):
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value in a list if there is only one rank; raise NotSupported otherwise."""
+        """Return the value in a list if there is only one rank. Otherwise raise NotSupported."""
         if self.run.world_size > 1:
             raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
         return [value]
@@ -152,7 +152,10 @@ class HookedRun(Run):
         self.driver.start("round")
 
     def finish(self, context: TrainingContext) -> None:
-        """End the run. If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events."""
+        """End the run.
+
+        If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
+        """
         driver = self.driver
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:
@@ -175,7 +178,10 @@ class HookedRun(Run):
     # --- its position ---
 
     def go_to(self, context: TrainingContext) -> None:
-        """Set the current epoch and step from InstructLab's. It does not report the batches that it skips when it resumes."""
+        """Set the current epoch and step to InstructLab's.
+
+        When InstructLab resumes, it does not report the batches that it skips.
+        """
         self.guard.raise_if_lost()
         ctx, now = self.ctx, self.state.timestamp
         ctx.epoch = context.epoch + 1
@@ -188,7 +194,7 @@ class HookedRun(Run):
             self.manager.process_lane_messages(ctx)
 
     def listen(self) -> None:
-        """Before a step, find out which of its parts have listeners."""
+        """Before a step, find out which of its spans have listeners."""
         if self.driver.listen():
             self._listens_to_parts = any(map(self.driver.listens_to, ("forward_backward", "clip_gradients", "optimizer_step")))
 
@@ -226,7 +232,10 @@ class HookedRun(Run):
     # --- records, evaluations, checkpoints ---
 
     def fire_record(self, context: TrainingContext) -> None:
-        """Fire the step's record, with what callbacks have logged, unless the lifecycle allows none here."""
+        """Fire the step's metrics record, with the values that callbacks have logged.
+
+        Do nothing if the lifecycle allows no record here.
+        """
         if not self._order.may_come("L"):
             return
         if not self.manager.has_listeners.on_log:
@@ -308,7 +317,9 @@ class HookedRun(Run):
         write_checkpoint(folder, {"state": self.state.state_dict()}, local, saved_info, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint from which training resumes: the one with the same number of samples."""
+        """Load the callbacks' states from the checkpoint from which training resumes, which is the one with the same number of
+        samples.
+        """
         if not context.total_samples:
             return None
         folder = Path(context.output_dir) / "hf_format"

@@ -1,4 +1,4 @@
-"""Keras's callbacks as guests: they are called in Keras's order, with its logs and a facade of its model."""
+"""Keras's callbacks as guests. They are called in Keras's order, with Keras's logs and a facade of its model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The methods of Keras that are called at each event of callsheet.
 
-Keras calls `on_epoch_end` after the epoch's evaluation. So it is listed at several events, and is called at the first of them that comes."""
+Keras calls `on_epoch_end` after the epoch's evaluation. So the method is listed at several events, and is called at the first of
+them that is fired.
+"""
 
 ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 """Keras's older names, which the newer methods call."""
@@ -47,7 +49,7 @@ REJECTED: Mapping[str, str] = {
     "TensorBoard": "it reads a Keras model's graph and layers; use callsheet.loggers.TensorboardLogger",
     "SwapEMAWeights": "the averages are those of a Keras optimizer; use callsheet.callbacks.EMA",
 }
-"""Keras's callbacks that cannot be guests, and why."""
+"""Keras's callbacks that cannot be guests, with the reason for each."""
 
 
 def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "measure", strict: bool = True) -> KerasGuest:
@@ -60,7 +62,7 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
         verbose: the value of `verbose` in the callback's `params`, as in `fit(verbose=...)`.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase.
-        strict: has no effect: callsheet fires every event of Keras.
+        strict: has no effect, because callsheet fires every event of Keras.
 
     Raises:
         ConfigError: Keras runs on another backend than torch.

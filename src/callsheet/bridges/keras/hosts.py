@@ -38,7 +38,10 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 NOT_FIRED = events_within("test")
-"""Events that Keras has no counterpart for: what Keras calls a test is our evaluation."""
+"""Events that are never fired, because Keras has nothing that corresponds to them.
+
+What Keras calls a test is an evaluation in callsheet.
+"""
 
 EVALUATED = "validation"
 """The name of the only dataset that Keras evaluates."""
@@ -164,7 +167,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
-        """Patch `model.train_function`, or another function that Keras calls with a batch: its callbacks do not receive the batch."""
+        """Patch `model.train_function`, or another function that Keras calls with a batch.
+
+        The patch is needed because Keras's callbacks do not receive the batch.
+        """
         self._hooks.append(_PatchedFunction(self.model, name, before, after))
 
     # --- training ---
@@ -198,7 +204,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
-        """Start the step of a batch. Return what Keras trains on, or None to skip the batch."""
+        """Start the step of a batch. Return the data on which Keras trains, or None to skip the batch."""
         driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
@@ -329,7 +335,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
 
 class _PatchedFunction:
-    """Replace one of the model's functions, such as `train_function`, by one that calls `before` and `after`.
+    """Replaces one of the model's functions, such as `train_function`, by one that also calls `before` and `after`.
 
     Args:
         before: a method of the host. It takes the run and the data, and returns the data to use, or None to skip it.

@@ -1,4 +1,6 @@
-"""A Keras optimizer with the interface of torch's: the events of its step, its loss scale, its parameters and learning rate."""
+"""A Keras optimizer with the interface of torch's optimizers: the events of its step, its loss scale, its parameters and its
+learning rate.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from callsheet.bridges.hosted_run import HostedRun
 
 
 class Steps:
-    """Fire the events of a Keras optimizer's step. Keras optimizers have no hooks, so this replaces the optimizer's `apply`."""
+    """Fires the events of a Keras optimizer's step.
+
+    Keras optimizers have no hooks, so this replaces the optimizer's `apply`.
+    """
 
     def __init__(self, run: HostedRun, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -100,7 +105,10 @@ class KerasOptimizer(Facade):
 
 
 def shown_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
-    """Wrap the optimizer in a `KerasOptimizer` with the name of the optimizer's own class, which records and checkpoints contain."""
+    """Wrap the optimizer in a `KerasOptimizer` that has the class name of the optimizer itself.
+
+    Records and checkpoints contain this name.
+    """
     kind: type[KerasOptimizer] = type(type(optimizer).__name__, (KerasOptimizer,), {})
     return kind(optimizer, model)
 

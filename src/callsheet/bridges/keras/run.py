@@ -11,10 +11,10 @@ from callsheet.trainer.tasks import counts_of
 
 
 class KerasRun(Common):
-    """Keep Keras's logs and the position in its loop. Each method handles the event of the same name."""
+    """Keeps Keras's logs and the position in its loop. Each method handles the event of the same name."""
 
     def __init__(self) -> None:
-        self.ctx: Any = None  # until the run begins
+        self.ctx: Any = None  # None until the run begins
         self.listens_to_batches = False
         """Whether a guest listens to the end of each batch, whose logs have the loss as a number."""
         self.needs_loss = False
@@ -25,8 +25,8 @@ class KerasRun(Common):
         self.found: dict[str, float] = {}
         """The results of the last evaluation."""
         self.ended: int | None = None
-        """The epoch whose end the guests handle at the current event; None at all other events."""
-        self._open: int | None = None  # the epoch that has ended, and whose end the guests have not handled yet
+        """The epoch whose end the guests handle at the current event. None at all other events."""
+        self._open: int | None = None  # an epoch that has ended, if the guests have not handled its end yet
         self._total: Any = 0.0
         self._samples = 0
 
@@ -67,11 +67,11 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """End the epoch at its own boundary: no evaluation was due."""
+        """End the epoch at its own boundary, because no evaluation was due."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """End the epoch: no evaluation follows."""
+        """End the epoch, because no evaluation follows."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -102,7 +102,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Let the guests handle the epoch's end at this event, if it is known that no evaluation follows."""
+        """If it is known that no evaluation follows, let the guests handle the epoch's end at this event."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

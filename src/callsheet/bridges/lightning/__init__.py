@@ -1,4 +1,6 @@
-"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in ours."""
+"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in
+callsheet's loop.
+"""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""At which hook of Lightning each event of callsheet is fired."""
+"""The hook of Lightning at which each event of callsheet is fired."""
 
 from __future__ import annotations
 

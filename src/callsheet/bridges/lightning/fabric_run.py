@@ -20,14 +20,16 @@ def fabric(
 ) -> Iterator[AttachedRun]:
     """Attach callbacks to a Fabric loop: `with fabric(fabric_, model=model, optimizer=optimizer, callbacks=[...]) as run`.
 
-    The loss comes from `fabric.backward`, without its scale. Values that the loop logs with `fabric.log` and `fabric.log_dict` are also in
-    the metrics records, as `fabric/<name>`. Otherwise this is `callsheet.attach`, and the loop iterates over `run.steps`.
+    The loss comes from `fabric.backward`, without its scale. Values that the loop logs with `fabric.log` and `fabric.log_dict`
+    are also in the metrics records, as `fabric/<name>`. In all other respects this is `callsheet.attach`; the loop iterates over
+    `run.steps`.
 
     Args:
         loop: the `lightning.fabric.Fabric`, launched.
         model, optimizer: the return values of `fabric.setup`. Callbacks see the objects inside these wrappers.
         callbacks: a manager, a callback, or any iterable of callbacks.
-        options: further arguments of `callsheet.attach`, such as `gradient_accumulation_steps`, `max_duration`, `run_name`, `resume`.
+        options: more arguments of `callsheet.attach`, such as `gradient_accumulation_steps`, `max_duration`, `run_name`,
+            `resume`.
 
     Raises:
         ConfigError, NotSupported: as `callsheet.attach` does.

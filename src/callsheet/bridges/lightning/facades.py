@@ -1,4 +1,4 @@
-"""The facades that Lightning's callbacks receive as the Trainer and its parts when they are guests."""
+"""The facades that Lightning's callbacks receive instead of the Trainer and its parts when they are guests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """The only logger. Its values are in the next metrics record as `lightning/<name>`."""
+    """The only logger. Values that are logged to it are in the next metrics record as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -47,21 +47,21 @@ class LoggerFacade(OfGuest):
     log_dir = root_dir = save_dir
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers by name. `step` has no effect: the record has its own."""
+        """Log numbers by name. `step` has no effect, because a record has its own step."""
         self._ctx.log({f"lightning/{name}": value for name, value in metrics.items()})
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Pass the settings to our loggers."""
+        """Pass the settings to callsheet's loggers."""
         self._ctx.log_hyperparameters(dict(params))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Do nothing: our loggers handle only our own checkpoints."""
+        """Do nothing, because callsheet's loggers handle only callsheet's checkpoints."""
 
     def save(self) -> None:
-        """Do nothing: our loggers write on their own."""
+        """Do nothing, because callsheet's loggers write by themselves."""
 
     def finalize(self, status: str) -> None:
-        """Do nothing: our loggers end with the run."""
+        """Do nothing, because callsheet's loggers end with the run."""
 
 
 class StrategyFacade(OfGuest):
@@ -80,7 +80,10 @@ class StrategyFacade(OfGuest):
         return self._ctx.run.is_world_process_zero
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether `decision` is true on all ranks, or on any. All ranks have to call this, as the other methods."""
+        """Return whether `decision` is true on all ranks, or on any rank.
+
+        All ranks must call this method and those below.
+        """
         votes = [bool(vote) for vote in self._ctx.gather(bool(decision))]
         return min(votes) if all else max(votes)
 
@@ -117,13 +120,16 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """The logger connector. Lightning's own callbacks ask it whether it is time to log."""
+    """The logger connector. Lightning's own callbacks ask it whether they should log now."""
 
     OF = "Lightning's logger connector"
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether to log now: after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested."""
+        """Whether to log now.
+
+        This is so after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested.
+        """
         guest, trainer = self._guest, self._guest.trainer
         number = guest.eval_batches if trainer.evaluating or trainer.predicting else guest.steps_before + 1
         return bool(trainer.log_every_n_steps) and (number % trainer.log_every_n_steps == 0 or trainer.should_stop)
@@ -134,7 +140,7 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """The progress of the loop. It also replaces the loop and its parts."""
+    """The progress of the loop. It also stands for the loop and its parts."""
 
     OF = "Lightning's loop"
 
@@ -348,7 +354,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The guest's callback alone."""
+        """A list with only the guest's callback."""
         return [self._guest.foreign]
 
     @property
@@ -359,7 +365,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """One facade for all of our loggers."""
+        """A list with one facade for all of callsheet's loggers."""
         return [self._guest.logger]
 
     @property
@@ -407,7 +413,9 @@ class TrainerFacade(OfGuest):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest metrics, by our names and by Lightning's: `validation/loss` and `val_loss`, `train/loss` and `train_loss`."""
+        """The latest metrics, under callsheet's names and Lightning's: `validation/loss` and `val_loss`, `train/loss` and
+        `train_loss`.
+        """
         return self._guest.metrics()
 
     logged_metrics = callback_metrics
@@ -421,7 +429,10 @@ class TrainerFacade(OfGuest):
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was requested. Setting it to True requests one, which cannot be withdrawn."""
+        """Whether a stop was requested.
+
+        Setting it to True requests one. A request cannot be withdrawn.
+        """
         return self._ctx.control.stop_requested is not None
 
     @should_stop.setter

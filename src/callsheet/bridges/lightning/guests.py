@@ -31,7 +31,7 @@ REJECTED: Mapping[str, str] = {
     "ModelPruning": "prunes the modules of a LightningModule, and rewrites Lightning's checkpoints",
     "BasePredictionWriter": "writes what Lightning's own predict loop has collected",
 }
-"""Lightning's callbacks that cannot be guests, and what each of them does that callsheet cannot offer."""
+"""Lightning's callbacks that cannot be guests, and what each of them does that callsheet does not support."""
 
 
 def guest(
@@ -39,14 +39,15 @@ def guest(
 ) -> LightningGuest:
     """Return a `lightning.pytorch.Callback` (or one of `pytorch_lightning`) as a callback of callsheet.
 
-    Its hooks are called in Lightning's order: the end of an epoch comes after the evaluation at that end, and `on_train_batch_end` once per
-    batch. It receives facades as Trainer and LightningModule. It may stop training, set gradient accumulation, write Lightning's
-    checkpoints, log, and change the model's weights.
+    Its hooks are called in Lightning's order: the end of an epoch comes after the evaluation at that end, and
+    `on_train_batch_end` once per batch. The callback receives facades as Trainer and LightningModule. It may stop training, set
+    gradient accumulation, write Lightning's checkpoints, log, and change the model's weights.
 
     Args:
         foreign: the callback, an instance.
-        name: the key of its state in checkpoints. Empty: the name of its class.
-        phase: its place in the order of each event. Give `change` to a callback that swaps the weights for an evaluation.
+        name: the key of the callback's state in checkpoints. Empty: the name of its class.
+        phase: the callback's place in the order of each event. Use `change` for a callback that swaps the weights for an
+            evaluation.
         log_every_n_steps: the Trainer's `log_every_n_steps` that the callback sees. The default is Lightning's.
         strict: whether to raise an error if it overrides a hook that is never called, or is known not to work; else log a warning.
 
@@ -126,7 +127,7 @@ class LightningGuest(Guest):
         self.eval_batches = 0
         """How many batches of the current dataset have begun to be evaluated."""
         self.steps_before = 0
-        """How many steps had ended when the current batch began."""
+        """How many steps had ended before the current batch began."""
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NONE, None, 0
         self._dataset = -1
@@ -177,7 +178,9 @@ class LightningGuest(Guest):
         return handle
 
     def _epoch_end_handler(self, method: Callable[..., Any]) -> Handler:
-        """Call the hook after the evaluation at the epoch's end, or at the first event that shows that there is none."""
+        """Return a handler that calls the hook after the evaluation at the epoch's end, or at the first event that shows that
+        there is none.
+        """
 
         def handle(ctx: Context) -> None:
             if not self._is_epoch_end_due:
@@ -195,7 +198,7 @@ class LightningGuest(Guest):
 
     def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
         def handle(ctx: Context) -> None:
-            if not ctx.has("standalone") or ctx.standalone:  # after an evaluation within training, there is no teardown
+            if not ctx.has("standalone") or ctx.standalone:  # there is no teardown after an evaluation within training
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 
         return handle
@@ -320,7 +323,7 @@ class LightningGuest(Guest):
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """Log a number of the callback's."""
+        """Log a number for the callback."""
         self._metrics[name] = tensor = torch.as_tensor(value).detach()
         if prog_bar:
             self.progress[name] = tensor.item()
@@ -335,7 +338,7 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, but without the state of loops, and with the state of this callback alone."""
+        """Return a checkpoint in Lightning's format, without the state of loops, and with the state of this callback only."""
         made = self._counts()
         if not weights_only:
             own = self.foreign.state_dict()
@@ -354,7 +357,10 @@ class LightningGuest(Guest):
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the callback's own state, and what it adds to a checkpoint. Our checkpoint holds the model's weights already."""
+        """Return the callback's own state and what it adds to a checkpoint.
+
+        callsheet's checkpoint already contains the model's weights.
+        """
         if self._loaded is not None:
             return self._loaded
         state = {"own": dict(super().state_dict()), "checkpoint": {}, "weights": []}
@@ -368,12 +374,12 @@ class LightningGuest(Guest):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the state. The callback gets it when training begins, after its `setup`."""
+        """Keep the state. The callback receives it when training begins, after its `setup`."""
         self._loaded = state or None
 
 
 _FIELD_OF_HOOK = {"on_before_backward": "loss", "on_before_optimizer_step": "optimizer", "on_exception": "exception"}
-"""By hook: the field of the context that Lightning passes to it."""
+"""For each hook, the field of the context that Lightning passes to it."""
 
 
 def _of(ctx: Context, field: str) -> Any:
@@ -381,7 +387,10 @@ def _of(ctx: Context, field: str) -> Any:
 
 
 def _package_of(foreign: Any) -> Any:
-    """Return the package whose Callback it is. Lightning is published under two names, with separate classes."""
+    """Return the package of the foreign callback's base class.
+
+    Lightning is published under two names, with separate classes.
+    """
     for kind in type(foreign).__mro__:
         package, _, rest = kind.__module__.partition(".callbacks.")
         if kind.__name__ == "Callback" and package in _PACKAGES and rest == "callback":

@@ -1,4 +1,6 @@
-"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in ours."""
+"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in
+callsheet's loop.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         super().__init__(callbacks, strict=strict)
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
-        self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may be written after its end, too
+        self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may also be written after its end
         self._loaded: Mapping[str, Any] | None = None
 
     # --- a run ---
@@ -131,7 +133,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.lifetime.end(Outcome.PREEMPTED)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End a run that has not ended: Lightning's tuner leaves the loop without calling `on_train_end`, for example."""
+        """End a run that has not ended.
+
+        Lightning's tuner, for example, leaves the loop without calling `on_train_end`.
+        """
         if self._run is not None:
             self._run.lifetime.end(Outcome.STOPPED)
             self._release()
@@ -165,7 +170,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, what runs backward after the step belongs to another optimizer.
+        # With manual optimization, a backward pass after the step belongs to another optimizer.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop) if is_manual else SteppedHooks(run, optimizers)
         self._stepped.has_begun = False
@@ -190,7 +195,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
         state, control = run.state, run.control
-        while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at an epoch's last step
+        while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at the last step of an epoch
             state.timestamp = state.timestamp.next_epoch()
         run.driver.start("epoch")
         if control.accumulation is not None:  # Lightning can change it only between epochs
@@ -235,13 +240,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Start the clipping: the gradients are computed and unscaled."""
+        """Start the clipping, because the gradients are computed and unscaled."""
         run = self._run
         if run is None:
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if stepped.has_begun:  # the optimizer evaluates its closure again, or this is another optimizer
+            if stepped.has_begun:  # either the optimizer evaluates its closure again, or this is another optimizer
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
@@ -325,7 +330,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return Lightning's metrics that have changed since the last call. Lightning makes a new tensor for each value."""
+        """Return those metrics of Lightning that have changed since the last call.
+
+        Lightning makes a new tensor for each value.
+        """
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 
@@ -453,13 +461,16 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     # --- checkpoints ---
 
     def _save(self, trainer: Any) -> None:
-        """Write a checkpoint because a callback has asked for it."""
+        """Write a checkpoint because a callback requested it."""
         run = self._run
         self._may_fire_save = True
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
     def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
-        """Write a checkpoint through Lightning and report it. Of several at one boundary, only the first is reported."""
+        """Write a checkpoint through Lightning and report it.
+
+        If there are several at one boundary, only the first is reported.
+        """
         run = self._trained
         if run is None or not self._may_fire_save:
             return save(path, *args, **given)
@@ -482,7 +493,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
                 save(path, *args, **given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states of all ranks. All ranks have to call this, as they do to save."""
+        """Return the callbacks' states of all ranks. All ranks must call this, as they do for a save."""
         run = self._trained
         if run is None:
             return dict(self._loaded or {})

@@ -1,4 +1,4 @@
-"""The facade that Lightning's callbacks receive as the LightningModule when they are guests."""
+"""The facade that Lightning's callbacks receive instead of the LightningModule when they are guests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 
 
 class ModuleFacade(OfGuest):
-    """Replaces a LightningModule and forwards to the model. For `isinstance` it is a LightningModule, one that overrides no hook."""
+    """Replaces a LightningModule and forwards to the model.
+
+    `isinstance` takes it for a LightningModule, which overrides no hook.
+    """
 
     OF = "a LightningModule"
 
@@ -22,27 +25,27 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # object's may also be set
     def __class__(self) -> Any:
-        """LightningModule, since Lightning's `is_overridden` checks `isinstance` first."""
+        """LightningModule, because Lightning's `is_overridden` checks `isinstance` first."""
         return self._guest.package.LightningModule
 
     @property
     def configure_model(self) -> Any:
-        """Lightning's own, as the next three methods."""
+        """Lightning's own method, as for the next three, so that none of them counts as overridden."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """Not overridden."""
+        """Lightning's own method, which is not overridden."""
         return self._inherited("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """Not overridden."""
+        """Lightning's own method, which is not overridden."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """Not overridden."""
+        """Lightning's own method, which is not overridden."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:
@@ -57,22 +60,22 @@ class ModuleFacade(OfGuest):
 
     @property
     def logger(self) -> LoggerFacade:
-        """The facade for our loggers."""
+        """The facade for callsheet's loggers."""
         return self._guest.logger
 
     @property
     def current_epoch(self) -> int:
-        """See the Trainer."""
+        """See `TrainerFacade.current_epoch`."""
         return self._guest.trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """See the Trainer."""
+        """See `TrainerFacade.global_step`."""
         return self._guest.trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """See the Trainer."""
+        """See `TrainerFacade.global_rank`."""
         return self._ctx.run.rank
 
     @property
@@ -96,7 +99,7 @@ class ModuleFacade(OfGuest):
         return dict(self._ctx.run.config)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
-        """Log a number into the next metrics record as `lightning/<name>`, and into the callback metrics."""
+        """Log a number for the next metrics record as `lightning/<name>`, and for the callback metrics."""
         self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
@@ -142,24 +145,24 @@ class ModuleFacade(OfGuest):
         return self._model.named_buffers(*args, **kwargs)
 
     def modules(self) -> Iterator[nn.Module]:
-        """The model's."""
+        """Return the model's modules."""
         return self._model.modules()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model's."""
+        """Return the model's modules with their names."""
         named: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
         return named
 
     def children(self) -> Iterator[nn.Module]:
-        """The model's."""
+        """Return the model's children."""
         return self._model.children()
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's."""
+        """Return the model's children with their names."""
         return self._model.named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's."""
+        """Return the model's state."""
         state: dict[str, Any] = self._model.state_dict(*args, **kwargs)
         return state
 

@@ -1,4 +1,6 @@
-"""Parts of the host in Lightning's Trainer: wrappers around methods of the module and the Trainer, and the names of datasets and metrics."""
+"""Parts of the host for Lightning's Trainer: wrappers around methods of the module and the Trainer, and the names of datasets and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ class Methods:
         self._restores: list[Callable[[], None]] = []
 
     def replace(self, name: str, around: Callable[..., Any]) -> None:
-        """Call `around(method, *args, **kwargs)` instead of the method."""
+        """Replace the method, so that `around(method, *args, **kwargs)` is called instead."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # Lightning reads from it whether the method was overridden, and its parameters
+        @functools.wraps(method)  # Lightning uses this to find out the parameters and whether the method was overridden
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
@@ -46,10 +48,10 @@ class Methods:
 
 
 class StepHooks(ForwardHooks):
-    """Reports the forward of a LightningModule within its steps, and its outputs, which a callback may replace.
+    """Reports the forward pass of a LightningModule within its steps, and its outputs, which a callback may replace.
 
-    If the module has a single child with parameters, a call of that child counts, too. The steps are replaced, because Lightning has no
-    hook around a step, and under DDP it calls the module itself to enter a step.
+    If the module has a single child with parameters, a call of that child is reported too. The steps are wrapped, because
+    Lightning has no hook around a step, and under DDP it calls the module itself to begin a step.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module, mode: Mode = "train") -> None:
@@ -57,10 +59,10 @@ class StepHooks(ForwardHooks):
         self._module, self._name = module, _STEPS[mode]
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
-        self._is_inside = False  # a step
+        self._is_inside = False  # whether the loop is inside a step
         self._caller: nn.Module | None = None  # the module whose call is being reported
         self.replaced: Any = None
-        """A list with the batch that a callback has set instead of the step's, or None."""
+        """A list with the batch by which a callback has replaced that of the step, or None."""
 
     def listen(self, has_listeners: bool) -> None:
         """Wrap the step and register the hooks in the model, or remove both."""
@@ -85,7 +87,7 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:  # not reset, since an optimizer may evaluate its closure again
+        if self.replaced is not None:  # kept, because an optimizer may evaluate its closure again
             (batch,) = self.replaced
         self._is_inside = True
         try:
@@ -114,12 +116,15 @@ class StepHooks(ForwardHooks):
 
 
 class ClosureWatch(BackwardWatch):
-    """A `BackwardWatch` for closures that Lightning gives to the optimizer. Of a closure's evaluations in one step, the last loss counts."""
+    """A `BackwardWatch` for closures that Lightning passes to the optimizer.
+
+    If a closure is evaluated several times in one step, only the last loss is used.
+    """
 
     before: Tensor | None = None
-    """The sum of the losses of the step's earlier batches."""
+    """The sum of the losses of earlier batches in the step."""
     last: Tensor | None = None
-    """The sum of the losses of the step so far, with the closure's last evaluation."""
+    """The sum of the losses in the step so far, including the last evaluation of the closure."""
 
     def stop(self) -> None:
         """Keep the loss of the step, and ignore later calls of `backward`."""
@@ -180,7 +185,7 @@ class Cadence:
         self._own: tuple[Any, Any] | None = None
 
     def ask(self) -> None:
-        """Make it evaluate after the current step or the next one."""
+        """Make Lightning evaluate after the current step or the next one."""
         trainer = self._trainer
         if self._own is None:
             self._own = trainer.val_check_batch, trainer.check_val_every_n_epoch
@@ -193,7 +198,10 @@ class Cadence:
 
 
 def duration_of(trainer: Any) -> str | None:
-    """Return how long `fit` will train: the limit of steps or epochs that comes first. If that is not known, return the limit of steps."""
+    """Return how long `fit` will train, which is the limit of steps or epochs that comes first.
+
+    If that is not known, return the limit of steps.
+    """
     steps, epochs = trainer.max_steps, trainer.max_epochs
     has_epochs = epochs is not None and epochs >= 0
     batches = trainer.num_training_batches
@@ -205,7 +213,10 @@ def duration_of(trainer: Any) -> str | None:
 
 
 def dataset_names(loaders: Any) -> list[str]:
-    """Return the datasets' names: the keys of a dictionary, `validation_<index>` for a list of several, else `validation`."""
+    """Return the names of the datasets.
+
+    They are the keys of a dictionary, `validation_<index>` for a list of several, otherwise `validation`.
+    """
     if isinstance(loaders, Mapping):
         return [str(name).replace("/", "_") for name in loaders]
     if isinstance(loaders, (list, tuple)) and len(loaders) > 1:

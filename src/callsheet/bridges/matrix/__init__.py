@@ -1,7 +1,7 @@
 """The matrix: which built-in callbacks work in which host, and which callbacks of other frameworks work as guests.
 
-`make matrix` runs the tests that write the JSON files in this folder, one per framework. The same tests check that the files still agree
-with what they find. So the table records what was run, and with which version.
+`make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
+agree with their results. So the table records which callbacks were run, and with which version of the framework.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Cell:
 class Framework:
     """A framework that has a bridge.
 
-    `name` is its name in sentences, `version` is the tested version, and `how` says how it was tested if that was not a real training.
+    `name` is the framework's name in sentences, and `version` the tested version. `how` says how it was tested if that was not a
+    real training.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
 
-Megatron-LM's own callbacks have the same methods, but their context has no `state`. There the host fires events, and supports no requests.
+Megatron-LM's own callbacks have the same methods, but their context has no `state`. In Megatron-LM, the host fires events but
+supports no requests.
 """
 
 from callsheet.core.optional import needed_by

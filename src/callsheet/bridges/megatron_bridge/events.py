@@ -1,4 +1,4 @@
-"""Which events of callsheet are fired at which event of Megatron Bridge, and which have no counterpart."""
+"""The events of callsheet that are fired at each event of Megatron Bridge, and those that are never fired."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The events that the host fires at each event of Megatron Bridge.
 
-PyTorch hooks fire the events between a step's start and end. The end of the run is fired with the last event of Megatron Bridge."""
+PyTorch hooks fire the events between the start and the end of a step. The end of the run is fired with the last event of Megatron
+Bridge.
+"""
 
 NOT_FIRED = (*events_within("predict"), "on_preempt")
-"""Events that Megatron Bridge has no counterpart for."""
+"""Events that are never fired, because Megatron Bridge has nothing that corresponds to them."""

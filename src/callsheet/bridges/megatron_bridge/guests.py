@@ -43,7 +43,7 @@ def guest(
         name: the name under which state is saved; by default that of the callback's class or of the manager's.
         phase: the phase of all these callbacks.
         strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
-        config: the object at `context.state.cfg`; it has to have `train.train_iters`. None: an object that has only that.
+        config: the object at `context.state.cfg`, which must have `train.train_iters`. None: an object that has only that.
 
     Raises:
         NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
@@ -67,7 +67,7 @@ class MegatronBridgeGuest(Guest):
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
-        self._is_live = self.manager is foreign  # its owner may register more callbacks during the run
+        self._is_live = self.manager is foreign  # the code that made the manager may register more callbacks during the run
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
         self._sees_writes = state is None  # then writes to `step` and `train_iters` call `drive`; else each event looks for them
@@ -81,7 +81,10 @@ class MegatronBridgeGuest(Guest):
         return self.common.state
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether anything is registered for the event. A manager counts as listening, since more may be registered later."""
+        """Return whether anything is registered for the event.
+
+        A manager counts as listening, because more callbacks may be registered later.
+        """
         if theirs in NEVER:
             if self._is_live:
                 return theirs in self.manager.events and self.manager.has_callbacks(theirs)
@@ -119,7 +122,10 @@ class MegatronBridgeGuest(Guest):
 
 
 def _manager(foreign: Any) -> Any:
-    """Return the manager that calls the callbacks: `foreign` itself if it is one, else a new one of the callbacks' own package."""
+    """Return the manager that calls the callbacks.
+
+    This is `foreign` itself if it is a manager, otherwise a new one of the callbacks' own package.
+    """
     if hasattr(foreign, "callback_context"):
         raise NotSupported(
             "a manager of Megatron-LM cannot be a guest, because it calls its callbacks with a context of its own; pass a list of its "

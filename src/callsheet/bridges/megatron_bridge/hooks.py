@@ -1,4 +1,6 @@
-"""PyTorch hooks for what Megatron Bridge does not report: the model's forward and backward, and the optimizers to observe."""
+"""PyTorch hooks for what Megatron Bridge does not report, which are the model's forward and backward pass, and the optimizers to
+observe.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ HookMethod = TypeVar("HookMethod", bound=Callable[..., Any])
 
 
 def _ends_the_run(hook: HookMethod) -> HookMethod:
-    """Have an exception in a hook end the run, since Megatron reports none. It is raised if the user has to know of it."""
+    """Make an exception in a hook end the run, because Megatron does not report exceptions.
+
+    It is raised if the user must know about it.
+    """
 
     @functools.wraps(hook)
     def called(self: Any, *args: Any) -> Any:
@@ -26,11 +31,11 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
         except Exception as error:
             self._run.driver.give_up(error)  # a hook that returns None changes nothing
 
-    return called  # type: ignore[return-value]  # of the same shape
+    return called  # type: ignore[return-value]  # it has the same signature
 
 
 class MegatronForwardHooks(NotCopied):
-    """Observe the calls of a model: a microbatch in training, else a batch of an evaluation or a test.
+    """Observes the calls of a model. In training a call is a microbatch, otherwise a batch of an evaluation or a test.
 
     The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the
     start of the backward, which is when the first gradient reaches the outputs. The backward ends when the autograd engine has finished.
@@ -44,10 +49,10 @@ class MegatronForwardHooks(NotCopied):
         self._backward_spans = run.spans.loss, run.spans.backward, run.spans.microbatch
         self.in_step = False
         self.evaluating = ""
-        """`eval` or `test` while that runs, else empty."""
+        """`eval` or `test` while one of these runs, otherwise empty."""
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks if there are listeners, else remove them."""
+        """Register the hooks if there are listeners, otherwise remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -102,7 +107,7 @@ class MegatronForwardHooks(NotCopied):
         return outputs
 
     def _listens_to_backward(self) -> bool:
-        """Return whether an event that the backward's hook fires has listeners. If not, no hook is registered."""
+        """Return whether an event that the hook of the backward pass fires has listeners. If not, that hook is not registered."""
         loss, backward, microbatch = self._backward_spans
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
@@ -118,7 +123,7 @@ class MegatronForwardHooks(NotCopied):
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers that an optimizer of Megatron steps, in their order. A torch optimizer is returned itself."""
+    """Return the torch optimizers that a Megatron optimizer steps, in order. A torch optimizer is returned itself."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     inner = getattr(optimizer, "chained_optimizers", None)

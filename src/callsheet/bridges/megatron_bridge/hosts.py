@@ -1,6 +1,7 @@
 """The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
 
-Megatron-LM's own callbacks have the same methods, but their context has no `state`. There the host fires events, and supports no requests.
+Megatron-LM's own callbacks have the same methods, but their context has no `state`. In Megatron-LM, the host fires events but
+supports no requests.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class MegatronBridgeHost(HostBase):
         self._lock_timeout_seconds = lock_timeout_seconds
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # Set only if it is needed: with this method, Megatron does not allow training to be counted in epochs.
+            # The method is set only if it is needed, because Megatron does not allow to count training in epochs if a callback
+            # has it.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
@@ -118,7 +120,7 @@ class MegatronBridgeHost(HostBase):
         tokens = samples * (settings.get("model.seq_length") or 0)
         run.counted = (
             (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
-        )  # Megatron's counts are those of all ranks, and ours are summed over the ranks
+        )  # Megatron's counts are those of all ranks, and callsheet sums counts over the ranks
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
@@ -132,13 +134,13 @@ class MegatronBridgeHost(HostBase):
 
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
-        """Begin a run. Megatron is about to create the data."""
+        """Begin a run. Megatron is about to make the data."""
         self._forget_earlier_run()
         self._has_trained = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Begin a run, if it has not begun."""
+        """Begin a run, unless it has begun already."""
         if self._has_trained:  # an exception ended the current run
             self._forget_earlier_run()
         self._start(context)
@@ -180,7 +182,10 @@ class MegatronBridgeHost(HostBase):
     # --- steps ---
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Begin a step. If a callback listens to parts of the step, the first forward fires the step's start."""
+        """Begin a step.
+
+        If a callback listens to events inside the step, the first forward pass fires the step's start.
+        """
         if self._has_given_up:
             return
         try:
@@ -319,7 +324,10 @@ class MegatronBridgeHost(HostBase):
         self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
-        """Return the losses. With pipelining only the last stage has them, so they are gathered for all ranks."""
+        """Return the losses.
+
+        With pipelining only the last stage has them, so they are gathered for all ranks.
+        """
         loss, others = _losses(context.total_loss_dict or {})
         found = {name: float(value) for name, value in {"loss": loss, **others}.items() if value is not None}
         return next(filter(None, run.world.gather(found)), {}) if self._is_pipelined else found
@@ -328,7 +336,10 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
-        """Add the callbacks' states to a checkpoint that is durable. A checkpoint written in the background is of an earlier step."""
+        """Add the callbacks' states to a checkpoint that is durable.
+
+        A checkpoint that was written in the background is of an earlier step.
+        """
         settings = self._settings
         settings.restore_interval()
         now = run.state.timestamp.batch
@@ -348,7 +359,8 @@ class MegatronBridgeHost(HostBase):
 def _end(settings: Settings, run: HostedRun, hooks: list[Any]) -> None:
     """Restore Megatron's settings, remove the hooks, and end the run.
 
-    This also runs when the program ends or the host is garbage-collected: an exception or a signal has ended training.
+    This also runs when the program ends or the host is garbage-collected. In these cases an exception or a signal has ended
+    training.
     """
     settings.restore()
     for hook in reversed(hooks):
@@ -360,7 +372,10 @@ def _end(settings: Settings, run: HostedRun, hooks: list[Any]) -> None:
 
 
 def _not_fired() -> tuple[str, ...]:
-    """Return the events that the imported release of Megatron Bridge never causes: some releases do not report checkpoints."""
+    """Return the events that the imported release of Megatron Bridge never fires.
+
+    Some releases, for example, do not report checkpoints.
+    """
     package = sys.modules.get(MODULE)
     if package is None or "on_checkpoint_save" in package.VALID_EVENTS:
         return NOT_FIRED
@@ -378,7 +393,7 @@ def _inner(chunk: Any) -> Any:
 
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the loss, which is Megatron's `lm loss` or else the first one, and the other losses by name."""
+    """Return the loss and, by name, the other losses. The loss is Megatron's `lm loss`, or the first one if there is none."""
     if len(given) == 1:  # the usual case
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)

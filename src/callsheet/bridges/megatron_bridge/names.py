@@ -1,8 +1,10 @@
-"""Megatron Bridge's callback interface under its own names: code that is written for it works here, whether or not it is installed.
+"""Megatron Bridge's callback interface under its own names.
 
-The behaviour is that of the original, even where it surprises: a tuple passed to `add` registers nothing, a misspelt hook is never called,
-and a callback that is registered while an event is fired is called for that event. Where the original ignores such a mistake, we log a
-warning.
+Code that is written for it works here, whether or not it is installed.
+
+The behaviour is that of the original, even if it is surprising: a tuple passed to `add` registers nothing, a misspelt hook is
+never called, and a callback that is registered while an event is fired is called for that event. If the original ignores such a
+mistake, callsheet logs a warning.
 """
 
 from __future__ import annotations
@@ -137,25 +139,31 @@ class CallbackManager:
             _warn_of_mistakes(each, found)
 
     def register(self, event_name: str, fn: Function) -> None:
-        """Have `fn` called with the context of an event. Raise ValueError if there is no such event."""
+        """Call `fn` with the context of an event whenever it is fired. Raise ValueError if there is no such event."""
         self._checked(event_name).append(fn)
 
     def list_callbacks(self, event_name: str) -> list[Function]:
-        """Return a new list of what is called for an event, in order. Raise ValueError if there is no such event."""
+        """Return a new list of the functions that are called for an event, in order.
+
+        Raise ValueError if there is no such event.
+        """
         return list(self._checked(event_name))
 
     def has_callbacks(self, event_name: str) -> bool:
-        """Return whether anything is called for an event; False for an unknown event."""
+        """Return whether any function is called for an event. Return False for an unknown event."""
         return bool(self._callbacks.get(event_name))
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
-        """Call what is registered for an event. An error is raised, and the rest is not called. Raise KeyError if there is no such event."""
+        """Call the functions that are registered for an event.
+
+        If one raises, the error is raised and the others are not called. Raise KeyError if there is no such event.
+        """
         for function in self._callbacks[event_name]:
             function(context)
 
     def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
-            # The original's words come first: tests that were written for it match them.
+            # The message begins with the words of the original, because tests that were written for it match them.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._callbacks[event]
 
@@ -170,7 +178,7 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Return whether there is a manager that has something to call for the event."""
+    """Return whether there is a manager that has a function to call for the event."""
     return callback_manager is not None and callback_manager.has_callbacks(event_name)
 
 

@@ -1,4 +1,7 @@
-"""The state of one run that all Megatron Bridge guests share: at each event all of them receive one context, as in Megatron Bridge."""
+"""The state of one run that all Megatron Bridge guests share.
+
+At each event all of them receive the same context, as in Megatron Bridge.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LM_LOSS = "lm loss"
 
 
 class MegatronBridgeRun(Common):
-    """Create the context that guests receive. Each method handles the event of the same name.
+    """Makes the context that guests receive. Each method handles the event of the same name.
 
     Args:
         state: the state of a guest that has its own; None creates the one that all guests share.
@@ -83,7 +86,7 @@ class MegatronBridgeRun(Common):
         self.context.optimizer = ctx.optimizer
 
     def drive(self) -> None:
-        """Stop training if a callback has changed the step or the length so that training ends.
+        """Stop training if a callback has changed the step or the length of training in such a way that training ends.
 
         Raises:
             NotSupported: a callback has changed them, but training would not end.
@@ -116,7 +119,10 @@ class MegatronBridgeRun(Common):
 
 
 def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the losses with ours under Megatron's name. If the loop reports a loss of that name, ours is left out."""
+    """Return the losses, with callsheet's loss under Megatron's name.
+
+    If the loop reports a loss of that name, callsheet's is left out.
+    """
     if len(losses) == 1 and (loss := losses.get("loss")) is not None:
         return {LM_LOSS: loss}
     others = {name: value for name, value in losses.items() if name != "loss"}

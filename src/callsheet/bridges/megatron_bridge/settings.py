@@ -1,4 +1,6 @@
-"""What the Megatron Bridge host reads and temporarily changes in Megatron's configuration, and how it loads states from checkpoints."""
+"""The settings of Megatron's configuration that the host reads and changes temporarily, and the loading of states from
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ logger = logging.getLogger("callsheet")
 class Settings:
     """Read Megatron's configuration and state, and change settings temporarily.
 
-    This is not a part of the host, because functions that the run keeps refer to it. If they referred to the host, the run would keep the
-    host alive."""
+    This is not a part of the host, because functions that the run keeps refer to this object. If they referred to the host, the
+    run would keep the host alive.
+    """
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -59,12 +62,12 @@ class Settings:
         return found if isinstance(found, dict) else {}
 
     def stop(self, ahead: int) -> None:
-        """Have training end before its next step. `ahead` is the number of steps that were made and are not counted yet."""
-        assert self.step is not None  # else the request was rejected
+        """Make training end before its next step. `ahead` is the number of steps that were made but not counted yet."""
+        assert self.step is not None  # otherwise the request was rejected
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:
-        """Have Megatron write a checkpoint after the current step."""
+        """Make Megatron write a checkpoint after the current step."""
         if self.is_training:
             self._set("checkpoint.save_interval", 1)
         else:
@@ -82,7 +85,7 @@ class Settings:
             self._put(*self._before.popitem())
 
     def saved_step(self) -> int | None:
-        """Return the step of the newest durable checkpoint, which Megatron writes into a file; None if there is none."""
+        """Return the step of the newest durable checkpoint, which Megatron writes to a file. Return None if there is none."""
         note = Path(self.get("checkpoint.save")) / "latest_checkpointed_iteration.txt"
         word = note.read_text().strip() if note.is_file() else ""
         return int(word) if word.isdigit() else None
@@ -102,7 +105,7 @@ class Settings:
 
 
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
-    """Load the callbacks' states from the Megatron checkpoint from which training resumes, if it has any."""
+    """Load the callbacks' states from the Megatron checkpoint from which training resumes, if the checkpoint contains any."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None

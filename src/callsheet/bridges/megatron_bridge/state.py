@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """A facade with a number that a callback may write to end training. Writing it calls a function; see `call_when_moved`."""
+    """A facade with a number that a callback may change to end training. Each change calls a function; see `call_when_moved`."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`
@@ -24,7 +24,7 @@ class _Moved(Facade):
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # without the function: only the original calls it
+        return dict(self.__dict__)  # without the function, because only the original may call it
 
 
 class TrainState(_Moved):
@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """The length of training, if there is no configuration of Megatron's."""
+    """The length of training, used if there is no configuration of Megatron."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The configuration, if there is none of Megatron's."""
+    """The configuration, used if there is none of Megatron."""
 
     OF = "Megatron Bridge's configuration"
 
@@ -148,7 +148,7 @@ class GlobalState(Facade):
 def call_when_moved(state: GlobalState, function: Callable[[], object]) -> None:
     """Call `function` whenever a callback writes `train_state.step` or `cfg.train.train_iters`.
 
-    Writes to a configuration that is not ours are not noticed.
+    Changes to a configuration that is not callsheet's are not noticed.
     """
     for each in (state.train_state, state.cfg.train):
         if isinstance(each, _Moved):

@@ -1,4 +1,4 @@
-"""torchtnt's callbacks as guests: they are called in torchtnt's order, with its `State` and a facade of the unit."""
+"""torchtnt's callbacks as guests. They are called in torchtnt's order, with its `State` and a facade of the unit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The events of torchtnt that are fired at each event of callsheet.
 
-A step of callsheet is one step of torchtnt. torchtnt knows only one evaluated dataset, so each of ours is an evaluation of its own."""
+A step of callsheet is one step of torchtnt. torchtnt has only one evaluated dataset, so each dataset of callsheet is an
+evaluation of its own.
+"""
 
 
 def guest(
@@ -60,7 +62,7 @@ def guest(
             callbacks. False: the stop acts once the ranks have agreed on it.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase.
-        strict: has no effect: callsheet fires every event of torchtnt.
+        strict: has no effect, because callsheet fires every event of torchtnt.
 
     Raises:
         NotSupported: when the callback reads anything else from the unit.
@@ -191,7 +193,10 @@ class GuestUnit(Facade):
 
 
 class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
-    """The `State` of a run, as a guest sees it. All guests see the same values; each has its own object so that a stop names the guest."""
+    """The `State` of a run, as a guest sees it.
+
+    All guests see the same values. Each has its own object, so that a stop can name the guest that requested it.
+    """
 
     def __init__(self, guest: TorchTNTGuest) -> None:
         self._guest = guest
@@ -210,7 +215,7 @@ class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
         return run.was_stopped or run.ctx.control.stop_requested is not None
 
     def stop(self) -> None:
-        """Stop our loop after the current step."""
+        """Stop callsheet's loop after the current step."""
         run = self._guest.common
         run.was_stopped = True
         run.ctx.control.stop(f"{self._guest.name} called state.stop()", replicated=self._guest._replicated)

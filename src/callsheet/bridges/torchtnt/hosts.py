@@ -32,7 +32,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 NOT_FIRED = events_within("test")
-"""Events that torchtnt has no counterpart for."""
+"""Events that are never fired, because torchtnt has nothing that corresponds to them."""
 
 EVALUATED = "validation"
 """The name of the only dataset that torchtnt evaluates."""
@@ -62,8 +62,8 @@ def host(
 
     Args:
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        metrics: names of attributes of the unit. Their values are added to the results of each evaluation, beside the loss that
-            `eval_step` returns.
+        metrics: names of attributes of the unit. Their values are added to the results of each evaluation, in addition to the
+            loss that `eval_step` returns.
         run_name: the run's name.
         runs_folder: the folder that contains the run's folder, in which checkpoints are written.
         resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint. None
