@@ -1,4 +1,7 @@
-"""Checks whether callbacks need what a host does not support: before a run by what they declare, after its first step by what was fired."""
+"""Checks whether callbacks need something that a host does not support.
+
+Before a run it checks what callbacks declare, and after the first step which events were fired.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 _ALWAYS_FIRED = frozenset({"on_run_start", "on_run_end"})
-"""Events that every host fires, so that a callback is of no use if it listens to no others."""
+"""Events that every host fires. A callback that listens to no others is of no use."""
 
 _CAUSES: Mapping[str, str] = {
     "forward": (
@@ -27,7 +30,7 @@ _CAUSES: Mapping[str, str] = {
     "backward": ": backward() was not called on a loss within this step",
     "optimizer_step": ": the loop did not step the optimizer that the bridge was given",
 }
-"""By a span of the first step that was not fired: the probable cause, and what to do."""
+"""For each span that may be missing in the first step, the probable cause and what to do."""
 
 
 class SupportCheck:
@@ -36,11 +39,11 @@ class SupportCheck:
     Args:
         manager: the callbacks.
         host: the name of the host in messages.
-        strict: whether to raise an error; else log a warning.
-        hint: the end of an error message: what the user can do.
+        strict: whether to raise an error; otherwise a warning is logged.
+        hint: the end of an error message, which says what the user can do.
 
     Raises:
-        NotSupported: by the methods, with `strict`; the message names events or requests, callbacks and host.
+        NotSupported: raised by the methods, with `strict`; the message names events or requests, callbacks and host.
     """
 
     def __init__(
@@ -60,8 +63,9 @@ class SupportCheck:
     def before_run(self, never: Collection[str], control: Control) -> None:
         """Reject callbacks that cannot work with the host.
 
-        Such a callback listens to no event that the host fires besides the run's start and end, or the host supports none of the requests
-        that the callback declares (`Callback.requests`). For other callbacks, log which of their events and requests are unsupported.
+        A callback cannot work in two cases: it listens to no event that the host fires except the run's start and end, or the
+        host supports none of the requests that it declares (`Callback.requests`). For other callbacks, log which of their events
+        and requests are unsupported.
 
         Args:
             never: the events that the host never fires.
@@ -79,7 +83,7 @@ class SupportCheck:
             self._reject_requests(control)
 
     def after_first_step(self, driver: LifecycleDriver) -> None:
-        """Reject events that have listeners and were not fired in the first step that `driver` has seen."""
+        """Reject events that have listeners, but were not fired in the first step that `driver` has seen."""
         for span, event in events_of(driver.synthesized):
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
@@ -89,8 +93,8 @@ class SupportCheck:
 
         Args:
             driver: the driver of training.
-            is_scaled: whether a loss scaler may have skipped the optimizer's step, which is no error.
-            message: of the error: what is wrong and what to do.
+            is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
+            message: the error message, which says what is wrong and what to do.
         """
         if is_scaled:  # the scaler skips steps until it has found its scale
             driver.synthesized -= {"clip_gradients", "optimizer_step"}
@@ -98,13 +102,18 @@ class SupportCheck:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that returns whether a listener listens to an event that the host fires, besides the run's start and end."""
+        """Return a function that returns whether a listener listens to an event that the host fires, other than the run's start
+        and end.
+        """
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served
 
     def listeners(self, event: str) -> list[Any]:
-        """Return the callbacks and functions that listen to this event, except those that listen to all events and so depend on none."""
+        """Return the callbacks and functions that listen to this event.
+
+        Those that listen to all events are left out, because they do not depend on a single one.
+        """
         return [each for each in self._manager.list_callbacks(event) if not self._listens_to_all(each)]
 
     def reject(self, listeners: Iterable[Any], why: str, hint: str | None = None) -> None:
@@ -136,7 +145,7 @@ class SupportCheck:
                     )
 
     def _listens_to_all(self, listener: Any) -> bool:
-        """Return whether it listens to all events, so that it depends on none."""
+        """Return whether the listener listens to all events, so that it does not depend on a single one."""
         if isinstance(listener, Callback):
             return type(inner(listener)).on_event is not Callback.on_event
         return all(listener in self._manager.list_callbacks(event) for event in EVENTS)
@@ -150,7 +159,10 @@ def events_of(spans: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _key(listener: Any) -> Any:
-    """Return what identifies a callback or function. Callbacks need not be hashable: a dataclass is not."""
+    """Return a key that identifies a callback or function.
+
+    Callbacks need not be hashable; a dataclass, for example, is not.
+    """
     return id(listener) if isinstance(listener, Callback) else listener
 
 

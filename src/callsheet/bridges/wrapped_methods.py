@@ -1,4 +1,4 @@
-"""Wrappers around methods of one object of a framework. A host uses them where the framework has no event."""
+"""Wrappers around methods of one object of a framework. A host uses them if the framework has no event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class WrappedMethods:
     """Wraps methods of one object of a framework, such as a trainer, and removes the wrappers again.
 
-    The wrappers are attributes of the object, so that they also wrap methods of subclasses. They do not keep the object alive.
+    The wrappers are attributes of the object, so they also apply to methods of subclasses. They do not keep the object alive.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -20,9 +20,10 @@ class WrappedMethods:
         self._wrapped: dict[str, Any] = {}
 
     def wrap(self, name: str, around: Callable[..., Any], put: Callable[[Any, str, Any], Any] = setattr) -> None:
-        """Call `around(method, *args, **kwargs)` instead of the method; `method` is the original.
+        """Replace the method, so that `around(method, *args, **kwargs)` is called instead. `method` is the original.
 
-        `put` sets the attribute: `copies.replace` for a wrapper that is never removed, so that no copy of the object calls it.
+        `put` sets the attribute. For a wrapper that is never removed, it is `copies.replace`, so that no copy of the object calls
+        the wrapper.
         """
         owner = self._owner()
         bound, own = getattr(owner, name), vars(owner).get(name)
@@ -33,19 +34,22 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # otherwise the owner would refer to itself
+        del wrapper.__wrapped__  # otherwise the object would refer to itself
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:
-        """Remove the wrappers. One that another library has wrapped since stays until that wrapper is removed, and only calls on."""
+        """Remove the wrappers.
+
+        If another library has wrapped one since, it stays until that library's wrapper is removed, and only calls the original.
+        """
         owner, wrapped = self._owner(), dict(self._wrapped)
         self._wrapped.clear()
         for name, (wrapper, own) in wrapped.items():
             wrapper.earlier = own
             if owner is not None and vars(owner).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # a wrapper of another host, which that host has removed already
+                while hasattr(own, "earlier"):  # skip a wrapper of another host that was removed already
                     own = own.earlier
                 if own is None:
                     delattr(owner, name)

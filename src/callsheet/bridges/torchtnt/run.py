@@ -1,4 +1,4 @@
-"""The state of one run that all torchtnt guests share, as torchtnt shares it between its callbacks."""
+"""The state of one run that all torchtnt guests share, as torchtnt's callbacks share it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_DURATIONS = 5000  # as many as torchtnt keeps per name
 
 
 class TorchTNTRun(Common):
-    """Keep the progress and states of torchtnt's loops, and measure the durations of steps and of waiting for data.
+    """Keeps the progress and states of torchtnt's loops, and measures the durations of steps and of waiting for data.
 
     Each method handles the event of the same name."""
 
     def __init__(self) -> None:
-        self.ctx: Any = None  # until the run begins
+        self.ctx: Any = None  # None until the run begins
         self.entry_point = EntryPoint.TRAIN
         self.phase = "train"
         self.was_stopped = False
@@ -37,7 +37,7 @@ class TorchTNTRun(Common):
         self._count_step = self.progress["train"].increment_step
         self._asked_at: float | None = None
         self._began_at = 0.0
-        self._timer = self.phases["train"].iteration_timer  # of the current loop
+        self._timer = self.phases["train"].iteration_timer  # the timer of the current loop
         self._late: float | None = None  # the duration of a step that is not recorded yet
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class TorchTNTRun(Common):
     # --- evaluation and prediction ---
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Start an evaluation of one dataset, since torchtnt knows only one."""
+        """Start an evaluation of one dataset, because torchtnt knows only one."""
         self._begin_eval("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
 
     def on_predict_start(self, ctx: Context) -> None:
@@ -151,7 +151,10 @@ class TorchTNTRun(Common):
         self.phases["train"].limit(ctx)
 
     def _write_time(self) -> None:
-        """Record the duration of the last step: torchtnt records it only after it has called the callbacks of the step's end."""
+        """Record the duration of the last step.
+
+        torchtnt records it only after it has called the callbacks of the step's end.
+        """
         if self._late is not None:
             self._add(f"{self.phase}_iteration_time", self._late)
             self._late = None
@@ -184,14 +187,14 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not 
 
     @property
     def step_output(self) -> Any:
-        """Raise NotSupported: a step of callsheet returns nothing."""
+        """Raise NotSupported, because a step of callsheet returns nothing."""
         raise NotSupported(
             "torchtnt's state has no 'step_output' in callsheet, whose steps return nothing; run the callback in torchtnt for that"
         )
 
 
 class _Length:
-    """A stand-in for the dataloader: it has a length, if that is known, and no batches."""
+    """Replaces the dataloader. It has a length, if that is known, and no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

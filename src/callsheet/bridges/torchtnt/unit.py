@@ -1,4 +1,4 @@
-"""What the host reads from a torchtnt unit, and the patch of the methods with which torchtnt fetches batches from it."""
+"""What the host reads from a torchtnt unit, and the replacement of the methods by which torchtnt fetches batches from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from callsheet.run.copies import replace
 
 
 class Fetches:
-    """Replace the methods with which torchtnt asks a unit for its next batch: torchtnt has no callback event for them.
+    """Replaces the methods by which torchtnt asks a unit for its next batch, because torchtnt has no callback event for them.
 
     Args:
-        methods: by the name of the unit's method, the bound method that is called instead. Its first argument is the unit's own method.
-            If the object it is bound to is gone, the unit's own method is called.
+        methods: for each method of the unit, by name, the bound method that is called instead. Its first argument is the unit's
+            own method. If the object to which it is bound no longer exists, the unit's own method is called.
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -71,7 +71,7 @@ def duration_of(state: State, accumulate: int) -> str | None:
 
 
 def losses_in(output: Any) -> dict[str, Tensor]:
-    """Return the losses in what an `eval_step` returns: a scalar, AutoUnit's pair of loss and outputs, or scalars by name."""
+    """Return the losses in the return value of an `eval_step`: a scalar, AutoUnit's pair of loss and outputs, or scalars by name."""
     if isinstance(output, tuple) and output:
         output = output[0]
     named = output if isinstance(output, Mapping) else {"loss": output}
@@ -87,7 +87,7 @@ class MeanLosses:
         """The samples of all batches."""
 
     def add(self, output: Any, samples: int) -> None:
-        """Add the losses in what an `eval_step` has returned for so many samples."""
+        """Add the losses that an `eval_step` has returned. `samples` is the number of samples in its batch."""
         self.samples += samples
         for name, loss in losses_in(output).items():
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
