@@ -1,4 +1,6 @@
-"""Hooks in PyTorch that report what a loop does not: the model's forward, the loss's backward and the optimizer's step."""
+"""Hooks in PyTorch that report what a loop does not report: the model's forward pass, the loss's backward pass and the
+optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ Mode = Literal["train", "eval", "test", "predict"]
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[BackwardWatch] = []
-"""In the order of their creation. The latest is called first, so that a run within a step of another run gets its own losses."""
-_backward = _ORIGINAL_BACKWARD  # the function that ours has replaced, and calls
-_is_installed = False  # whether ours is installed; another library may have wrapped it since
+"""All watches in the order of their creation.
+
+The latest is called first, so that a run inside a step of another run gets its own losses.
+"""
+_backward = _ORIGINAL_BACKWARD  # the function that callsheet's wrapper has replaced and calls
+_is_installed = False  # whether the wrapper is installed; another library may have wrapped it since
 
 
 class InertHooks:
-    """The owner of hooks in a copy of a model. The loop does not call the copy, so each method does nothing and returns None."""
+    """Replaces the object whose methods are hooks, in a copy of a model.
+
+    The loop does not call the copy, so each method does nothing and returns None.
+    """
 
     def __getattr__(self, name: str) -> InertHooks:
         if name.startswith("__"):
@@ -41,17 +49,22 @@ class InertHooks:
 
 
 class NotCopied:
-    """The owner of hooks in a model. Copies and pickles of the model have `InertHooks` in its place."""
+    """The base class of objects whose methods are hooks in a model.
+
+    Copies and pickles of the model contain `InertHooks` instead.
+    """
 
     is_inert: bool = False
-    """Whether the hooks do nothing, as those of a copy."""
+    """Whether the hooks do nothing, like those of a copy."""
 
     def __reduce__(self) -> tuple[type[InertHooks], tuple[()]]:
         return InertHooks, ()
 
 
 class Hook:
-    """One of torch's hooks, registered only while it is needed, since hooks slow a model down. Copies of the model do not have it.
+    """One of torch's hooks, which is registered only while it is needed, because hooks slow a model down.
+
+    Copies of the model do not have it.
 
     Args:
         register: the method of a model or an optimizer that registers the hook.
@@ -64,7 +77,10 @@ class Hook:
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Register the hook or remove it, if that is not done yet. Keep no reference to `function`: its owner refers to this object."""
+        """Register the hook or remove it, unless that is already done.
+
+        No reference to `function` is kept, because the object whose method it is refers to this one.
+        """
         if is_wanted and not self.is_registered:
             self._remove, self.is_registered = add_hook(self._register, function), True
         elif not is_wanted:
@@ -78,21 +94,22 @@ class Hook:
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
-    """Start the forward: the loop calls the model within a microbatch.
+    """Start the forward pass, because the loop calls the model within a microbatch.
 
-    A forward after a backward begins the step's next microbatch, since a loop may split what the host has reported as one microbatch.
+    A forward pass after a backward pass begins the step's next microbatch, because a loop may split what the host has reported as
+    one microbatch.
     """
     parts = driver.parts
     microbatch = parts["microbatch"]
     if microbatch.done == len(microbatch.sequence):
         if parts["backward"].is_open:
-            return  # activation checkpointing computes the forward again during the backward
+            return  # activation checkpointing repeats the forward pass during the backward pass
         given = ctx.microbatch if ctx.has("microbatch") else None
         driver.end("microbatch")
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # the loop has this one since the step began
+            ctx.microbatch = given  # the loop got this one at the beginning of the step
             driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
@@ -101,20 +118,20 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 class SkipsSteps(Protocol):
-    """What `SteppedHooks` needs of a run."""
+    """The attributes of a run that `SteppedHooks` uses."""
 
     driver: LifecycleDriver
     step_skipped: bool
 
 
 class ForwardHooks(NotCopied):
-    """Report the forward of a model and its outputs, which a callback may replace.
+    """Reports the forward pass of a model and its outputs, which a callback may replace.
 
     In training, only calls within a microbatch are reported; otherwise, those within a step of the evaluation, test or prediction. The hooks
     are registered only between `listen(True)` and `listen(False)`.
 
     Args:
-        mode: what the model is called for.
+        mode: the purpose of the calls of the model.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, model: nn.Module, mode: Mode = "train") -> None:
@@ -164,9 +181,11 @@ class ForwardHooks(NotCopied):
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[..., Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of an optimizer's step with `around(closure, ...)` in place of the closure, or None if there is no closure.
+    """Return the arguments of an optimizer's step in which `around(closure, ...)` replaces the closure.
 
-    The arguments are as a step hook of torch's gets them, the optimizer first.
+    Return None if there is no closure.
+
+    The arguments have the form in which torch passes them to a step hook, with the optimizer first.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -176,15 +195,15 @@ def with_closure(
 
 
 class OptimizerHooks:
-    """Report the optimizer's step. When it begins, all gradients are computed.
+    """Reports the optimizer's step. When the step begins, all gradients are computed.
 
-    With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward of the
-    closure come before it. If the optimizer evaluates the closure several times, the last loss is the loss of the step.
+    With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward pass
+    of the closure come before it. If the optimizer evaluates the closure several times, the last loss is the loss of the step.
 
     Args:
         optimizers: the optimizers, in the order in which the loop steps them.
-        asks: whether the host reads `has_stepped` also in steps whose results nothing reads.
-        watch: sums the loop's losses.
+        asks: whether the host also reads `has_stepped` in steps whose results nothing reads.
+        watch: the object that sums the losses of the loop.
     """
 
     def __init__(
@@ -225,7 +244,7 @@ class OptimizerHooks:
 
     def _begin(self) -> None:
         if not self._clip.has_no_listeners:
-            self._driver.start_and_end("clip_gradients")  # also if the loop has not clipped them
+            self._driver.start_and_end("clip_gradients")  # fired even if the loop has not clipped the gradients
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
@@ -262,7 +281,7 @@ class OptimizerHooks:
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # torch stops iterating
+        except BaseException:  # torch stops iterating over the hooks
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -275,10 +294,11 @@ class OptimizerHooks:
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
-            if not self._has_begun:  # the optimizer has not evaluated it
+            if not self._has_begun:  # the optimizer has not evaluated the closure
                 self._begin()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Nothing reads the steps, so that no hook was registered before the step. Checkpoints need the last step's loss all the same.
+            # Nothing reads the steps, so no hook was registered before the step. Checkpoints still need the loss of the last
+            # step.
             self._is_given_closures = True
             for hook in self._before:
                 hook.install(True, self._begins)
@@ -292,10 +312,12 @@ class OptimizerHooks:
 
 
 class SteppedHooks:
-    """Report the end of the optimizer's step, for a framework that reports its start. Until then the step counts as skipped.
+    """Reports the end of the optimizer's step, for a framework that reports its start.
 
-    An error of the host is only kept in `fault`, which the host raises at the end of the step: giving up removes the hooks, and torch is
-    iterating over them.
+    Until the end is reported, the step counts as skipped.
+
+    An error of the host is only kept in `fault`, and the host raises it at the end of the step. Giving up at once would remove
+    the hooks while torch is iterating over them.
 
     Args:
         run: the run. Its `step_skipped` is True when a step begins.
@@ -303,17 +325,20 @@ class SteppedHooks:
         ended: called when the step has ended.
     """
 
-    def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer], ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer], ended: Callable[[], None] | None = None) -> None:
         self._run = run
         self._ended = ended
         self._own = run.driver.parts["optimizer_step"]
         self._hooks = [Hook(each.register_step_post_hook) for each in optimizers]
         self.is_observed = not self._hooks
-        """Whether the hooks are registered, so that they show whether a step was skipped. Without an optimizer, every step is."""
+        """Whether the hooks are registered, so that they show whether a step was skipped.
+
+        Without an optimizer, every step counts as skipped.
+        """
         self.has_begun = True
         """Whether the optimizer's step has begun."""
         self.fault: Exception | None = None
-        """The first error of the host in a hook."""
+        """The first error of the host that occurred in a hook."""
 
     def listen(self, is_read: bool) -> None:
         """Register the hooks, or remove them if nothing reads the results of steps."""
@@ -326,7 +351,8 @@ class SteppedHooks:
         try:
             if self.has_begun and run.step_skipped:
                 run.step_skipped = False
-                self._ended()
+                if self._ended is not None:
+                    self._ended()
                 if not self._own.has_no_listeners:
                     run.driver.end("optimizer_step")
         except Exception as error:
@@ -340,7 +366,10 @@ class SteppedHooks:
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
-    """Call `remove` after torch has called the last of `hooks`. Until then torch iterates over them, so that no key may be removed."""
+    """Call `remove` after torch has called the last of `hooks`.
+
+    Before that, torch iterates over them, so no key may be removed.
+    """
     last = next(reversed(hooks))
     theirs = hooks[last]
     if theirs == own:
@@ -359,13 +388,14 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
 
 
 class BackwardWatch:
-    """Report the loss, which a callback may replace, and its backward.
+    """Reports the loss, which a callback may replace, and its backward pass.
 
-    Torch has no hook that knows what `backward` was called on. So `Tensor.backward` is replaced from the beginning, and after
-    `listen(True)`, until `listen(False)`. Calls from other threads, and on tensors that are not scalars, are not reported.
+    Torch has no hook that shows on which tensor `backward` was called. So `Tensor.backward` is replaced, from the beginning until
+    `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors that are not scalars, are not
+    reported.
 
     Args:
-        scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is without the scale.
+        scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is not scaled.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, scaler: Any = None) -> None:
@@ -379,7 +409,7 @@ class BackwardWatch:
         self.total: Tensor | None = None
         """The sum of the losses since this was last set to None, detached."""
         self.is_in_closure = False
-        """Whether an optimizer is evaluating a closure, perhaps again. Then a loss counts also after the step's backward."""
+        """Whether an optimizer is evaluating a closure, perhaps again. A loss then counts even after the step's backward pass."""
         self._before_closure: Tensor | None = None
         self._listens = False
         _watches.append(self)
@@ -398,7 +428,7 @@ class BackwardWatch:
         _install(any(watch._listens for watch in _watches))
 
     def remove(self) -> None:
-        """Stop watching. May be called twice."""
+        """Stop watching. This may be called twice."""
         if self in _watches:
             _watches.remove(self)
         self.listen(False)
@@ -408,11 +438,11 @@ class BackwardWatch:
         self.total = None
 
     def begin_closure(self) -> None:
-        """Note that the optimizer is given a closure, and keep the sum of the losses that the loop itself has computed."""
+        """Record that the optimizer is called with a closure, and keep the sum of the losses that the loop itself has computed."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's closure. Its losses replace those of an earlier evaluation in this step, if there are any."""
+        """Call the optimizer's closure. Its losses replace those of an earlier evaluation in this step, if there was one."""
         earlier = self.total
         self.begin_step()
         was_on, self.is_in_closure, self.is_on = self.is_on, True, True
@@ -429,7 +459,7 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Report the loss and call its backward, if it is a loss of the loop. Return whether it was."""
+        """Report the loss and call its backward pass, if it is a loss of the loop. Return whether it was one."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
         has_listeners, given = not self._backward.has_no_listeners, loss
@@ -445,7 +475,7 @@ class BackwardWatch:
                 if driver.is_open("microbatch"):
                     driver.start("loss")
                     ctx.loss = unscaled
-                    driver.start("backward")  # which ends the loss
+                    driver.start("backward")  # this also ends the loss span
                     if ctx.loss is not unscaled:
                         unscaled = ctx.loss
                         given = unscaled if scale is None else unscaled * scale
@@ -466,7 +496,7 @@ class BackwardWatch:
 
 
 def _install(is_wanted: bool) -> None:
-    """Wrap `Tensor.backward`, or remove our wrapper. Leave the wrapper in place if another library has wrapped it since."""
+    """Wrap `Tensor.backward`, or remove the wrapper. Leave the wrapper in place if another library has wrapped it since."""
     global _backward, _is_installed
     now: Any = Tensor.backward
     if is_wanted:

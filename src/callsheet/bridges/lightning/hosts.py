@@ -172,7 +172,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         self._clip = ClipHook(pl_module, self._clipped)
         # With manual optimization, a backward pass after the step belongs to another optimizer.
         is_manual = not pl_module.automatic_optimization
-        self._stepped = SteppedHooks(run, optimizers, ended=watch.stop) if is_manual else SteppedHooks(run, optimizers)
+        self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
