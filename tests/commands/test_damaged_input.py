@@ -132,4 +132,4 @@ def test_show_names_the_nearest_recipe_and_the_nearest_run(
 
 
 def test_text_that_a_model_writes_cannot_change_the_terminal() -> None:
-    assert recipe_module._printable("a\x07b\x1b[2J\n\tc\r\x9b\ud800 é漢") == "a�b�[2J\n\tc��� é漢"
+    assert recipe_module._printable("a\x07b\x1b[2J\n\tc\r\x9b\ud800 é漢") == "a\\x07b\\x1b[2J\n\tc\\r\\x9b\\ud800 é漢"

@@ -417,7 +417,7 @@ def _printable(text: str) -> str:
 
     A model may generate control characters, which would change the terminal.
     """
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _millions(count: int) -> str:

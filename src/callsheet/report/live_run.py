@@ -15,7 +15,7 @@ from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError, RequestRejected
 from callsheet.report.lines import text_of
 from callsheet.report.page import Live, data, page
-from callsheet.report.run_folder import LOST, RUNNING, RunFolder, RunReader
+from callsheet.report.run_folder import ENDED, LOST, RUNNING, RunFolder, RunReader
 
 logger = logging.getLogger("callsheet")
 
@@ -138,7 +138,7 @@ def why_not(run: RunFolder) -> str:
     if run.outcome == LOST:
         return "the run has not written anything for a long time"
     if run.outcome != RUNNING:
-        return f"the run has ended: {run.outcome}"
+        return "the run has ended" if run.outcome == ENDED else f"the run has ended: {run.outcome}"
     try:
         trigger_of(run)
     except ConfigError as error:
