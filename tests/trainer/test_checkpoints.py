@@ -368,3 +368,24 @@ def exported_of_shards_saved(folder: str) -> None:
     ) as trainer:
         trainer.fit()
         trainer.save_checkpoint(f"{folder}/given")
+
+
+def test_an_optimizer_with_other_options_is_named_with_both_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(rate: float, duration: str, *, scheduled: bool = False) -> float:
+        with Trainer(
+            torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 1))] * 4,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+            scheduler=(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)) if scheduled else None,
+            max_duration=duration, callbacks=[CheckpointSaver()], resume="auto", run_name=f"rates-{scheduled}", runs_folder=tmp_path,
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+            return float(trainer.ctx.optimizer.param_groups[0]["lr"])
+
+    for scheduled in (False, True):
+        trained(0.1, "1ep", scheduled=scheduled)
+        trained(0.1, "2ep", scheduled=scheduled)
+        assert "was given" not in caplog.text
+        rate = trained(0.5, "3ep", scheduled=scheduled)
+        assert rate < 0.5
+        assert "SGD: lr is 0.1 in the checkpoint, and 0.5 was given. Training continues with the checkpoint's" in caplog.text
+        caplog.clear()

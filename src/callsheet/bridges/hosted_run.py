@@ -39,24 +39,24 @@ from callsheet.trainer.arguments import check_run_name, duration, log_boundary, 
 
 
 class HostedRun(Run):
-    """The run of a host; see the module. The host reports to its `driver` where the loop is.
+    """The run of a host; see the module. The host reports to `driver` how far its loop has come.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         model: the trained model as callbacks see it. With DDP, give the module inside the wrapper.
-        optimizer, scheduler: the loop's.
-        host: the name of the loop in messages.
+        optimizer, scheduler: those of the loop.
+        host: the name of the framework in messages.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
         config: the host's settings, plain data.
         max_duration: how long the loop will train, if that is known.
         log_interval: how often a metrics record is made.
         device: the model's device. None: the device of its first parameter.
         evaluates: makes the host evaluate, and returns the results by dataset name. None: the host cannot evaluate on request.
-        able: the requests that the host can carry out, besides an evaluation.
+        able: the requests that the host can carry out, in addition to an evaluation.
         signals: the signals that preempt the run.
         save_in_background: see the Trainer.
         saves: makes the host write a checkpoint for these requests. None: callsheet writes the checkpoints.
-        timeout_seconds: a rank that does not answer for so long fails the run.
+        timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
     """
 
@@ -102,7 +102,10 @@ class HostedRun(Run):
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )  # fmt: skip
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
-        """Returns whether the loop may still be running. While it is, no other run of this process takes over the run's folder."""
+        """Returns whether the loop may still be running.
+
+        As long as it may, no other run of this process takes over the run's folder.
+        """
         super().__init__(
             manager,
             info,
@@ -132,8 +135,8 @@ class HostedRun(Run):
             ),
             _Boundaries,
         )
-        # A checkpoint names the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read it. If
-        # callsheet writes them, the loss is in the file, and any handler may ask for a checkpoint.
+        # A checkpoint stores the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read
+        # the loss. If callsheet writes them, the loss is in the file, and any handler may request a checkpoint.
         events = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
@@ -163,27 +166,35 @@ class HostedRun(Run):
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval.ctx.excuse = self._order.excuse
         self.losses: Callable[[], Tensor | None] = lambda: None
-        """Returns the step's mean loss, or None. The host sets this function."""
+        """Returns the mean loss of the step, or None. The host replaces this function."""
         self.other_losses: Mapping[str, Tensor] = {}
         """The step's other losses by name."""
         self.step_skipped = False
         """Whether the optimizer skipped this step."""
         self.grad_norm: Any = None
-        """The step's gradient norm, if the host knows it when `clip_gradients` ends, else None."""
+        """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
         self.counted = (0, 0)
         """The samples and tokens of the current step."""
         self.made: list[Mapping[str, Mapping[str, Any]]] = []
-        """Results of evaluations that the loop made within the current step. Their events are fired when the step has ended."""
+        """Results of evaluations that the loop carried out within the current step.
+
+        Their events are fired when the step has ended.
+        """
         self.parts: dict[str, Stateful] = {}
-        """The host's own state in a checkpoint, besides model, optimizer, scheduler and callbacks. Each rank has its own."""
+        """The host's own state in a checkpoint, in addition to model, optimizer, scheduler and callbacks.
+
+        Each rank has its own.
+        """
         self._next_boundary = 0
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
 
     def begin(self, resume: str | None = None, *, data_is_made: bool = True) -> None:
-        """Acquire the lock of the run's folder, fire `on_run_start`, load what `resume` names, and fire `on_data_init_start`; with
-        `data_is_made` also `on_data_init_end`.
+        """Begin the run: acquire the lock of its folder, fire `on_run_start`, load what `resume` names, and fire
+        `on_data_init_start`.
+
+        With `data_is_made`, also fire `on_data_init_end`.
 
         Raises:
             RunInUseError: another process trains in the run's folder.
@@ -192,7 +203,7 @@ class HostedRun(Run):
             self._begin(resume, data_is_made=data_is_made)
         except Exception as error:
             if resume is not None:
-                mark_as_users(error)  # training must not continue as if no resume had been asked for
+                mark_as_users(error)  # training must not continue as if no resume had been requested
             raise
 
     def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
@@ -202,13 +213,13 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # no event has been fired: this closes what was opened
+                self.lifetime.fail(error)  # no event was fired yet, so this only closes what was opened
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
-                shared[name] = Typed(part)
+                shared[name] = Typed(part, rate_is_fixed=self._scheduler is None)
         self.load(shared, {"callbacks": self.callback_states, "records": self.records, **self.parts}, resume)
         self.eval.ctx.muting = ctx.muting
         for each in (ctx, self.eval.ctx):
@@ -228,7 +239,10 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """Do the same without ending the run, for a host that may still evaluate or test. Make a last metrics record."""
+        """Do the same as `finish`, but do not end the run, because the host may still evaluate or test.
+
+        Make a last metrics record.
+        """
         self._leave_evaluation()
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
@@ -246,9 +260,10 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Make the hooks that observe this run call `leave`, a method of the host, with any error of their own.
+        """Make the hooks that observe this run call `leave`, a method of the host, with any error that they raise.
 
-        `leave` raises the error if the user has to know of it. Otherwise the user's computation continues. The host is not kept alive.
+        `leave` raises the error if the user must know about it. Otherwise, the computation of the user's program continues. The
+        host is not kept alive by this.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
@@ -271,8 +286,11 @@ class HostedRun(Run):
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
-        """End the current epoch without its boundary, which the host reaches later, after the evaluation of the epoch."""
-        for span in ("train_step", "fetch"):  # a step that the loop has left early, and a fetch that found no more data
+        """End the current epoch without its boundary.
+
+        The host reaches the boundary later, after the evaluation of the epoch.
+        """
+        for span in ("train_step", "fetch"):  # may be open if the loop left a step early, or if the data ran out
             self.driver.end(span)
         self.records.tally.update_timestamp(self.state)
         if is_whole:
@@ -282,7 +300,10 @@ class HostedRun(Run):
         self.driver.end("epoch")
 
     def end_epoch(self, *, is_whole: bool) -> bool:
-        """End the current epoch. If it is complete, do what is due at its end, such as an evaluation. Return whether training has to end."""
+        """End the current epoch. If it is complete, carry out what is due at its end, such as an evaluation.
+
+        Return whether training must end.
+        """
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 
@@ -296,7 +317,7 @@ class HostedRun(Run):
         Args:
             path: where the checkpoint is.
             write: adds the callbacks' states to the checkpoint.
-            is_durable: whether all of it is on the disk. Otherwise `publish` has to be called once it is.
+            is_durable: whether everything in it is on the disk. If not, `publish` must be called as soon as it is.
             step: the step of the checkpoint. None: the last step.
         """
         ctx, checkpoints = self.ctx, self.checkpoints
@@ -339,9 +360,10 @@ class HostedRun(Run):
         self.records.fire_log(self.ctx)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has made, and of the metrics record and the checkpoint that may follow it.
+        """Fire the events of an evaluation that the loop has carried out, and those of a metrics record and a checkpoint that may
+        follow it.
 
-        The loop is between two epochs or outside training.
+        The loop is between two epochs, or outside training.
         """
         self.records.tally.update_timestamp(self.state)
         self._fire_evaluations([results])
@@ -353,7 +375,7 @@ class HostedRun(Run):
         self.records.fire_log(self.ctx)
 
     def _leave_evaluation(self) -> None:
-        """End an evaluation whose end the framework has not reported: training continues, or ends."""
+        """End an evaluation whose end the framework has not reported, because training continues or ends."""
         if len(self._open_eval_spans) > 1:
             self.eval.leave()
 
@@ -408,7 +430,9 @@ class HostedRun(Run):
             self._set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
-        """Count the step, record its loss, and close its fields without setting them: no event of the step has a listener."""
+        """Count the step, record its loss, and close its fields without setting them, because no event of the step has a
+        listener.
+        """
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None:
@@ -424,7 +448,7 @@ class HostedRun(Run):
         del ctx.batch
 
     def _count_step(self) -> Tensor | None:
-        """Count the step with its samples and tokens; return its loss, or None if nobody reads that."""
+        """Count the step with its samples and tokens. Return its loss, or None if no handler reads the loss."""
         self._order.reach()
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
@@ -437,13 +461,16 @@ class HostedRun(Run):
 def _is_other_and_alive(thread: threading.Thread) -> bool:
     """Return whether a loop that began in `thread` may be running at the same time as the caller's.
 
-    A loop of the caller's own thread counts as ended: a framework does not report it when an exception ends its loop.
+    A loop of the caller's own thread counts as ended, because a framework does not report when an exception ends its loop.
     """
     return thread is not threading.current_thread() and thread.is_alive()
 
 
 class _Records(Records):
-    """Records of a host. Where the lifecycle has no log boundary, no record is made, and what was logged is in the next one."""
+    """The metrics records of a host.
+
+    At points where the lifecycle has no log boundary, no record is made, and what was logged appears in the next record.
+    """
 
     may_come: Callable[[str], bool]
 
@@ -453,7 +480,10 @@ class _Records(Records):
 
 
 class _Boundaries(Boundaries):
-    """Boundaries of a host. Where the lifecycle has no `on_checkpoint_due`, requests to save wait for the next boundary."""
+    """The boundaries of a host.
+
+    At points where the lifecycle has no `on_checkpoint_due`, requests to save wait for the next boundary.
+    """
 
     may_come: Callable[[str], bool]
 

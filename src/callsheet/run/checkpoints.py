@@ -59,20 +59,46 @@ class Typed:
     """An optimizer or scheduler whose class is saved with its state.
 
     Without the class, the state of another class would be loaded, and the error would come later.
+
+    Args:
+        part: the optimizer or scheduler.
+        rate_is_fixed: whether nothing but the user sets the optimizer's learning rate.
     """
 
-    def __init__(self, part: Any) -> None:
+    def __init__(self, part: Any, *, rate_is_fixed: bool = False) -> None:
         self.part = part
+        self._rate_is_fixed = rate_is_fixed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer or scheduler, and the name of its class."""
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. Raise ValueError if it was saved by another class."""
+        """Load the state, and warn of options that it changes. Raise ValueError if it was saved by another class."""
         if state["class"] != type(self.part).__name__:
-            raise ValueError(f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}")
+            raise ValueError(
+                f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
+                "new run with another run_name"
+            )
+        given = self._options()
         self.part.load_state_dict(state["state"])
+        for name, value in self._options().items():
+            if name in given and given[name] != value:
+                logger.warning(
+                    "%s: %s is %s in the checkpoint, and %s was given. Training continues with the checkpoint's; to change it, set it in "
+                    "the optimizer's param_groups after the resume, or start a new run with another run_name",
+                    type(self.part).__name__, name, value, given[name],
+                )  # fmt: skip
+
+    def _options(self) -> dict[str, Any]:
+        """Return the optimizer's options by name, for each parameter group; of the learning rate the one before a scheduler changed it."""
+        found: dict[str, Any] = {}
+        for number, group in enumerate(getattr(self.part, "param_groups", ())):
+            rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {} if self._rate_is_fixed else {"lr": None}
+            for name, value in {**group, **rate}.items():
+                if isinstance(value, (bool, int, float, str, tuple)) and name != "initial_lr":
+                    found[f"{name} (group {number})" if number else name] = value
+        return found
 
 
 class Checkpoints:

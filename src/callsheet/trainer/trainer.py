@@ -462,7 +462,7 @@ class Trainer:
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,
-            "optimizer": Typed(self.optimizer) if self.optimizer is not None else None,
+            "optimizer": Typed(self.optimizer, rate_is_fixed=self.scheduler is None) if self.optimizer is not None else None,
             "scheduler": Typed(self.scheduler) if self.scheduler is not None else None,
             "precision": self._precision,
             "evaluation": self._evaluation,
