@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class CallsheetError(Exception):
-    """The base of everything that callsheet raises on purpose."""
+    """The base class of everything that callsheet raises on purpose."""
 
 
 class UnknownEventError(CallsheetError, ValueError):
@@ -25,11 +25,11 @@ class UnknownEventError(CallsheetError, ValueError):
 
 
 class RegistrationError(CallsheetError, ValueError):
-    """A callback cannot be added: the message names it, its source line and a hint."""
+    """A callback cannot be added. The message names it and its source line, and has a hint."""
 
 
 class NotACallbackError(CallsheetError, TypeError):
-    """An object that is not a callback was given as one."""
+    """An object was given as a callback that is not one."""
 
 
 class FieldNotAvailable(CallsheetError, AttributeError):
@@ -41,7 +41,7 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """A request to the loop is not supported, or not from where it was made."""
+    """A request is not supported by the loop, or must not be made from where it was made."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):
@@ -57,11 +57,11 @@ class RunInUseError(CallsheetError, RuntimeError):
 
 
 class RunLockLostError(CheckpointError):
-    """Another process has taken over the run's folder, since this process was suspended or disconnected for too long."""
+    """Another process has taken over the run's folder, because this process was suspended or disconnected for too long."""
 
 
 class DistributedError(CallsheetError, RuntimeError):
-    """The ranks could not agree: one of them is dead, stuck, or at another place in the loop; the message names it."""
+    """The ranks could not agree, because one of them is dead, stuck, or at another place in the loop. The message names it."""
 
 
 class HangError(CallsheetError, TimeoutError):
@@ -77,7 +77,7 @@ class MissingPackage(CallsheetError, ImportError):
 
 
 class ConfigError(CallsheetError, ValueError):
-    """An argument or a configuration value is invalid: the message names it and says what to do."""
+    """An argument or a configuration value is invalid. The message names it and says what to do."""
 
 
 class UnknownArgument(ConfigError, TypeError):
@@ -93,7 +93,10 @@ class NotSupported(CallsheetError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return `str(error)`, or a placeholder if the exception's own `__str__` raises: reporting an error must not raise another."""
+    """Return `str(error)`, or a placeholder if the exception's own `__str__` raises.
+
+    Reporting an error must not raise another one.
+    """
     try:
         return str(error)
     except Exception as another:
@@ -101,11 +104,11 @@ def text_of(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Return `; did you mean 'x'?` for the valid name nearest to `name`, or the empty string if none is near.
+    """Return `; did you mean 'x'?` for the valid name that is most similar to `name`, or an empty string if none is similar.
 
     The comparison ignores case. `cutoff` is the minimal similarity, from 0 to 1.
     """
-    import difflib  # imported here, since only error messages need it
+    import difflib  # imported here, because only error messages need it
 
     by_folded: dict[str, str] = {}
     for each in valid:
@@ -154,12 +157,12 @@ def where(thing: object) -> str:
 def _where_class(kind: Any) -> str:
     try:
         return f"{Path(inspect.getsourcefile(kind) or '?').name}:{inspect.getsourcelines(kind)[1]}"
-    except (OSError, TypeError):  # defined where there is no source file
+    except (OSError, TypeError):  # the object has no source file
         return "<unknown source>"
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Note on the error that it comes from the user's code, such as a callback; a host raises such an error."""
+    """Mark the error as coming from the user's code, such as a callback. A host raises such an error."""
     error.__dict__["_callsheet_users"] = True  # not setattr, which a frozen exception rejects
 
 

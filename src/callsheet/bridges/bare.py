@@ -444,7 +444,7 @@ class AttachedRun:
             hook.remove()
 
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
-        """Fetch the batches of a step. At the epoch's end there may be fewer."""
+        """Fetch the batches of a step. At the end of the epoch there may be fewer."""
         driver, ctx = self._run.driver, self._run.ctx
         group = self._group = []
         if driver.listen():

@@ -248,7 +248,7 @@ class OptimizerHooks:
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
-        elif own.before_start is not None and self._driver.is_read:  # as the driver does, but without calling it in every step
+        elif own.before_start is not None and self._driver.is_read:  # as in the driver, without a call in every step
             own.before_start()
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class EMA(Callback):
         self._wanted = 0  # how many open spans need the average in the model
         self._stays = self._is_not_finite = False
         self._layout = ""  # "whole", or the mesh of the shards
-        self._own: set[str] = set()  # the tensors that this rank saves: its shards, and on rank 0 also the rest
+        self._own: set[str] = set()  # tensors that this rank saves: its shards; on rank 0 also all others
 
     def on_run_start(self, ctx: Context) -> None:
         """Check that no other EMA changes the model."""

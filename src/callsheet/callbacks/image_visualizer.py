@@ -139,4 +139,4 @@ class ImageVisualizer(Callback):
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._logged = self._taken = state["logged"] if "logged" in state else state["told"]  # of earlier versions
+        self._logged = self._taken = state["logged"] if "logged" in state else state["told"]  # "told" in earlier versions

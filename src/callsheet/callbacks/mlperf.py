@@ -142,7 +142,7 @@ class MLPerfCallback(Callback):
                 logger.warning("%s writes no result: %s", label_of(self), why)
             return
         clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
-        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # also waits until all machines are done
+        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # waits for all machines too
         if any(problems):
             raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")
         if ctx.run.is_world_process_zero:

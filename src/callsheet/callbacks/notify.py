@@ -25,7 +25,7 @@ EVENTS = ("start", "end", "failure", "preemption")
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _RULE = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
-_MAX_CHARACTERS = 3000  # of an exception's message
+_MAX_CHARACTERS = 3000  # longest message of an exception
 
 
 class Notify(Callback):

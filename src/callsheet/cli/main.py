@@ -31,19 +31,22 @@ _RECIPE_FIRST = ("train", "show")
 """Commands whose first argument is a recipe; all further arguments are its keys."""
 
 _TAKE_KEYS = ("evaluate", "predict", "export")
-"""Commands with arguments of their own, after which values of the recipe may stand."""
+"""Commands that have arguments of their own, which may be followed by values for keys of the recipe."""
 
 _OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
-"""Modules without which no recipe can be read."""
+"""Modules that are needed to read any recipe."""
 
 _A_RUN = "a run's folder, or its name in runs/"
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
-"""Given name, function, what it does and an example, adds a command, and gives its parser for the arguments."""
+"""Adds a command, given its name, its function, what it does and an example. Returns the parser for its arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 when the run failed, 2 when it was asked for wrongly, 130 on Ctrl-C."""
+    """Run a command and return the exit status.
+
+    The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
+    """
     parser = _parser()
     given, rest = parser.parse_known_args(arguments)
     is_of_recipe = given.command in _RECIPE_FIRST
@@ -99,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_recipes(command: AddsCommand) -> None:
-    """What is done with a recipe's file."""
-    # those of a recipe have no help of their own: after the recipe's name it is the recipe's
+    """Add the commands that use a recipe's file."""
+    # These commands have no `--help` of their own: after the name of a recipe, `--help` is that of the recipe.
     train = command("train", _train, "run a recipe", add_help=False)
     show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
     for added in (train, show):
@@ -126,7 +129,7 @@ def _add_recipes(command: AddsCommand) -> None:
 
 
 def _add_opened(command: AddsCommand) -> None:
-    """What is done with the model of a run."""
+    """Add the commands that use the model of a run."""
     of_recipe = f"{_A_RUN}, or a recipe file"
     keys = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
     evaluate = command(
@@ -166,7 +169,7 @@ def _add_opened(command: AddsCommand) -> None:
 
 
 def _add_runs(command: AddsCommand) -> None:
-    """What is looked at of runs."""
+    """Add the commands that show runs."""
     runs = command(
         "runs",
         _runs,
@@ -329,7 +332,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
 
 
 def _without_a_key(rest: list[str]) -> list[str]:
-    """Words that stand before any `--key`, or after one that has its value already."""
+    """Return the words that come before any `--key`, or after a key that already has a value."""
     strays, wants_value = [], False
     for word in rest:
         if not word.startswith("--") and not wants_value:
@@ -339,13 +342,13 @@ def _without_a_key(rest: list[str]) -> list[str]:
 
 
 def _which_rank() -> str:
-    """` (rank 1)`, where there are several."""
+    """Return ` (rank 1)` if there are several ranks, otherwise an empty string."""
     ranks = read_ranks()
     return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
 
 
 def _printed(text: str) -> int:
     if text and read_ranks().rank == 0:
-        with suppress(BrokenPipeError):  # `callsheet events | head`
+        with suppress(BrokenPipeError):  # raised for example in `callsheet events | head`
             print(text, flush=True)
     return 0

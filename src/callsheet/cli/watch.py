@@ -31,7 +31,7 @@ def watch(run: str, *, port: int = 0, opens_browser: bool = True) -> int:
             print(f"watching {folder}: {server.url}\nCtrl-C stops watching; the run continues", flush=True)
             if opens_browser and _has_screen():
                 address = server.ticket_url()
-                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # some return when they are closed
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
             server.serve_forever()
     except KeyboardInterrupt:
         print("\nno longer watching", flush=True)

@@ -173,7 +173,7 @@ def compiled(
     Args:
         event: its name.
         entries: all of its handlers.
-        ranks: of this process.
+        ranks: the ranks of this process.
         checking: whether observers that draw random numbers raise.
         in_lane: returns what the training thread calls in place of a handler that runs in a lane.
         timed: wraps handlers to measure their time; None: they are not timed.

@@ -81,8 +81,8 @@ class CallbackManager:
         self._muting = Muting(self._table)
         self._lanes: LaneSet | None = None  # None until a handler has a lane
         self._registrations: list[Registration] = []
-        self._numbers = count()  # of registrations and entries, in the order in which they were added
-        self._ctx: weakref.ref[Context] | None = None  # of the run in progress
+        self._numbers = count()  # numbers registrations and entries in the order in which they are added
+        self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # a run has ended, and no other has begun
         self.add(callbacks)
 

@@ -50,7 +50,7 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The fields that any lane reads."""
-        self._tensors: list[tuple[Any, int | None]] = []  # with their versions: a tensor that was written to is copied again
+        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: a changed tensor is copied again
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:

@@ -286,7 +286,7 @@ class RunReader:
         claim = claim_of(self._path)
         if claim is not None and claim.is_of_dead_process:
             return False
-        if not self._events and (self._path / MARKER).exists():  # without JSONLLogger only the lock shows that it runs
+        if not self._events and (self._path / MARKER).exists():  # without JSONLLogger, only the lock shows this
             return claim is not None and claim.is_alive
         return not self._is_silent()  # a run that hangs keeps its lock
 

@@ -1,8 +1,8 @@
-"""Add hooks and attributes to the user's objects so that copies of the objects do not have them.
+"""Adds hooks and attributes to the user's objects in such a way that copies of the objects do not have them.
 
-Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an object, as made by
-`torch.save(model)` or `copy.deepcopy(model)`, has neither. The object gets a `__getstate__` of its own, which `copy` and `pickle` look up on
-the object, and which leaves out what was added. The object keeps its class and the containers of its hooks.
+Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
+object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So the object gets a `__getstate__` of
+its own, which leaves out what was added; `copy` and `pickle` call it. The object keeps its class and the containers of its hooks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ _ABSENT: Any = object()
 
 
 class _Additions:
-    """The `__getstate__` of an object to which we have added hooks and attributes: its state without them."""
+    """The `__getstate__` of an object to which callsheet has added hooks and attributes.
+
+    It returns the object's state without these.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
         self.hooks: dict[int, None] = {}
-        """The keys of the added hooks in the owner's dictionaries of hooks."""
+        """The keys of the added hooks, in the object's dictionaries of hooks."""
         self.replaced: dict[str, list[Any]] = {}
-        """By the name of a replaced attribute: its original value, then the values that replaced it, the latest last."""
+        """For each replaced attribute, by name: its original value, and after it the values that replaced it, the latest last."""
 
     def __call__(self) -> Any:
         owner = self._owner()
@@ -33,7 +36,10 @@ class _Additions:
         return self._without(state) if isinstance(state, dict) else state
 
     def copied(self, memo: dict[int, Any]) -> Any:
-        """Call the `__deepcopy__` of the owner's class while the owner is without the additions. The class may copy all attributes."""
+        """Remove the added attributes from the object, call its class's own `__deepcopy__`, and put them back.
+
+        Otherwise that method might copy them too.
+        """
         owner: Any = self._owner()
         attributes, own = vars(owner), dict(vars(owner))
         without = self._without(own)
@@ -78,7 +84,7 @@ def _clean(owner: Any, additions: _Additions) -> None:
 
 
 def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    """Register a hook that copies of its owner do not have. Return the function that removes it.
+    """Register a hook that copies of the object do not have. Return the function that removes it.
 
     Args:
         register: a method of a module or an optimizer such as `register_forward_hook`, or a `functools.partial` of one.
@@ -86,7 +92,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
     handle = register(hook)
     method: Any = getattr(register, "func", register)
     owner = method.__self__
-    if not isinstance(owner, nn.Module):  # an optimizer's own `__getstate__` leaves all hooks out
+    if not isinstance(owner, nn.Module):  # an optimizer's own `__getstate__` leaves out all hooks
         return handle.remove  # type: ignore[no-any-return]
     additions = _additions(owner)
     additions.hooks[handle.id] = None
@@ -108,7 +114,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     def restore() -> None:
         values.remove(value)
-        if attributes.get(name) is value:  # otherwise another library has replaced it since, and may call ours
+        if attributes.get(name) is value:  # otherwise another library has replaced it since, and may call this value
             attributes[name] = values[-1]
             if values[-1] is _ABSENT:
                 del attributes[name]

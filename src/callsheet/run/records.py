@@ -143,4 +143,4 @@ class Records:
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
-        self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]  # of earlier versions
+        self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]  # in earlier versions

@@ -172,7 +172,7 @@ class Evaluation:
         """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the same in every run
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # a fixed seed for all runs
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the evaluators that are due at the current boundary.

@@ -209,7 +209,7 @@ class ForwardStepTask(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        loss_function, self._loss_function = self._loss_function, None  # it may keep the batch and parts of the graph alive
+        loss_function, self._loss_function = self._loss_function, None  # it may hold the batch and the graph
         assert loss_function is not None  # set in forward
         given = loss_function(outputs)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):

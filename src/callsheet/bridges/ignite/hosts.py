@@ -147,7 +147,7 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._listens_to_microbatch = False
-        self._microbatches = 0  # of the current step
+        self._microbatches = 0  # number of microbatches in the current step
         self._in_epoch = False
         self._evaluations = _Evaluations()
         self._is_due_fired = False  # on_checkpoint_due was fired, and nothing has been trained or saved since

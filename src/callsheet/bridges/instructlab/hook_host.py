@@ -127,7 +127,7 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # of a checkpoint after an epoch's last step, until the epoch is over
+        self._saved: TrainingContext | None = None  # context of a save at an epoch's end, until it is over
         self._is_between = False  # whether training is between two steps
         self._reject()
 

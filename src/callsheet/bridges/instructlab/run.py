@@ -85,7 +85,7 @@ class HookedRun(Run):
             signals=SignalWatch(()),
             world=ProcessGroups(
                 Ranks(), torch.device("cpu"), lock_timeout
-            ),  # of this rank alone, since training calls collectives
+            ),  # only this rank, since training calls collectives
             log_every=Interval("1ba"),
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),

@@ -35,7 +35,7 @@ FIRED_AT: Mapping[str, str] = {
     "on_exception": "on_exception",
     "on_run_end": "on_train_end",
 }
-"""By our event: the Lightning hook at which it is fired.
+"""For each event of callsheet, the Lightning hook at which it is fired.
 
 The other events come from hooks in the model, `backward`, the optimizer and `save_checkpoint`, or the lifecycle driver
 synthesizes them.

@@ -72,8 +72,8 @@ def host(
 class MegatronBridgeHost(HostBase):
     """See `host`.
 
-    It does not inherit from Megatron's `Callback`: Megatron's manager accepts any object with these methods, and Megatron need
-    not be installed.
+    It does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
+    need not be installed.
     """
 
     _run: HostedRun | None = None
@@ -239,7 +239,7 @@ class MegatronBridgeHost(HostBase):
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
             run.end_step()
             if self._is_pipelined:
-                run.records.last_loss = None  # only the last stage has a loss, and its mean would need a collective of all ranks
+                run.records.last_loss = None  # only the last stage has a loss; its mean would need a collective
             self._is_due_fired = True
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)

@@ -429,7 +429,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
     # --- in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
-        """Return the callbacks' states and the step they are of.
+        """Return the callbacks' states and the step to which they belong.
 
         They are one `bytes` value because torchtnt's checkpointers need a structure that does not change.
         """

@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # of a package that is chosen automatically, so that each of the three parts has some
+_FEWEST_FILES = 10  # fewest files of a package that is chosen automatically, so that each of the three parts has some
 
 
 @dataclass

@@ -167,7 +167,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                if self._loader.generator is self._given.generator:  # a loader first draws the seed of its workers
+                if self._loader.generator is self._given.generator:  # a loader draws its workers' seed first
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
         batches: Iterator[Any] = iter(self._loader)
