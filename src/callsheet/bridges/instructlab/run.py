@@ -83,9 +83,7 @@ class HookedRun(Run):
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
             signals=SignalWatch(()),
-            world=ProcessGroups(
-                Ranks(), torch.device("cpu"), lock_timeout
-            ),  # only this rank, since training calls collectives
+            world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),  # only this rank, since training calls collectives
             log_every=Interval("1ba"),
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),
