@@ -686,7 +686,7 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     path.unlink()
     assert "it does not exist: the launch that it belongs to has ended" in rejection(variables)
     assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
-    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but another secret"})
+    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but the secret of another program"})
     assert "is not one that callsheet made" in recorded
     assert "no key at all" not in recorded
     assert "secret=" not in repr(key)
