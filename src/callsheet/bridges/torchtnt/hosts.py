@@ -422,6 +422,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @in_a_run
     def on_predict_end(self, run: HostedRun, state: State, unit: Any) -> None:
+        """End the prediction."""
         if run.driver.is_open("predict"):
             run.driver.end("predict")
             self._finish()
