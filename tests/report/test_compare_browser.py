@@ -169,7 +169,9 @@ def test_what_became_slower_is_said_in_words(seen: Seen, grouped: str) -> None:
 def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
     folders = []
     for name in ("one", "other"):
-        run = write_run(tmp_path, name, {1: 1.0, 2: 2.0, 3: 3.0}, more={f"hostile/{HOSTILE}": 1.0}, settings={HOSTILE: HOSTILE + name})
+        run = write_run(
+            tmp_path, name, {1: 1.0, 2: 2.0, 3: 3.0}, more={f"hostile/{HOSTILE}": 1.0}, settings={HOSTILE: HOSTILE + name}
+        )
         text = (run / "events.jsonl").read_text().replace(f'"{name}"', json.dumps(HOSTILE + name))
         (run / "events.jsonl").write_text(text)
         folders.append(run)

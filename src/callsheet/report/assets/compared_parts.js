@@ -50,7 +50,7 @@ function runsSection() {
   const columns = [
     { title: what(), value: (row) => row.name, cell: (row) => [check(row.members, row.name, row.group), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
     { title: "outcome", value: (row) => each(row, "outcome").join(" "), cell: (row) => [
-      [...new Set(each(row, "outcome"))].map((outcome) => [pill(outcome), " ", row.members.length > 1 && el("span", { class: "soft" }, `${each(row, "outcome").filter((one) => one === outcome).length} of ${row.members.length} `)]),
+      [...new Set(each(row, "outcome"))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${each(row, "outcome").filter((one) => one === outcome).length} of ${row.members.length}`))),
       row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
     range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),
     numeric("began", (row) => firstOf(each(row, "started")), (row) => moment(firstOf(each(row, "started")))), total("restarts", "restarts"), total("evaluations", "evaluations"), total("checkpoints", "checkpoints"),
