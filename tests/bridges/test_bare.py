@@ -8,8 +8,8 @@ import logging
 import os
 import pickle
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from callsheet.callbacks import (
     EarlyStopper,
     GradientAccumulationScheduler,
     History,
+    Lambda,
     LRMonitor,
     OptimizerMonitor,
     SpeedMonitor,
@@ -33,6 +34,7 @@ from callsheet.errors import ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
+from trainer.resumed_data import ATTACH, Case, result_of
 
 BATCHES = 5
 
@@ -864,3 +866,84 @@ def test_a_callback_that_is_a_dataclass_and_so_not_hashable(tmp_path: Path) -> N
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
     assert steps.count == BATCHES
+
+
+WORKERS: Mapping[str, Any] = {"workers": 2, "persistent": True, "context": "fork"}
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(**WORKERS),
+        Case(order="shuffle, generator"),
+        Case(order="with generator"),
+        Case(order="counting with state"),
+        Case(order="of epoch"),
+        Case(order="own batches"),
+        Case("items with generators"),
+        Case("stream with generator", "", **WORKERS),
+    ],
+    ids=str,
+)
+def test_a_resume_gives_the_batches_of_an_undisturbed_run_in_any_epoch(case: Case) -> None:
+    for epoch, place in ((1, 2), (2, 0), (3, 1)):
+        result = result_of(replace(case, epoch=epoch, place=place), ATTACH)
+        assert result.outcome == "exact", (epoch, place, result.message)
+
+
+@pytest.mark.parametrize("order", ["counting", "shuffles its list"])
+def test_a_resume_names_a_sampler_whose_state_it_cannot_restore(order: str) -> None:
+    result = result_of(Case(order=order), ATTACH)
+    assert result.outcome == "warned"
+    assert "changed while training" in result.message
+
+
+def resumed_order(folder: Path, made: Callable[[int], Any], stop_after: int) -> tuple[list[Any], list[Any]]:
+    """The batches of three epochs of four without a stop, and with one. `made` makes the dataloader of an epoch."""
+
+    def train(name: str, callbacks: list[Callback]) -> list[Any]:
+        model, seen = nn.Linear(1, 1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(
+            model=model, optimizer=optimizer, callbacks=callbacks, run_name=name, runs_folder=folder, resume="auto"
+        ) as run:
+            for epoch in run.epochs(3):
+                for batch in run.steps(made(epoch)):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    seen.append(batch.flatten().tolist())
+        return seen
+
+    def stop(ctx: Context) -> None:
+        if ctx.step == stop_after:
+            ctx.control.save("test")
+            ctx.control.stop("test", resumable=True)
+
+    return train("whole", []), train("stopped", [Lambda(on_train_step_end=stop)]) + train("stopped", [])
+
+
+@pytest.mark.parametrize("stop_after", [3, 8, 9])
+def test_a_loop_that_makes_a_dataloader_for_each_epoch(stop_after: int, tmp_path: Path) -> None:
+    data = torch.arange(8.0).reshape(8, 1)
+
+    def made(epoch: int) -> Any:
+        return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(epoch))  # type: ignore[arg-type]
+
+    whole, stopped = resumed_order(tmp_path, made, stop_after)
+    assert stopped == whole
+
+
+def test_a_wrapper_around_a_dataloader_with_a_generator_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.arange(8.0).reshape(8, 1)
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.inner: Any = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.inner)
+
+    resumed_order(tmp_path, lambda epoch: Wrapper(), stop_after=5)
+    assert "Wrapper wraps a DataLoader with a generator of its own" in caplog.text

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from callsheet.bridges.epoch_position import length_of
 from callsheet.core.randomness import restore_random_state, same_random_state
@@ -122,6 +123,7 @@ class DataPosition:
         fresh, self._restored = self._first, None
         self._first, self._is_renewed = restored["first"], restored["is_renewed"]
         self._epochs = restored["epochs"] + (restored["place"] is None)
+        _warn_of_wrapper(loader)
         now, data = restored["now"], self._data
         self._is_inside = True
         if data is None:
@@ -152,6 +154,25 @@ class DataPosition:
             _ARGUMENT,
         )
         return False
+
+
+def _warn_of_wrapper(loader: Any) -> None:
+    """Warn if the loader wraps a DataLoader whose order or workers only that DataLoader itself would show."""
+    if isinstance(loader, DataLoader):
+        return
+    for inner in getattr(loader, "__dict__", {}).values():
+        if isinstance(inner, DataLoader) and (inner.generator is not None or (inner.persistent_workers and inner.num_workers)):
+            what = "a generator of its own" if inner.generator is not None else "persistent workers"
+            logger.warning(
+                "%s: the resumed run may not get the batches that an unbroken one would: %s wraps a %s with %s, which checkpoints do not "
+                "hold. Give run.steps the %s itself",
+                _ARGUMENT,
+                type(loader).__name__,
+                type(inner).__name__,
+                what,
+                type(inner).__name__,
+            )
+            return
 
 
 def _same(fresh: list[Any], first: list[Any]) -> bool:
