@@ -214,18 +214,19 @@ class FakeLoop:
             self._run.fire_checkpoint(f"step {self.steps}", self._save)
 
     def _evaluate(self) -> None:
-        run, ctx, driver = self._run, self._run.eval_ctx, self._run.eval_driver
+        run, evaluations = self._run, self._run.eval
+        ctx, driver = evaluations.ctx, evaluations.driver
         self.model.eval()
         for name, found in self._validation.items():
             loss = found[min(self._evaluations, len(found) - 1)]
-            run.begin_evaluation(name)
+            evaluations.begin(name)
             driver.start("eval_step")
             ctx.batch = torch.zeros(ROWS, INPUTS)
             driver.start("eval_forward")
             ctx.outputs = torch.full((ROWS, 1), float(loss))
             driver.end("eval_step")
-            run.end_dataset(name, {"loss": loss})
-        run.end_evaluation()
+            evaluations.end_dataset(name, {"loss": loss})
+        evaluations.end()
         self.model.train()
         self._evaluations += 1
         run.records.tally.update_timestamp(run.state)
@@ -253,7 +254,7 @@ class FakeLoop:
     # --- after training ---
 
     def _test(self, loss: float) -> None:
-        ctx, driver = self._run.eval_ctx, self._run.eval_driver
+        ctx, driver = self._run.eval.ctx, self._run.eval.driver
         ctx.step, ctx.epoch = self._run.ctx.step, self._run.ctx.epoch
         self._batch_of("test", loss)
         ctx.eval_losses = {"loss": torch.tensor(loss)}
@@ -264,10 +265,10 @@ class FakeLoop:
     def _predict(self) -> None:
         for _ in range(self._predictions):
             self._batch_of("predict", 0.0)
-        self._run.eval_driver.end("predict")
+        self._run.eval.driver.end("predict")
 
     def _batch_of(self, loop: str, output: float) -> None:
-        ctx, driver = self._run.eval_ctx, self._run.eval_driver
+        ctx, driver = self._run.eval.ctx, self._run.eval.driver
         driver.start(f"{loop}_step")
         ctx.batch = torch.zeros(ROWS, INPUTS)
         driver.start(f"{loop}_forward")
