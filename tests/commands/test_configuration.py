@@ -365,4 +365,4 @@ def test_help_lists_classes_by_name_and_says_how_to_see_more(place: Path, capsys
     assert "Namespace(" not in printed
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--callbacks.help", "callsheet.callbacks.EMA"])
-    assert "after this many steps a weight counts half" in capsys.readouterr().out
+    assert "the number of steps after which the influence of a" in capsys.readouterr().out
