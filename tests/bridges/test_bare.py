@@ -34,7 +34,7 @@ from callsheet.errors import ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
-from trainer.resumed_data import ATTACH, Case, result_of
+from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # tests are no package for mypy
 
 BATCHES = 5
 
