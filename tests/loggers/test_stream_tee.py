@@ -76,11 +76,11 @@ def test_handlers_of_logging_are_captured_and_restored() -> None:
         late = logging.StreamHandler()
         logger.addHandler(late)
         logger.error("logged")
-        assert received.text == "logged\ntold\n"
+        assert received.text == "logged\nlogged\n"
         tee.close_tee()
         logger.error("not captured")
         logger.handlers.clear()
-        assert received.text == "logged\ntold\n"
+        assert received.text == "logged\nlogged\n"
         assert before.stream is late.stream is stream
         assert kept.getvalue() == "logged\nnot captured\n"
 
