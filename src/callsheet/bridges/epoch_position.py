@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from callsheet.core.randomness import random_state, restore_random_state
+from callsheet.trainer.data.loaders import generators_of
+
+logger = logging.getLogger("callsheet")
 
 
 def length_of(loader: Any) -> int | None:
@@ -14,6 +20,18 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def warn_if_not_restored(loader: Any, host: str) -> None:
+    """Warn of a dataloader whose order a resume in this host cannot restore: it depends on more than the process's random states."""
+    has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+    causes = [*(["persistent workers"] if has_workers else []), *(["a generator of its own"] if generators_of(loader) else [])]
+    if causes:
+        logger.warning(
+            "%s resumes with a dataloader that has %s, whose state its checkpoints do not hold: the order of the data may differ from that "
+            "of a run without interruption. Leave %s out, or train with callsheet's Trainer or attach, which restore it",
+            host, " and ".join(causes), "it" if len(causes) == 1 else "both",
+        )  # fmt: skip
 
 
 class EpochPosition:

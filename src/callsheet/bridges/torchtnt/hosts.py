@@ -15,7 +15,7 @@ from torchtnt.framework.evaluate import evaluate
 from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
-from callsheet.bridges.epoch_position import EpochPosition
+from callsheet.bridges.epoch_position import EpochPosition, warn_if_not_restored
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -177,6 +177,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
     def on_train_start(self, state: State, unit: Any) -> None:
         """Begin a run."""
         run = self._begin(state, unit)
+        if run.ctx.step:
+            warn_if_not_restored(state.train_state.dataloader, run.host)
         run.driver.start("round")
         if self._place.to_skip:  # the run resumes within an epoch, and torchtnt does not report that epoch's start
             self._place.begin()

@@ -1,0 +1,33 @@
+"""What a resume cannot restore is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from callsheet.bridges.epoch_position import warn_if_not_restored
+
+DATA: Any = list(range(4))  # as a dataset
+
+
+@pytest.mark.parametrize(
+    ("loader", "cause"),
+    [
+        (DataLoader(DATA, shuffle=True, generator=torch.Generator()), "a generator of its own"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, generator=torch.Generator())), "a generator of its own"),
+        (DataLoader(DATA, num_workers=1, persistent_workers=True), "persistent workers"),
+    ],
+)
+def test_a_dataloader_whose_order_is_lost_is_named(loader: object, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_not_restored(loader, "torchtnt")
+    (message,) = caplog.messages
+    assert message.startswith(f"torchtnt resumes with a dataloader that has {cause}, whose state its checkpoints do not hold")
+
+
+@pytest.mark.parametrize("loader", [DATA, DataLoader(DATA, shuffle=True), DataLoader(DATA, num_workers=1)])
+def test_other_data_is_not(loader: object, caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_not_restored(loader, "torchtnt")
+    assert caplog.messages == []
