@@ -122,7 +122,9 @@ def main() -> None:
             print(
                 f"| a span without listeners, relative to `contextlib.nullcontext` | {cost['idle span'] / cost['nullcontext']:.2f} x | 1.2 x |"
             )
-        print(f"| {listeners} listeners: `fire`, relative to torchtnt's handler | {cost['fire'] / cost['torchtnt']:.2f} x | 1 x |")
+        print(
+            f"| {listeners} listeners: `fire`, relative to torchtnt's handler | {cost['fire'] / cost['torchtnt']:.2f} x | 1 x |"
+        )
         for name, promise in (("fire", 60), ("span", 150)):
             over = cost[name] - 1.3 * cost["floor"]
             print(

@@ -52,7 +52,9 @@ def main() -> None:
     )
     print(f"{machine()}; median over {turns} pairs of processes\n")
     print("| | figure | target |\n| --- | --- | --- |")
-    print(f"| `import callsheet`, minus starting Python; without torch | {difference(figures, 'callsheet', 'bare'):.0f} ms | 50 ms |")
+    print(
+        f"| `import callsheet`, minus starting Python; without torch | {difference(figures, 'callsheet', 'bare'):.0f} ms | 50 ms |"
+    )
 
     times = in_turns({code: partial(processor_time, code) for code in ("pass", STANDARD, CALLSHEET, MANAGER)}, turns)
     over = {code: least(times, code) - least(times, "pass") for code in times}
