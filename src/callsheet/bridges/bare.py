@@ -46,7 +46,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return what to use instead of arguments of other frameworks, and of the Trainer's arguments for evaluation."""
+    """Return, for argument names that users know from other frameworks or the Trainer, what to use in `attach` instead."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
@@ -382,7 +382,7 @@ class AttachedRun:
         return True
 
     def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch after the host has given up.
+        """Yield the epoch's remaining batches without firing events, after an error of callsheet has ended the run.
 
         Only count steps and epochs, so that training still ends at its duration.
         """
@@ -428,7 +428,7 @@ class AttachedRun:
         self._is_over |= state.is_complete
 
     def _give_up(self, error: Exception) -> None:
-        """End the run because of an error of the host itself. Training continues without it."""
+        """End the run because of an error in callsheet itself, not in the user's code. Training continues without callbacks."""
         if self._has_given_up:
             raise error
         run = self._run
@@ -508,7 +508,7 @@ class AttachedRun:
     def _reset_position(self) -> None:
         """Make the next epoch begin with its first batch.
 
-        This is called before the boundary, because a checkpoint may be written there.
+        This is called before the end of the epoch is handled, because a checkpoint may be written there.
         """
         self._position.end()
 

@@ -6,7 +6,7 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 
 
 class BoundaryOrder:
-    """Keeps the records, evaluations and checkpoints of a host in the lifecycle's order.
+    """Checks that a host fires the events of records, evaluations and checkpoints between two steps in the lifecycle's order.
 
     Args:
         host: the name of the framework in messages.
@@ -22,11 +22,11 @@ class BoundaryOrder:
         """The letters of the events that were fired at this boundary; see `may_come`. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, an epoch or a round has ended."""
+        """Record that a step, an epoch or a round has ended: training is now at a boundary, the place between two of them."""
         self._fired = ""
 
     def leave(self) -> None:
-        """Record that training continues."""
+        """Record that training has left the boundary: the next step, epoch or round begins."""
         self._fired = None
 
     def may_come(self, what: str) -> bool:
@@ -70,7 +70,7 @@ class BoundaryOrder:
         )
 
     def excuse(self, what: str) -> None:
-        """Log that a handler reads a field that the framework has not provided."""
+        """Log that a handler is not called at this event because it reads a field that the framework has not provided."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )
@@ -84,7 +84,7 @@ _AT_BOUNDARIES = frozenset(
     for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
     for length in range(1, len(whole) + 1)
 )
-"""All beginnings of the sequences that `lifecycle.BOUNDARY` allows, with a letter for each event.
+"""All prefixes of the event sequences that `lifecycle.BOUNDARY` allows, with a letter for each event.
 
 The events are a record (L), an evaluation (E), a due checkpoint (D), and its save (S).
 """

@@ -69,7 +69,7 @@ class DataPosition:
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Do the same as `begin` after the host has given up."""
+        """Do the same as `begin` in a loop whose run callsheet has ended because of an error of its own. No position is saved."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ class DataPosition:
         self._restored = state
 
     def _set(self, loader: Any) -> None:
-        """Store the loader of an epoch."""
+        """Store the dataloader of an epoch, and record whether it replaces the one of an earlier epoch."""
         if self._seed is None:  # reading it does not change the random states
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
@@ -140,9 +140,9 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the loader of a resumed epoch continues where that of the epoch before ended.
+        """Return whether the resumed run continues the random states of the previous epoch's dataloader.
 
-        This is so for a loader that the loop makes only once.
+        This is true if the loop uses one dataloader for all epochs.
         """
         if restored["is_renewed"] or not restored["epochs"]:
             return False

@@ -49,7 +49,7 @@ class EpochPosition:
         self._now: dict[str, Any] | None = None
 
     def begin(self) -> None:
-        """Begin an epoch, before its data is made."""
+        """Begin an epoch, before the framework creates the iterator over its data."""
         if self.to_skip and self._began is not None:
             restore_random_state(self._began)
             return

@@ -1,6 +1,6 @@
 """Fires the events of evaluations, tests and predictions that a framework carries out itself.
 
-It has their context, spans and results.
+The class here keeps their context, spans and results.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class EvalEvents:
         """The results of the current evaluation so far, by dataset name."""
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a handler listens to the forward pass of an `eval` or `test` step, or could read the outputs at the
-        step's end.
-        """
+        """Return whether a handler of the forward pass or of the step's end needs the outputs of an `eval` or `test` step."""
         forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
@@ -108,7 +106,7 @@ class EvalEvents:
     def leave(self) -> None:
         """End an evaluation whose end the framework has not reported.
 
-        Callbacks such as `EMA` then put the trained weights back.
+        Callbacks such as `EMA`, which swapped the weights for the evaluation, then restore the trained weights.
         """
         driver = self.driver
         self.order.warn_of_missing_end(driver.opened[1].name)

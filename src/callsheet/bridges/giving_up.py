@@ -1,4 +1,4 @@
-"""Handles errors in a host. Errors of the user's code are raised.
+"""Handles errors in a host, the adapter that runs callsheet in another framework's loop. Errors of the user's code are raised.
 
 After an error of the host itself, training continues without the host.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class ObservedRun(Protocol):
-    """The methods of a host's run that `give_up` uses."""
+    """The part of a host's run that `give_up` needs: it can be ended as failed."""
 
     host: str
     state: TrainState

@@ -57,7 +57,7 @@ class Facade:
 
 
 class Common:
-    """State that all guests of a call sheet share.
+    """State that all guests of one framework in a run share, such as Composer's `State`.
 
     Its methods are named after callsheet's events. Each is called once per event, before the guests are.
     """
@@ -65,7 +65,7 @@ class Common:
     LISTEN_ONLY: ClassVar[frozenset[str]] = frozenset()
     """Events whose method is called only if a guest listens to them."""
     is_alone = False
-    """Whether the object belongs to a single guest."""
+    """Whether each guest gets an object of its own instead of sharing one."""
 
 
 class SharedFirst(CompositeHandler):
@@ -84,7 +84,7 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """The method of the guest's `common`.
+        """Return the method of the guest's `common` for this event.
 
         It is looked up each time, because `common` can change when the guest is added to a call sheet.
         """
@@ -92,13 +92,13 @@ class SharedFirst(CompositeHandler):
         return method
 
     def __call__(self, ctx: Context) -> None:
-        """Call both handlers."""
+        """Call the shared method, then the guest's own handler."""
         self.first(ctx)
         if self._rest is not None:
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield the entry of the shared method, unless an earlier entry calls it already. Then yield the guest's own entry."""
+        """Yield the shared method's entry, unless an entry in `earlier` calls this method, and then the guest's own entry."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -140,7 +140,7 @@ class Guest(Callback):
     """Foreign methods that are never called in callsheet."""
 
     common: Any = None
-    """The state that it shares with the other guests of its call sheet, of class `COMMON`."""
+    """The state of class `COMMON` that this guest shares with the run's other guests of the same framework."""
     transport_ignore = ("common",)
 
     def __init__(self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> None:
@@ -180,7 +180,7 @@ class Guest(Callback):
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Use the `common` of an earlier guest of the same framework. The first guest of a call sheet gets a new one."""
+        """Use the shared state (`common`) of an earlier guest of the same framework. The first guest of a run creates it."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
@@ -213,7 +213,7 @@ def is_another_s(given: Any) -> bool:
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
-    """Return the error for an argument of `guest` that is not what `wanted` says, with a hint."""
+    """Return the error to raise if the argument of `guest` is not what `wanted` describes. The message has a hint."""
     if isinstance(given, type):
         hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):

@@ -40,17 +40,17 @@ class HostBase:
     If not, a run ends at the latest when its host is deleted.
     """
     _STOPS_IF_PREEMPTED: ClassVar[bool] = False
-    """Whether `_stop_if_asked` also stops a run that is preempted."""
+    """Whether `_stop_if_asked` also stops the framework's loop if a signal has preempted the run."""
     _is_checked = False
     """Whether the current run's first step was checked for events that were not fired."""
     _run: Any = None
     """The current run, or None."""
     _has_given_up = False
-    """Whether the latest run ended because of a fault of the host, so that the rest of the training is not observed."""
+    """Whether an error in the host's own code ended the latest run, so that no events are fired in the rest of the training."""
     _hooks: list[Any]
     """The hooks that observe the loop of the current run. Each has a method `remove()`. A host may append to the list."""
     _ends: Callable[[], object] = staticmethod(_do_nothing)
-    """Removes the run's hooks, and ends the run as failed if it has not ended."""
+    """A finalizer: it removes the run's hooks, and ends the run as failed if it has not ended."""
     _resume_path: str | None = None
     """The checkpoint that the host loads when a run begins, or None."""
 
@@ -101,7 +101,7 @@ class HostBase:
         self._support(run).after_first_step(run.driver)
 
     def _support(self, run: HostedRun) -> SupportCheck:
-        """Return the check of what the callbacks need; see `_strict`."""
+        """Return the object that checks whether the host supports what the callbacks need; see `SupportCheck`."""
         return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
@@ -133,7 +133,7 @@ class HostBase:
                 self._release()
 
     def _leave(self, error: BaseException) -> None:
-        """End the run because of an error.
+        """End the run because of an error, and detach callsheet from the framework's loop.
 
         Raise the error if the user must know about it. Otherwise, training continues without the host.
         """

@@ -20,12 +20,15 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """Evaluates through the host, if the host supports it. `results` holds the latest results by dataset name."""
+    """Runs requested evaluations through the host's framework, if it supports them.
+
+    `results` holds the latest results by dataset name.
+    """
 
     is_resumed = False
     """Always False.
 
-    An evaluation that was prevented by a signal is not made up for after a resume, because checkpoints do not record it.
+    If a signal prevents an evaluation, a resumed run does not repeat it, because the framework's checkpoints do not record it.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class HostEvaluation:
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
         self.undone: DueEvaluation | None = None
-        """What is due at the current boundary and not yet done. It is not saved in checkpoints."""
+        """The evaluations that are due between the current two steps and not yet done. They are not saved in checkpoints."""
         self._ctx = ctx
         self._evaluates = evaluates
         self._fire = fire
@@ -74,13 +77,13 @@ class HostEvaluation:
         return {}
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """Record that the request was carried out."""
+        """Record that the requested evaluation was carried out."""
         self.undone = None
         ctx.control.done("evaluate")
 
 
 class HostCheckpoints:
-    """Saves through the host, to which requests are passed on.
+    """Passes requests to save on to the host, whose framework writes the checkpoints.
 
     The host reports a checkpoint after it has written it.
     """

@@ -21,7 +21,7 @@ def own_state(run: HostedRun) -> dict[str, Any]:
 
 
 def restore_states(run: HostedRun, own: Mapping[str, Any]) -> None:
-    """Restore what `own_state` returned."""
+    """Restore the run's progress and the callbacks' states from what `own_state` returned."""
     run.state.load_state_dict(own["state"])
     run.callback_states.load_state_dict(own["callbacks"])
     run.records.load_state_dict(own["records"])

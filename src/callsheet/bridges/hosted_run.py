@@ -39,7 +39,9 @@ from callsheet.trainer.arguments import check_run_name, duration, log_boundary, 
 
 
 class HostedRun(Run):
-    """The run of a host; see the module. The host reports to `driver` how far its loop has come.
+    """A run of callsheet's callbacks in another framework's loop.
+
+    The host, the adapter for that framework, reports to `driver` how far the loop has come.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -102,7 +104,7 @@ class HostedRun(Run):
             restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )  # fmt: skip
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
-        """Returns whether the loop may still be running.
+        """A function that returns whether the loop may still be running.
 
         As long as it may, no other run of this process takes over the run's folder.
         """
@@ -166,7 +168,7 @@ class HostedRun(Run):
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval.ctx.excuse = self._order.excuse
         self.losses: Callable[[], Tensor | None] = lambda: None
-        """Returns the mean loss of the step, or None. The host replaces this function."""
+        """A function that returns the mean loss of the step, or None. The host replaces the default, which returns None."""
         self.other_losses: Mapping[str, Tensor] = {}
         """The step's other losses by name."""
         self.step_skipped = False
@@ -239,9 +241,11 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """Do the same as `finish`, but do not end the run, because the host may still evaluate or test.
+        """Fire the end of training and make a last metrics record.
 
-        Make a last metrics record.
+        Do not end the run, because the host may still evaluate or test.
+
+        This does the same as `finish` except for the run's end.
         """
         self._leave_evaluation()
         self.records.tally.stop()
@@ -253,7 +257,7 @@ class HostedRun(Run):
         self.boundaries.conclude()
 
     def fail(self, error: BaseException) -> None:
-        """Fire `on_exception` and the end of the run: an exception has left the loop."""
+        """End the run as failed because an exception has left the loop: fire `on_exception` and `on_run_end`."""
         self.driver.forget()
         self.eval.driver.forget()
         self.lifetime.fail(error)
@@ -286,9 +290,9 @@ class HostedRun(Run):
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
-        """End the current epoch without its boundary.
+        """End the current epoch, but do not yet carry out what is due after it, such as a save.
 
-        The host reaches the boundary later, after the evaluation of the epoch.
+        The host does this later, after the evaluation of the epoch.
         """
         for span in ("train_step", "fetch"):  # may be open if the loop left a step early, or if the data ran out
             self.driver.end(span)
@@ -469,7 +473,7 @@ def _is_other_and_alive(thread: threading.Thread) -> bool:
 class _Records(Records):
     """The metrics records of a host.
 
-    At points where the lifecycle has no log boundary, no record is made, and what was logged appears in the next record.
+    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
     """
 
     may_come: Callable[[str], bool]
@@ -482,7 +486,7 @@ class _Records(Records):
 class _Boundaries(Boundaries):
     """The boundaries of a host.
 
-    At points where the lifecycle has no `on_checkpoint_due`, requests to save wait for the next boundary.
+    If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
     """
 
     may_come: Callable[[str], bool]

@@ -77,10 +77,10 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        self.needed = 0  # how many spans of the sequence must be fired before this one ends
+        self.needed = 0  # how many spans of the fixed order must be fired before this one ends
         self.index = -1  # the index in the parent's sequence, if the parent has one
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # how many spans of the sequence have been fired
+        self.done = 0  # how many start/end event pairs of the fixed order have been fired
 
 
 class LifecycleDriver:

@@ -39,7 +39,7 @@ def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool
 
 
 class TrackerGuest(Guest, Logger):
-    """See `guest`."""
+    """The logger that `guest` returns: it passes what callsheet logs to a tracker of Accelerate."""
 
     FRAMEWORK: ClassVar[str] = "Accelerate"
     BASE: ClassVar[type | None] = GeneralTracker
@@ -47,7 +47,7 @@ class TrackerGuest(Guest, Logger):
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Call `log` with the metrics record, and `finish` without arguments."""
+        """Return a handler that calls the tracker's `log` with the metrics record, or its `finish` without arguments."""
         if theirs == "log":
             return lambda ctx: method(ctx.record.values, step=ctx.record.step)
         return lambda ctx: method()

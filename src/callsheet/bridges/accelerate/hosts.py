@@ -35,7 +35,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Distributed types whose engines run backward and step themselves, so that the hooks do not see them."""
+"""Distributed types whose own engines run backward and the optimizer step, so that callsheet's hooks cannot observe these."""
 
 
 def host(
@@ -182,7 +182,7 @@ class AcceleratedRun(AttachedRun):
             self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of one epoch. After a resume, `skip_first_batches` leaves out those that were used before.
+        """Yield the batches of one epoch. After a resume, `Accelerator.skip_first_batches` skips those already trained on.
 
         Raises:
             RequestRejected: this is called inside another call of `steps`.
@@ -450,7 +450,7 @@ def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 
 class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
-    """Receives what the loop logs with `accelerator.log`."""
+    """A tracker that adds what the loop logs with `accelerator.log` to callsheet's metrics records."""
 
     name = "callsheet"
     requires_logging_directory = False

@@ -50,7 +50,7 @@ def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: boo
 
 
 class AutoModelGuest(Guest):
-    """See `guest`.
+    """The callsheet callback that `guest` returns: it calls a callback of NeMo AutoModel.
 
     Args:
         recipe: the recipe that the hooks receive instead of a facade.
@@ -79,7 +79,7 @@ class AutoModelGuest(Guest):
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
         self.reported: BaseException | None = None
-        """The exception for which `on_exception` was called."""
+        """The exception for which `on_exception` was called last, so that it is not called twice for one error."""
         self._constants = dict(constants or {})
         self._counts = _Counts()
         self._evaluated: dict[str, Any] = {}
@@ -108,17 +108,23 @@ class AutoModelGuest(Guest):
         return call
 
     def facade_for(self, ctx: Context) -> RecipeFacade:
-        """Return the facade of this run's recipe. If there is none yet, make it from the context of training."""
+        """Return the object that the callback receives as its recipe.
+
+        Create it at the first call, from the context of training.
+        """
         if self.facade is None:
             self.facade = self.made(ctx)
         return self.facade
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Create a facade of the recipe of a run."""
+        """Create the object that the callback receives as its recipe in this run."""
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Call `on_exception` with the error, unless it was called already. This also reports errors from before the run."""
+        """Call `on_exception` with the error, unless it was called for this error already.
+
+        Errors of the set-up are reported too.
+        """
         if self.reported is not error and self.listens_to("on_exception"):
             self.reported = error
             self.foreign.on_exception(self.recipe if self.recipe is not None else self.facade, exception=error)
@@ -291,7 +297,7 @@ def _memory(ctx: Context) -> float:
 
 
 def _has_listeners(callback: Any, hook: str) -> bool:
-    """Return whether the callback overrides the hook of the base class, ours or AutoModel's own."""
+    """Return whether the callback overrides the hook of its base class, which is AutoModel's or callsheet's copy of it."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)
     if function is getattr(AutoModelCallback, hook):

@@ -50,9 +50,15 @@ class CalledModel(NotCopied):
         self._is_in_step = False
         self._counted = 0  # microbatches of the current step
         self.is_validating = False
-        """Whether the recipe validates. A call in evaluation mode at any other time does not come from the recipe."""
+        """Whether the recipe is validating.
+
+        At any other time, a call of the model in evaluation mode does not come from the recipe.
+        """
         self.is_wrapped = False
-        """Whether wrapped methods of the recipe show when it trains and validates; else that is inferred from hooks and the model's mode."""
+        """Whether the recipe's methods for training and validation are wrapped and so report which of the two is running.
+
+        Otherwise, this is inferred from hooks and the model's mode.
+        """
         self._is_training = False
         self._listens_to_forward = True
         self._optimizer = optimizer
@@ -203,5 +209,5 @@ class CalledModel(NotCopied):
 
 
 def _replaced(given: Any, args: Any) -> Any:
-    """Return the value that a forward pre-hook returns to replace the batch."""
+    """Return the value that the forward pre-hook must return so that the model is called with the replaced batch."""
     return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

@@ -39,7 +39,7 @@ _NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
 """Values that AutoModel reports with a validation and that are not results of it."""
 
 _ONLY = "default"
-"""AutoModel's name for a validation set that is the only one."""
+"""The name that AutoModel gives to the validation set if there is only one."""
 
 
 def host(
@@ -87,11 +87,11 @@ class _HostRequests:
         self._changed: dict[str, Any] = {}  # the original values of changed intervals
 
     def save(self, requests: tuple[Request, ...]) -> None:
-        """Save at the current step, as if the scheduler's interval ended there."""
+        """Make the recipe save after the current step: change the scheduler's interval so that it ends at this step."""
         self._now("ckpt_every_steps")
 
     def evaluate(self) -> None:
-        """Validate at the current step, as if the scheduler's interval ended there."""
+        """Make the recipe validate after the current step: change the scheduler's interval so that it ends at this step."""
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
@@ -112,7 +112,7 @@ class _HostRequests:
 
 
 class AutoModelHost(HostBase, AutoModelCallback):
-    """See `host`."""
+    """The AutoModel callback that `host` returns: it fires callsheet's events in an AutoModel recipe."""
 
     _run: HostedRun | None = None
 
@@ -206,7 +206,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._being_written = None
 
     def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
-        """Call the method with the run.
+        """Call a handler of the host, `method`, with the run.
 
         Until it returns, calls of the model come from a callback and are not part of the loop.
         """
@@ -219,7 +219,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     # --- steps ---
 
     def on_train_batch_end(self, recipe: Any, *, train_log_data: Any = None, **_: Any) -> None:
-        """End the step, and reach the boundary after it."""
+        """End the step, and carry out what is due after it, such as a requested stop or save."""
         run = self._run
         if run is None:
             return
@@ -244,7 +244,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._leave(error)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
-        """Copy what AutoModel measured to the run, if there are listeners.
+        """Copy the loss and the other values that AutoModel measured to the run, if a callback or a metrics record reads them.
 
         AutoModel's loss is that of all ranks and microbatches.
         """

@@ -35,7 +35,10 @@ class Callback:
 
 
 class CallbackRunner:
-    """Call the hooks of a list of callbacks, one after the other. An error is raised, and the remaining callbacks are not called."""
+    """Call the hooks of a list of callbacks, one after the other.
+
+    If one raises an error, the remaining callbacks are not called.
+    """
 
     def __init__(self, callbacks: Sequence[Any] | None = None) -> None:
         self.callbacks = callbacks or []

@@ -44,7 +44,7 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
     "eval_standalone_start": lambda ctx: ctx.standalone,
     "eval_standalone_end": lambda ctx: ctx.standalone,
 }
-"""Events of Composer that are fired only under a condition."""
+"""For each event of Composer that is fired only under a condition, that condition."""
 
 
 def guest(
@@ -72,7 +72,7 @@ def guest(
 
 
 class ComposerGuest(Guest):
-    """See `guest`."""
+    """The callsheet callback that `guest` returns: it calls a callback of MosaicML Composer."""
 
     FRAMEWORK = "Composer"
     EVENTS = COMPOSER_EVENTS
@@ -238,7 +238,10 @@ class ComposerGuest(Guest):
 
 
 class ComposerLoggerGuest(ComposerGuest):
-    """A `LoggerDestination`. Besides the events it receives our metrics records, under Composer's names."""
+    """The guest for a Composer `LoggerDestination`.
+
+    It receives the events, and callsheet's metrics records under Composer's names.
+    """
 
     OWN = {**ComposerGuest.OWN, "on_log": "_record"}
     PHASE: ClassVar[Phase] = "report"
@@ -274,4 +277,4 @@ class ComposerLoggerGuest(ComposerGuest):
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing. This replaces the methods that a callback without a base class does not have."""
+    """Do nothing. Called in place of a method that a callback without a base class does not have."""

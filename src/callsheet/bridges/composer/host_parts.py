@@ -28,7 +28,7 @@ _INSIDE = (
 """Events that are repeated if an optimizer calls its closure several times."""
 
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
-"""Events that the host handles only if a callback listens to the spans inside a microbatch."""
+"""Composer's events that the host handles only if a callback listens to events inside a microbatch (forward, loss, backward)."""
 
 _OPTIMIZER = ("after_train_batch",)
 """Events that the host handles only if a callback listens to parts of the step or reads its results."""
@@ -47,7 +47,7 @@ class HandlerTables:
 
     def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
         self.training = handlers
-        """The handlers that have something to do. It is always the same dictionary."""
+        """The handlers whose events have listeners. This dictionary is changed in place and never replaced, so it may be kept."""
         self._optional = {event: handlers[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
         self._outside = {event: handler for event, handler in handlers.items() if event not in _INSIDE}
         self._of_closure = self._outside | of_closure
@@ -59,7 +59,7 @@ class HandlerTables:
         self._choose(_LOSS, driver.is_loss_read)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
-        """Return the handlers while an optimizer calls its closure again."""
+        """Return the handlers to use while an optimizer calls its closure again."""
         return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
 
     def _choose(self, events: Iterable[str], has_listeners: bool) -> None:

@@ -23,7 +23,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """The classes for which a callback was written: Composer's own, or callsheet's of the same names."""
+    """The classes (`Event`, `Time`, ...) that a callback expects: Composer's own, or callsheet's of the same names."""
 
     base: type | None
     Event: Any
@@ -103,7 +103,7 @@ class ComposerRun:
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
     def fetched(self, ctx: Context) -> None:
-        """Count the samples and tokens of a batch. A step may have several batches."""
+        """Add the samples and tokens of a fetched batch to the counters of the step, which may have several batches."""
         if ctx.batch is not None:
             samples, tokens = _counts_of(ctx.batch)
             self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
@@ -118,15 +118,15 @@ class ComposerRun:
         self.loss = ctx.loss if ctx.has("loss") else None
 
     def resume_clock(self) -> None:
-        """Resume measuring the time of training."""
+        """Resume the clock that measures the time of training."""
         self._since += time.perf_counter() - self._paused
 
     def pause_clock(self) -> None:
-        """Pause measuring the time of training, for an evaluation."""
+        """Pause the clock that measures the time of training, because an evaluation begins."""
         self._paused = time.perf_counter()
 
     def start_clock(self) -> None:
-        """Start measuring the time of training."""
+        """Start the clock that measures the time of training."""
         self._since = time.perf_counter()
 
     def begin_eval(self) -> None:
@@ -142,13 +142,16 @@ class ComposerRun:
         self.eval_batches += 1
 
     def timestamp(self, at: Timestamp, counted: Counted) -> Any:
-        """Return Composer's timestamp. It is created on request, and kept until the position changes."""
+        """Return the run's position as a Composer `Timestamp`.
+
+        It is created when needed and cached until the position changes.
+        """
         if self._made[0] is not at or self._made[1] is not counted:
             self._made = (at, counted, self.timestamp_of(at, counted))
         return self._made[2]
 
     def timestamp_of(self, at: Timestamp, counted: Counted) -> Any:
-        """Create Composer's timestamp."""
+        """Create a Composer `Timestamp` from a timestamp of callsheet and these counters."""
         return self.kinds.Timestamp(
             iteration=at.round,
             epoch=at.epoch,

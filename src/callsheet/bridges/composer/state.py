@@ -21,7 +21,7 @@ from callsheet.errors import NotSupported
 
 
 class Found:
-    """A metric that was computed, with the `compute` method of a torchmetrics metric."""
+    """The value of a metric that callsheet has already computed, with the `compute` method of a torchmetrics metric."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -32,7 +32,10 @@ class Found:
 
 
 class State(Facade):
-    """The part of Composer's State that guests may use."""
+    """The state that Composer callbacks receive in callsheet's loop.
+
+    It has those attributes of Composer's State that they may use.
+    """
 
     OF: ClassVar[str] = "Composer's State"
 
@@ -210,12 +213,12 @@ class State(Facade):
 
     @property
     def algorithms(self) -> Sequence[Any]:
-        """An empty list."""
+        """An empty list, because callsheet does not run Composer's algorithms."""
         return []
 
     @property
     def profiler(self) -> None:
-        """None."""
+        """None, because callsheet has no Composer profiler."""
         return
 
     @property
@@ -225,7 +228,7 @@ class State(Facade):
 
 
 class _Wrapped:
-    """A model that also has itself as its attribute `module`."""
+    """A wrapper of a model that has the model as its attribute `module`, as DDP has."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -240,7 +243,7 @@ class _Wrapped:
 
 
 class Device(Facade):
-    """Composer's Device."""
+    """The device, with the interface of Composer's `Device`."""
 
     OF: ClassVar[str] = "Composer's Device"
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("callsheet")
 
 
 class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
-    """See `callsheet.bridges.composer.host`."""
+    """The Composer callback that `callsheet.bridges.composer.host` returns: it fires callsheet's events in Composer's Trainer."""
 
     _IS_END_REPORTED = True
 
@@ -218,7 +218,10 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         self._losses.add(state, trained_on(state.loss), self._run.counted[0])
 
     def _replaced(self, loss: Tensor, state: Any) -> Tensor:
-        """End the loss span. Return the loss, or the one with which a callback replaced it; Composer uses the same."""
+        """Fire the end of the loss computation.
+
+        Return the loss that Composer uses: the model's, or the one by which a callback replaced it.
+        """
         ctx = self._run.ctx
         ctx.loss = loss
         self._run.driver.end("loss")

@@ -105,7 +105,7 @@ def guest(
 
 
 class HuggingFaceGuest(Guest):
-    """See `guest`."""
+    """The callsheet callback that `guest` returns: it calls a `transformers.TrainerCallback`."""
 
     FRAMEWORK = "the Hugging Face Trainer"
     BASE = TrainerCallback
@@ -286,7 +286,7 @@ class HuggingFaceGuest(Guest):
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
 
     def _check_logged(self) -> None:
-        """Raise an error, or warn, if the callback asked for a log at a step without a metrics record."""
+        """Raise an error, or log a warning, if the callback set `control.should_log` at a step that has no metrics record."""
         if self._log_asked_at > self._logged_at:
             asked, self._log_asked_at = self._log_asked_at, 0
             self._cannot(

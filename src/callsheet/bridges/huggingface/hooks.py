@@ -55,7 +55,10 @@ class HuggingFaceForwardHooks(NotCopied):
         self.expected = ""
         """The kind of the model's next call: `train`, `eval`, or empty if it is not reported."""
         self.is_computing = False
-        """Whether the loss is being computed. A backward during that time is not the step's."""
+        """Whether the loss is being computed.
+
+        A call of `backward` during that time is part of the loss, not the step's backward pass.
+        """
         self.inputs: Any = None
         """The inputs of `training_step`."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"

@@ -90,7 +90,7 @@ class _HostRequests:
 
 
 class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """See `host`."""
+    """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer."""
 
     _run: HostedRun | None = None
 
@@ -291,7 +291,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._leave(error)
 
     def _begin_step(self, run: HostedRun) -> None:
-        """Start a step in which the model was not called."""
+        """Fire the start of a step in which the model was not called, because its first call normally does that."""
         run.counted, run.ctx.batch = (0, 0), None
         if not run.driver.parts["fetch"].has_no_listeners:
             run.driver.start_and_end("fetch")
@@ -299,7 +299,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         run.driver.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Reach the boundary after a step."""
+        """Carry out what is due after a step, such as a metrics record or a requested stop or save."""
         run = self._run
         if run is None:
             return
@@ -365,7 +365,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._leave(error)
 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `trainer.evaluate` and report the evaluation, even if it fails, so that callbacks put the trained weights back.
+        """Call `trainer.evaluate` and fire the evaluation's events.
+
+        The end is fired also if the evaluation fails, so that a callback that swapped the weights for it, such as `EMA`, restores
+        them.
 
         If there are several datasets, `trainer.evaluate` calls itself for each.
         """
@@ -389,7 +392,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         return found
 
     def _within(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
-        """Call `function(run, *given)`. An error ends the run; see `_leave`."""
+        """Call `function(run, *given)`. An error ends callsheet's run; see `_leave`."""
         try:
             function(run, *given)
         except BaseException as error:
@@ -400,7 +403,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
     def _fits(self, run: HostedRun, what: str) -> bool:
-        """Return whether `what`, in the letters of `_BOUNDARY`, may be fired now."""
+        """Return whether the events `what` (letters as in `_BOUNDARY`) may be fired at this point between two steps or epochs."""
         fired = self._fired
         return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
 
