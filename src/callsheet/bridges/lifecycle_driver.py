@@ -60,7 +60,7 @@ def _raise(error: Exception) -> None:
 class Part:
     """The driver's data about one span: its place in the lifecycle and its current state.
 
-    They are attributes because each event of a step reads them.
+    They are attributes of one object, for speed, because each event of a step reads them.
     """
 
     __slots__ = (
@@ -140,7 +140,10 @@ class LifecycleDriver:
         It raises errors that the user must know about.
         """
         self.is_barred: Callable[[str], bool] = lambda name: False
-        """Returns whether a span directly below the run must not begin now. If so, the spans inside it do not begin either."""
+        """A function that returns whether a top-level span, such as an evaluation, must not begin now.
+
+        If so, the spans inside it do not either.
+        """
         self.synthesized: set[str] = set()
         """Spans that the host did not report. They were fired as empty because a later span was reported."""
 
@@ -151,7 +154,10 @@ class LifecycleDriver:
             logger.warning("%s", message)
 
     def is_open(self, name: str) -> bool:
-        """Return whether the loop is inside this span. Code that runs in each step reads `parts[name].is_open`, which is faster."""
+        """Return whether the span's start has been fired and its end has not.
+
+        Code that runs in each step reads `parts[name].is_open`, which is faster.
+        """
         return self.parts[name].is_open
 
     def listen(self) -> bool:
@@ -241,7 +247,7 @@ class LifecycleDriver:
             self._pop()
 
     def start_step(self) -> None:
-        """Do the same as `start("train_step")`, with less work if the event has no listeners and the epoch is open."""
+        """Do the same as `start("train_step")`, but faster if the event has no listeners and the epoch is open."""
         step, epoch = self._step, self._epoch
         if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
@@ -253,7 +259,7 @@ class LifecycleDriver:
         step.is_open, step.done = True, 0
 
     def end_step(self) -> None:
-        """Do the same as `end("train_step")`, with less work if no event of the step has listeners."""
+        """Do the same as `end("train_step")`, but faster if no event of the step has listeners."""
         step, passes = self._step, self._step_passes
         if passes is None or self._open[-1] is not step or step.needed or step.span.ends is not None or self._ctx.kept:
             self.end("train_step")

@@ -57,7 +57,7 @@ class SupportCheck:
         self._manager = manager
         self._host = host
         self.strict = strict
-        """Whether an error is raised."""
+        """Whether unsupported needs of callbacks raise an error. Otherwise, a warning is logged."""
         self._hint = hint
 
     def before_run(self, never: Collection[str], control: Control) -> None:
@@ -83,7 +83,7 @@ class SupportCheck:
             self._reject_requests(control)
 
     def after_first_step(self, driver: LifecycleDriver) -> None:
-        """Reject events that have listeners, but were not fired in the first step that `driver` has seen."""
+        """Raise an error or warn about events that have listeners, but were not fired in the first step."""
         for span, event in events_of(driver.synthesized):
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
@@ -102,8 +102,7 @@ class SupportCheck:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that returns whether a listener listens to an event that the host fires, other than the run's start
-        and end.
+        """Return a function that tells whether a listener handles an event that the host fires, except the run's start and end.
         """
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}

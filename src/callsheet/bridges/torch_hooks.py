@@ -22,11 +22,11 @@ from callsheet.run.copies import add_hook
 logger = logging.getLogger("callsheet")
 
 Mode = Literal["train", "eval", "test", "predict"]
-"""What a model is called for."""
+"""The purpose for which a model is called."""
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[BackwardWatch] = []
-"""All watches in the order of their creation.
+"""All `BackwardWatch` objects, in the order of their creation.
 
 The latest is called first, so that a run inside a step of another run gets its own losses.
 """
@@ -55,7 +55,7 @@ class NotCopied:
     """
 
     is_inert: bool = False
-    """Whether the hooks do nothing, like those of a copy."""
+    """Whether the hooks do nothing at the moment, as in a copy."""
 
     def __reduce__(self) -> tuple[type[InertHooks], tuple[()]]:
         return InertHooks, ()
@@ -118,7 +118,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 class SkipsSteps(Protocol):
-    """The attributes of a run that `SteppedHooks` uses."""
+    """The protocol of the run that `SteppedHooks` needs."""
 
     driver: LifecycleDriver
     step_skipped: bool
@@ -277,7 +277,10 @@ class OptimizerHooks:
     def _fail(
         self, error: Exception, ours: Sequence[Hook], hooks: dict[int, Callable[..., Any]], own: Callable[..., Any]
     ) -> None:
-        """Give up inside one of the hooks, while torch is iterating over them."""
+        """End the run because of an error inside one of the hooks.
+
+        Remove the hooks only later, because torch is iterating over them.
+        """
         self._kept = ours
         try:
             self._driver.give_up(error)

@@ -42,7 +42,8 @@ class WrappedMethods:
     def remove(self) -> None:
         """Remove the wrappers.
 
-        If another library has wrapped one since, it stays until that library's wrapper is removed, and only calls the original.
+        If another library has wrapped the method again, our wrapper stays below that library's wrapper and only calls the
+        original.
         """
         owner, wrapped = self._owner(), dict(self._wrapped)
         self._wrapped.clear()

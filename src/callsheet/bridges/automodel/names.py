@@ -35,7 +35,7 @@ class Callback:
 
 
 class CallbackRunner:
-    """Call the hooks of a list of callbacks, one after the other.
+    """Calls the hooks of a list of callbacks, one after the other.
 
     If one raises an error, the remaining callbacks are not called.
     """

@@ -67,12 +67,12 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
         self.ctx: Context | None = None
         """The context of the latest event. None before training has begun."""
         self.is_taken = False
-        """Whether a guest uses this engine."""
+        """Whether a guest uses this engine. An engine can belong to only one guest."""
         self.fired_events: frozenset[str] | None = None
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces the evaluator of a dataset. The same name returns the same engine.
+        """Return the engine that replaces the evaluator of a dataset. It is created at the first call for this name.
 
         Its `state.output` is the model's output, or a tuple of output and targets if the batch is a pair, as with
         `create_supervised_evaluator`. Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
@@ -187,7 +187,7 @@ def reject_handler(handler: Any) -> None:
 
 
 def label_of_handler(handler: Any) -> str:
-    """Return the name of the handler: of the function, or of the class of the object."""
+    """Return the name of the handler for messages: that of the function, or of the class of a callable object."""
     handler = handler._parent() if hasattr(handler, "_parent") else handler
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__

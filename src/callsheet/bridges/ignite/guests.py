@@ -42,7 +42,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
     "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
 }
-"""For each of those names, the Ignite events of the evaluator that are fired together."""
+"""For each name in `EVALUATOR_EVENTS`, the Ignite events of an evaluator that are fired together."""
 
 TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
 """Events that are fired for a trainer, and never for an evaluator."""
@@ -95,7 +95,7 @@ def guest(
 
 
 class IgniteGuest(Guest):
-    """See `guest`. `foreign` is the engine to which the handlers are attached."""
+    """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached."""
 
     FRAMEWORK: ClassVar[str] = "Ignite"
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = GUEST_EVENTS

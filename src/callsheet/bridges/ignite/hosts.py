@@ -100,7 +100,7 @@ def host(
 
 @dataclass
 class _Evaluations:
-    """How far the trainer's evaluations have come."""
+    """The progress of the evaluations that run within the trainer's run."""
 
     dataset: str = ""
     """The dataset that is being evaluated, or empty."""
@@ -109,13 +109,16 @@ class _Evaluations:
     is_requested: bool = False
     """Whether a callback requested the evaluation that is running."""
     is_awaited: bool = False
-    """Whether the epoch has ended, and its boundary waits for the evaluation of the epoch."""
+    """Whether the epoch has ended, and what is due after it, such as a save, waits for the epoch's evaluation."""
     is_between_steps: bool = False
-    """Whether one of these is so. `_continue_training` must then be called before the next step."""
+    """Whether an evaluation is open or an epoch waits for one. `_continue_training` must then be called before the next step."""
 
 
 class IgniteHost(HostBase):
-    """See `host`. If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved."""
+    """The handler that `host` returns: it fires callsheet's events in Ignite's loop.
+
+    If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved.
+    """
 
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
@@ -393,13 +396,16 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Prepare the end of a step whose remaining iterations the engine skips. The driver ends the step later."""
+        """Clear the state of a step whose remaining iterations the engine skips.
+
+        The lifecycle driver fires the step's end later.
+        """
         if self._microbatches:
             self._microbatches, self._watch.is_on = 0, False
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Reach the boundary after an epoch, if it is still waiting for the evaluation of the epoch."""
+        """Carry out what is due after an epoch, if this has waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -408,11 +414,11 @@ class IgniteHost(HostBase):
 
     @observing
     def _terminate_single_epoch(self, trainer: Engine, iter_counter: int) -> None:
-        """End the epoch. Ignite counts an epoch that was terminated as a complete one."""
+        """End the epoch as a complete one, because Ignite counts a terminated epoch as complete."""
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the evaluation and reach the boundary that waits for it, because the trainer continues."""
+        """End the evaluation, and carry out what is due after the epoch and has waited for it, because the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)

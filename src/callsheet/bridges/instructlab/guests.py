@@ -199,7 +199,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the calls for the ends of the last step and epoch, because all evaluations and saves there are over."""
+        """Return the calls of `on_step_end` and `on_epoch_end` that had to wait for evaluations and saves."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False

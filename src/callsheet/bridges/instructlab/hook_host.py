@@ -156,7 +156,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, with the callbacks that were sent."""
+        """Create the host on a rank, from the callbacks that the starting process sent."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
@@ -220,7 +220,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
-        """Start the spans of a microbatch and its forward."""
+        """Fire the start of a microbatch and of its forward pass."""
         run.driver.start("microbatch")
         run.driver.start("forward")
 

@@ -242,7 +242,7 @@ def check(callback: Any) -> None:
 
 
 def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:
-    """Return a copy of the context for one call of one callback, with `changes` as its fields."""
+    """Return a copy of the context for one call of one callback, with the fields in `changes` replaced."""
     snapshot = copy(context)
     for name, value in changes.items():
         setattr(snapshot, name, value)
@@ -252,12 +252,12 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """Await what an `async` hook returned, which may be any awaitable."""
+    """Wrap what an `async` hook returned in a coroutine, because it may be any awaitable."""
     await result
 
 
 def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
-    """Log an error of a hook, which is not raised."""
+    """Log an error that a hook raised, instead of raising it."""
     owner = type(getattr(method, "__self__", method)).__name__
     kind = type(error).__name__
     logger.error(

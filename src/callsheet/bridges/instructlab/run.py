@@ -40,7 +40,7 @@ NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs"
 
 
 _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
-"""Events at which training leaves a boundary."""
+"""Events that begin a step or epoch, so that training is no longer between two of them."""
 
 
 class _ContextWithoutModel(Context):
@@ -211,7 +211,7 @@ class HookedRun(Run):
         self.ctx.step_skipped, self.has_stepped = False, True
 
     def _step_ends(self) -> None:
-        """Count the step, and set the fields of its end."""
+        """Count the step, and set the fields that handlers of the step's end read."""
         self._order.reach()
         ctx, state, context = self.ctx, self.state, self.context
         if self.loss is not None:

@@ -40,7 +40,7 @@ them that is fired.
 """
 
 ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
-"""Keras's older names, which the newer methods call."""
+"""For each method of a Keras callback, its older name, such as `on_batch_end`: Keras's default implementation calls it."""
 
 REJECTED: Mapping[str, str] = {
     "ModelCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
@@ -81,7 +81,7 @@ def check_backend() -> None:
 
 
 class KerasGuest(Guest):
-    """See `guest`."""
+    """The callsheet callback that `guest` returns: it calls a Keras callback."""
 
     FRAMEWORK = "Keras"
     BASE = keras.callbacks.Callback
@@ -149,7 +149,7 @@ class KerasGuest(Guest):
 
 
 class GuestModel(Facade):
-    """The part of a Keras model that guests may use."""
+    """The `model` of a Keras callback in callsheet's loop. It has the parts of a Keras model that callbacks may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})
@@ -172,7 +172,7 @@ class GuestModel(Facade):
 
     @property
     def optimizer(self) -> GuestOptimizer:
-        """The facade of the optimizer."""
+        """The optimizer, as an object with the interface of a Keras optimizer."""
         return self._optimizer
 
     @property
@@ -197,7 +197,7 @@ class GuestModel(Facade):
 
 
 class GuestOptimizer(Facade):
-    """The part of a Keras optimizer that guests may use."""
+    """The optimizer that a Keras callback in callsheet's loop finds at `model.optimizer`, with the attributes that it may use."""
 
     OF = "Keras's optimizer"
 

@@ -96,7 +96,7 @@ def host(
 
 
 class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
-    """See `host`."""
+    """The Keras callback that `host` returns: it fires callsheet's events in Keras's loops."""
 
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None

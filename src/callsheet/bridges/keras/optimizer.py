@@ -48,7 +48,7 @@ class Steps:
         optimizer.apply = applied
 
     def remove(self) -> None:
-        """Restore the optimizer's own `apply`."""
+        """Restore the `apply` of the optimizer's class."""
         if "apply" in vars(self._optimizer):
             del self._optimizer.apply
 
@@ -65,7 +65,7 @@ class Scale:
         return hasattr(optimizer, "dynamic_scale") or getattr(optimizer, "loss_scale_factor", None) is not None
 
     def is_enabled(self) -> bool:
-        """Return True."""
+        """Return True, because a `Scale` is made only for an optimizer that scales the loss."""
         return True
 
     @property

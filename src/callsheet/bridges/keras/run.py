@@ -38,17 +38,17 @@ class KerasRun(Common):
         self._total, self._samples = state["total"], state["samples"]
 
     def on_train_start(self, ctx: Context) -> None:
-        """Keep the run's context."""
+        """Store the run's context for the guests' later calls."""
         self.ctx, self._open = ctx, None
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Start a new mean, unless a resumed run enters the epoch after its first batch."""
+        """Reset the mean loss of the epoch, unless a resumed run enters the epoch after its first batch."""
         if not ctx.state.timestamp.batch_in_epoch:
             self._total, self._samples = 0.0, 0
         self.logs = {}
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Set the number of the batch."""
+        """Set the index of the batch in the epoch."""
         self.batch = ctx.state.timestamp.batch_in_epoch
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -61,17 +61,20 @@ class KerasRun(Common):
                 self.logs = {"loss": float(self._total) / self._samples}
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Fill the logs. Keras calls `on_epoch_end` after the epoch's evaluation, if there is one."""
+        """Put the epoch's mean loss into the logs.
+
+        Guests are called later: Keras calls `on_epoch_end` after the epoch's evaluation.
+        """
         self._open = ctx.epoch - 1
         self.logs = {"loss": float(self._total) / self._samples} if self._samples else {}
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """End the epoch at its own boundary, because no evaluation was due."""
+        """Call the guests' `on_epoch_end` now if the epoch has ended, because no evaluation was due."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """End the epoch, because no evaluation follows."""
+        """Call the guests' `on_epoch_end` if this was not done, because no evaluation follows."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:

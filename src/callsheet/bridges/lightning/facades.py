@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """A facade that reads the guest's context."""
+    """An object that replaces a part of Lightning for a guest, and takes its values from the guest's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -140,13 +140,13 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """The progress of the loop. It also stands for the loop and its parts."""
+    """The progress of the loop. The same object replaces Lightning's loop, its epoch loop and their progress counters."""
 
     OF = "Lightning's loop"
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
-        """The facade itself."""
+        """The epoch loop, which is this object too."""
         return self
 
     batch_progress = total = current = epoch_loop
@@ -210,14 +210,14 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The argument of `guest`."""
+        """The number of steps between logs: the argument of `guest`."""
         return self._log_every_n_steps
 
     # --- progress ---
 
     @property
     def state(self) -> Any:
-        """The state: `fn`, `stage` and `status`."""
+        """The Trainer's state, with the attributes `fn`, `stage` and `status` of Lightning's."""
         return self._state
 
     def _set_state(self, fn: str, stage: str) -> None:
@@ -226,27 +226,27 @@ class TrainerFacade(OfGuest):
 
     @property
     def training(self) -> bool:
-        """Whether it trains."""
+        """Whether training is running."""
         return bool(self._state.stage == "train")
 
     @property
     def validating(self) -> bool:
-        """Whether it evaluates."""
+        """Whether an evaluation on validation data is running."""
         return bool(self._state.stage == "validate")
 
     @property
     def testing(self) -> bool:
-        """Whether it tests."""
+        """Whether a test is running."""
         return bool(self._state.stage == "test")
 
     @property
     def predicting(self) -> bool:
-        """Whether it predicts."""
+        """Whether a prediction is running."""
         return bool(self._state.stage == "predict")
 
     @property
     def evaluating(self) -> bool:
-        """Whether it evaluates or tests."""
+        """Whether an evaluation or a test is running."""
         return self.validating or self.testing
 
     @property
@@ -370,7 +370,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def logger(self) -> LoggerFacade:
-        """The same facade."""
+        """The facade for all of callsheet's loggers, as in `loggers`."""
         return self._guest.logger
 
     @property
@@ -422,7 +422,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What the callback has logged for the progress bar."""
+        """The metrics that the callback has logged with `prog_bar=True`."""
         return self._guest.progress
 
     # --- requests ---

@@ -59,7 +59,7 @@ def guest(
 
 
 class LightningGuest(Guest):
-    """See `guest`."""
+    """The callsheet callback that `guest` returns: it calls a Lightning callback."""
 
     FRAMEWORK = "Lightning"
     EVENTS = {
@@ -120,7 +120,7 @@ class LightningGuest(Guest):
         self.ctx: Any = None
         """The context of the current event, or of the last one."""
         self.progress: dict[str, float] = {}
-        """What the callback has logged for the progress bar."""
+        """The values that the callback has logged with `prog_bar=True`."""
         self.epoch = 0
         """The index of the current epoch. After the last epoch, the number of epochs."""
         self.batch_idx = self.total_batch_idx = -1
@@ -144,7 +144,7 @@ class LightningGuest(Guest):
                 logger.warning("%s", message)
 
     def _remove_unneeded_handlers(self) -> None:
-        """Remove the guest's own handlers of batches if the callback overrides no hook of batches."""
+        """Remove the guest's own batch handlers if the callback overrides no batch hook, so that batches cost nothing."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
@@ -374,7 +374,7 @@ class LightningGuest(Guest):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the state. The callback receives it when training begins, after its `setup`."""
+        """Store the state until training begins. The callback receives it then, after its `setup`, as in Lightning."""
         self._loaded = state or None
 
 

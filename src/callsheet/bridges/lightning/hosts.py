@@ -70,7 +70,7 @@ def host(
 
 
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
-    """See `host`."""
+    """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
@@ -408,7 +408,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         self._stop_if_asked(run, trainer)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
-        """Return the results of an evaluation by plain names."""
+        """Return an evaluation's results under names without Lightning's prefixes, such as `loss` for `val_loss`."""
         return {plain_name(name, prefix): float(value) for name, value in self._new_metrics(trainer).items()}
 
     # --- test and prediction ---
@@ -504,7 +504,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         return {"state": own.pop("state"), "ranks": distributed.gather(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the state; it is restored when training begins."""
+        """Store the callbacks' states until training begins, when they are restored."""
         self._loaded = state_dict or None
 
     def _resume(self, trainer: Any, run: HostedRun) -> None:

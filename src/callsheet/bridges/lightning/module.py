@@ -13,7 +13,9 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 
 
 class ModuleFacade(OfGuest):
-    """Replaces a LightningModule and forwards to the model.
+    """Replaces a LightningModule for a Lightning callback in callsheet's loop.
+
+    Methods such as `parameters` are those of the model.
 
     `isinstance` takes it for a LightningModule, which overrides no hook.
     """
@@ -30,7 +32,7 @@ class ModuleFacade(OfGuest):
 
     @property
     def configure_model(self) -> Any:
-        """Lightning's own method, as for the next three, so that none of them counts as overridden."""
+        """Lightning's own method, so that the module does not count as overriding it."""
         return self._inherited("configure_model")
 
     @property
@@ -103,7 +105,7 @@ class ModuleFacade(OfGuest):
         self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several numbers."""
+        """Log several numbers by name; see `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
@@ -154,18 +156,18 @@ class ModuleFacade(OfGuest):
         return named
 
     def children(self) -> Iterator[nn.Module]:
-        """Return the model's children."""
+        """Return the model's child modules."""
         return self._model.children()
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Return the model's children with their names."""
+        """Return the model's child modules with their names."""
         return self._model.named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the model's state."""
+        """Return the model's state dict."""
         state: dict[str, Any] = self._model.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the state into the model."""
+        """Load a state dict into the model."""
         return self._model.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -25,7 +25,7 @@ _STEPS: Mapping[Mode, str] = {
 
 
 class Methods:
-    """Replaces methods of one object until `put_back`."""
+    """Replaces methods of one object until `put_back` restores them."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -122,7 +122,7 @@ class ClosureWatch(BackwardWatch):
     """
 
     before: Tensor | None = None
-    """The sum of the losses of earlier batches in the step."""
+    """The sum of the losses of the step's earlier batches, without those of the closure's evaluations for the current batch."""
     last: Tensor | None = None
     """The sum of the losses in the step so far, including the last evaluation of the closure."""
 
@@ -178,7 +178,7 @@ class Saves:
 
 
 class Cadence:
-    """Makes Lightning evaluate soon by changing how often it evaluates, and restores its setting afterwards."""
+    """Makes Lightning evaluate soon by changing its evaluation interval, and restores the interval afterwards."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

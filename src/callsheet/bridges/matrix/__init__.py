@@ -1,4 +1,4 @@
-"""The matrix: which built-in callbacks work in which host, and which callbacks of other frameworks work as guests.
+"""The matrix: which built-ins work in which framework's loop, and which callbacks of other frameworks work in callsheet's.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -14,7 +14,7 @@ from importlib import resources
 from textwrap import wrap
 
 SIGNS = {"works": "✓", "limited": "~", "rejected": "✗"}
-"""The sign that shows each verdict."""
+"""For each verdict (`works`, `limited`, `rejected`), the sign that shows it in the table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def guest(
 
 
 class MegatronBridgeGuest(Guest):
-    """See `callsheet.bridges.megatron_bridge.guest`."""
+    """The callsheet callback that `callsheet.bridges.megatron_bridge.guest` returns: it calls callbacks of Megatron Bridge."""
 
     FRAMEWORK = "Megatron Bridge"
     EVENTS = GUEST_EVENTS

@@ -70,7 +70,7 @@ def host(
 
 
 class MegatronBridgeHost(HostBase):
-    """See `host`.
+    """The Megatron Bridge callback that `host` returns: it fires callsheet's events in Megatron Bridge's loop.
 
     It does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
     need not be installed.
@@ -147,7 +147,10 @@ class MegatronBridgeHost(HostBase):
         self._has_trained = True
 
     def _handle(self, method: Callable[..., None], context: CallbackContext) -> None:
-        """Call the method with the run, which begins with the first event, unless the host has given up."""
+        """Call `method` with the run, which begins with the first event.
+
+        After an error of callsheet has ended the run, do nothing.
+        """
         if not self._has_given_up:
             method(self, self._run or self._begin(context), context)
 
@@ -324,7 +327,7 @@ class MegatronBridgeHost(HostBase):
         self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
-        """Return the losses.
+        """Return the losses of an evaluation.
 
         With pipelining only the last stage has them, so they are gathered for all ranks.
         """

@@ -102,7 +102,10 @@ class MegatronBridgeRun(Common):
         ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
-        """Set the state's counts to the run's position. Return the list of model chunks."""
+        """Set the step and sample counts of the guests' `context.state` to the run's position.
+
+        Return the list of model chunks.
+        """
         self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (

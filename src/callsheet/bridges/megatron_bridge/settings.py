@@ -119,7 +119,7 @@ def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
 
 
 def move(run: HostedRun, step: int) -> None:
-    """Move the run to a step that Megatron has reached without reporting the steps before it."""
+    """Set the run's position to a step that Megatron has reached without reporting the steps before it."""
     at = run.state.timestamp
     run.state.timestamp = at._replace(batch=step, batch_in_epoch=at.batch_in_epoch + step - at.batch)
     run.ctx.step = step

@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """A facade with a number that a callback may change to end training. Each change calls a function; see `call_when_moved`."""
+    """A facade with a number that a callback may write to end training. Each write calls a function; see `call_when_moved`."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`

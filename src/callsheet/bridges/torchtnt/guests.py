@@ -72,7 +72,7 @@ def guest(
 
 
 class TorchTNTGuest(Guest):
-    """See `guest`."""
+    """The callsheet callback that `guest` returns: it calls a torchtnt callback."""
 
     FRAMEWORK = "torchtnt"
     BASE = TorchTNTCallback
@@ -130,7 +130,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """The part of a torchtnt unit that guests may use."""
+    """The object that a torchtnt callback in callsheet's loop receives as its unit: the parts of an AutoUnit that it may use."""
 
     OF = "torchtnt's unit"
 
@@ -176,7 +176,7 @@ class GuestUnit(Facade):
         return {f"{loop}_progress": progress for loop, progress in self._guest.common.progress.items()}
 
     def tracked_misc_statefuls(self) -> dict[str, Any]:
-        """Return an empty dict."""
+        """Return an empty dict: only model, optimizer, scheduler and progress are tracked."""
         return {}
 
     def app_state(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def host(
 
 
 class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
-    """See `host`."""
+    """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops."""
 
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
@@ -216,7 +216,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
-        """Start the fetch's span if it has listeners. Return whether it was started."""
+        """Fire the start of the fetch if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
         if is_started:  # the further batches of a step are fetched within it
@@ -233,7 +233,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         return is_started
 
     def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
-        """End the fetch's span. Return the batch, or the one with which a callback replaced it."""
+        """Fire the end of the fetch. Return the batch, or the one by which a callback replaced it."""
         try:
             run.ctx.batch = batch
             if is_started:
@@ -324,7 +324,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Reach the boundary that was delayed until torchtnt's evaluation ended."""
+        """Carry out what is due after the last step or epoch, which was delayed until torchtnt's evaluation ended."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -382,7 +382,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation, then reach the boundary that was delayed until its end."""
+        """End the evaluation, then carry out what is due after the last step or epoch, which was delayed until then."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()
@@ -445,7 +445,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         return {"states": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Keep the states for the next run, which resumes from them."""
+        """Store the callbacks' states for the next run, which resumes from them."""
         self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
 
     def _load_restored(self, run: HostedRun, unit: Any) -> None:

@@ -51,7 +51,7 @@ class TorchTNTRun(Common):
     # --- training ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Keep the run's context."""
+        """Store the run's context for the guests' later calls."""
         self.ctx, self.was_stopped = ctx, False
 
     def on_train_start(self, ctx: Context) -> None:
@@ -66,7 +66,7 @@ class TorchTNTRun(Common):
         self._enter(EntryPoint.FIT if ctx.state.evaluators else EntryPoint.TRAIN, ctx)
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Return to the training loop, after an evaluation."""
+        """Set the active loop in torchtnt's `State` back to training, after an evaluation."""
         self._turn_to("train")
 
     def on_fetch_start(self, ctx: Context) -> None:

@@ -84,7 +84,7 @@ class MeanLosses:
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self.samples = 0
-        """The samples of all batches."""
+        """The number of samples in all batches so far."""
 
     def add(self, output: Any, samples: int) -> None:
         """Add the losses that an `eval_step` has returned. `samples` is the number of samples in its batch."""
