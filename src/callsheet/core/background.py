@@ -11,16 +11,16 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import NotACallbackError
 
 END_SECONDS = 5.0
-"""How many seconds a callback's process has to end before it is killed."""
+"""How many seconds a callback's process has to exit after it was told to end; after that it is killed."""
 
 
 class Background(Callback):
     """Run a callback on its own thread. It receives all events in order, as snapshots, and training does not wait for it.
 
-    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods are awaited
-    one after the other. A snapshot holds the fields that `snapshot_fields` names, or, if it names none, all fields that need no
-    copy; it never holds the model. `ctx.log` and `ctx.control` work as usual. At the end of a run all events are delivered,
-    within `deadline`.
+    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods run one after
+    the other, each to its end. A snapshot holds the fields that `snapshot_fields` names, or, if it is empty, all fields that can
+    be passed without a copy; it never holds the model. `ctx.log` and `ctx.control` work as usual. At the end of a run all events
+    are delivered, within `deadline`.
 
     Args:
         callback: the callback.
@@ -43,7 +43,7 @@ class Background(Callback):
 
     lane: Lane = "background"
     patience: float = inf
-    """Seconds that `state_dict` and `load_state_dict` may wait for the callback; the manager sets them."""
+    """Seconds that a caller of `state_dict` and `load_state_dict` waits for the wrapped callback. The manager sets it."""
 
     def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
         if not isinstance(callback, Callback) or isinstance(callback, Background):
@@ -60,7 +60,7 @@ class Background(Callback):
 
     @property
     def name(self) -> str:
-        """The callback's name. Setting it changes the name of the callback itself."""
+        """The wrapped callback's name. Setting it renames the wrapped callback."""
         return label_of(self.callback)
 
     @name.setter
@@ -76,5 +76,5 @@ class Background(Callback):
 
 
 def inner(callback: Callback) -> Callback:
-    """Return the callback itself, without the `Background` around it."""
+    """Return the callback inside a `Background` wrapper, or `callback` itself if it is not wrapped."""
     return callback.callback if isinstance(callback, Background) else callback

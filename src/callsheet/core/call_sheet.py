@@ -1,4 +1,4 @@
-"""The call sheet: which handlers each event has, in which order, and how they are compiled to tuples of functions."""
+"""The call sheet: the table of all handlers by event, in the order of calls, and how it is compiled to tuples of functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function on the call sheet, with its failures and muted events."""
+    """A callback or function that was added to the manager, with its count of failures and its muted events."""
 
     thing: Callback | Handler
     label: str
@@ -38,12 +38,12 @@ class Registration:
     is_off: bool = False
     last_failure: str = ""
     muted: frozenset[str] = frozenset()
-    """Events for which it is not called in the run in progress."""
+    """Events for which the callback is not called during the current run."""
 
     def is_silent_at(self, event: str) -> bool:
-        """Return whether the event is muted or the callback is switched off.
+        """Return whether the callback must not be called at `event`, because the event is muted or the callback is disabled.
 
-        `on_exception` and `on_run_end` are fired even for a callback that is switched off, because it may have to close files or
+        `on_exception` and `on_run_end` are delivered even to a disabled callback, because it may have to close files or
         connections.
         """
         return (self.is_off and event not in _ENDING_EVENTS) or event in self.muted
@@ -57,9 +57,9 @@ class Registration:
 
 @dataclass(eq=False, slots=True)
 class HandlerEntry:
-    """One line of the call sheet: a handler of one event.
+    """One row of the call sheet: a handler of one event, with its options.
 
-    `previous` is the number of whole intervals that were complete when the event was last fired.
+    `previous` is the number of whole intervals (such as "every 100 batches") that were complete when the event was last fired.
     """
 
     event: str
@@ -83,36 +83,36 @@ class HandlerEntry:
 
 
 class CompositeHandler(ABC):
-    """A handler made of parts.
+    """A handler that consists of several handlers.
 
-    When the call sheet is compiled, it replaces the handler by its parts, so that each part is called directly.
+    When the call sheet is compiled, the parts take the place of this handler, so that each part is called directly.
     """
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call all parts. Used where there are no other handlers, such as in a lane."""
+        """Call all parts in order. Used where the handler is not compiled into its parts, such as in a lane."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return the entries of the parts, which are called in place of `entry`.
+        """Return the call sheet entries of the parts, which replace `entry`.
 
-        `earlier` are the entries that are called before it.
+        `earlier` are the entries of the handlers that are called before `entry`.
         """
 
 
 CompiledEvent = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
-"""A compiled event: the first handler, the other handlers in order, the event, and the entries of the handlers.
+"""A compiled event: its first handler, its other handlers in order, its name, and the call sheet entries of all handlers.
 
-None means no handler. It is a plain tuple because every dispatch unpacks it. The first handler is separate because calling it
-costs less than a loop over one element (`benchmarks/dispatch.py`).
+The first two items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. The first handler
+is separate because calling it costs less than a loop over one element (`benchmarks/dispatch.py`).
 """
 
 
 class Dispatcher(Protocol):
-    """Something that dispatches events and knows which event it is dispatching now.
+    """An object that fires events and stores the event that is being fired now.
 
-    After a nested event, a dispatch restores the outer event from here and not from `ctx.event`, because a class with a
-    `__getattr__`, such as `Context`, reads attributes more slowly.
+    When an event is fired inside another, the outer event is restored from this object and not from `ctx.event`, because a class
+    with a `__getattr__`, such as `Context`, reads attributes more slowly.
     """
 
     current: Event | None
@@ -125,7 +125,7 @@ class CallSheet:
         self.entries = entries
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return event, phase, callback, ranks, lane and interval of every line, as text."""
+        """Return the event, phase, callback, ranks, lane and interval of every row, as text."""
         return [
             (entry.event, entry.phase, entry.registration.label, _ranks_text(entry.ranks), entry.lane, str(entry.every or ""))
             for entry in self.entries
@@ -141,7 +141,7 @@ class CallSheet:
 
 
 def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
-    """Return an entry for one of callsheet's own handlers.
+    """Return a call sheet entry for a handler of callsheet itself rather than of a callback.
 
     Its phase is `report`, so that it is called even after a callback has failed.
     """
@@ -175,8 +175,9 @@ def compiled(
         entries: all of its handlers.
         ranks: the ranks of this process.
         checking: whether observers that draw random numbers raise.
-        in_lane: returns what the training thread calls in place of a handler that runs in a lane.
-        timed: wraps handlers to measure their time; None: they are not timed.
+        in_lane: takes the entry of a handler that runs in a lane, and returns the function that the training thread calls
+            instead.
+        timed: wraps a handler to measure its time; None: handlers are not timed.
     """
     here: list[HandlerEntry] = []
     for entry in sorted(entries, key=lambda entry: entry.order):
@@ -190,7 +191,7 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return the compiled form of these handlers, each with its entry."""
+    """Return the compiled form of `event`, with these handlers and their call sheet entries."""
     return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
 
 
@@ -203,11 +204,11 @@ def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
 def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
     """Call the handlers that must still run although `failed` raised `error`, then raise the error.
 
-    These are the handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all handlers. What they raise is
-    logged, so that it does not hide the first error.
+    These are the later handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all later handlers.
+    Their own errors are logged, so that they do not hide the first error.
 
-    In another framework's loop, a missing field that should be available at the event is an error of the host, not of the
-    callback: the host misread the loop. The failed handler is then skipped with a warning, and all other handlers are called.
+    In another framework's loop, a field that should be available but is missing is an error of the host (the adapter for that
+    framework), not of the callback. The failed handler is then skipped with a warning, and all other handlers are called.
     """
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
@@ -243,7 +244,10 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the event with the handler of `mark` added: as the last at the end of a span, and as the first at any other event."""
+    """Return the event with one more handler, that of the entry `mark`.
+
+    It is called last at the end of a span, and first at any other event.
+    """
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     if event.endswith("_end"):
         return compile_event((*handlers, mark.handler), event, (*entries, mark))
@@ -251,7 +255,7 @@ def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
 
 
 def all_entries(by_event: dict[str, list[HandlerEntry]]) -> CallSheet:
-    """Return the call sheet of all ranks, in the lifecycle's order."""
+    """Return the call sheet with the handlers of all ranks, in the order of the lifecycle."""
     return CallSheet(tuple(entry for event in EVENTS for entry in sorted(by_event[event], key=lambda entry: entry.order)))
 
 

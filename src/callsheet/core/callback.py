@@ -30,7 +30,7 @@ ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 foreign_hints: list[Callable[[object], str]] = []
 """Functions that look at an object that is not a callback and return a hint for the error message.
 
-`callsheet` adds one, because `core` does not know other frameworks.
+`import callsheet` adds a function that recognises callbacks of other frameworks, which `core` must not import.
 """
 
 
@@ -49,43 +49,55 @@ class Callback(Hooks):
     name: str = ""
     """The callback's name in messages and tables, and the key of its saved state; if empty, the name of its class."""
     phase: Phase = "measure"
-    """The place of its handlers in an event's order: one of `PHASES`. `change` and `decide` are for callbacks that act on training."""
-    ranks: RankGate = "all"
-    """The ranks on which it is called: `all`, `zero`, `local_zero`, or a set of ranks."""
-    lane: Lane = "inline"
-    """Where it runs: `inline` on the training thread, `background`, or `process`."""
-    on_error: OnError | None = None
-    """What an error in a handler does. `raise`: it ends the run.
+    """When its handlers are called, relative to other callbacks' handlers of the same event: one of `PHASES`.
 
-    `isolate`: it is logged, and three in a row switch the callback off. None: `raise` for an inline callback, `isolate` for one
-    in a lane.
+    `change` and `decide` are for callbacks that act on training.
+    """
+    ranks: RankGate = "all"
+    """The ranks on which the callback is called: `all`, `zero`, `local_zero`, or a set of ranks."""
+    lane: Lane = "inline"
+    """Where the callback runs: `inline` (the training thread), `background` (its own thread), or `process` (its own process)."""
+    on_error: OnError | None = None
+    """What happens when a handler raises an error.
+
+    `isolate`: the error is logged, and three errors in a row disable the callback. None: `raise` for an inline callback,
+    `isolate` for one in a lane.
     """
     collective: bool = False
-    """Whether it calls collectives. Such a callback must run inline and on every rank."""
+    """Whether the callback calls collectives (torch.distributed). Such a callback must run inline and on every rank."""
     draws_random: bool = False
-    """Whether it draws random numbers. If so, the random states are restored after each handler, so that training is not affected."""
+    """Whether the callback draws random numbers.
+
+    If so, the random states are restored after each handler, so that training is not affected.
+    """
     keep_fields: tuple[str, ...] = ()
-    """Fields whose window should be extended as far as the lifecycle allows, such as `outputs`."""
+    """Fields of the context that should stay available longer than usual, as long as the lifecycle allows, such as `outputs`."""
     snapshot_fields: tuple[str, ...] = ()
-    """The fields that its lane's snapshots hold; if empty, all fields that need no copy."""
+    """The context fields that the callback receives if it runs in a lane. If empty, all fields that need no copy."""
     requests: tuple[str, ...] = ()
-    """The requests that it may make, such as `stop`. A host that supports none of them rejects the callback when it is attached."""
+    """The requests that the callback may make, such as `stop`.
+
+    A host that supports none of them rejects the callback when it is attached.
+    """
     required_fields: tuple[str, ...] = ()
-    """Fields without which it cannot work, such as `model`. A host that never provides one rejects the callback when it is attached."""
+    """Fields without which the callback cannot work, such as `model`.
+
+    A host that never provides one of them rejects the callback when it is attached.
+    """
     writes_to_run_folder: bool = False
-    """Whether it writes files to `ctx.run.folder`.
+    """Whether the callback writes files to `ctx.run.folder`.
 
     If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
     """
     transport_ignore: tuple[str, ...] = ()
-    """Attributes that each process makes for itself, and that may differ between processes; see `callsheet.transport`."""
+    """Attributes that each process creates for itself. They may differ after the callback was sent to another process."""
     lane_options: LaneOptions = LaneOptions()
-    """The size of its lane's queue, and what happens when it is full."""
+    """The size of the queue of events if the callback runs in a lane, and what happens when the queue is full."""
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments, from which a `CallbackSpec` can make this object again."""
+        """Store the constructor's arguments, from which a `CallbackSpec` can construct the callback again."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
@@ -93,16 +105,16 @@ class Callback(Hooks):
         return self
 
     def on_event(self, ctx: Context) -> Awaitable[None] | None:
-        """Handle every event; `ctx.event` says which."""
+        """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that are already on the call sheet.
+        """Share state with callbacks that were added before this one, to avoid computing the same thing twice.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return, as plain data and tensors, the state that must survive a resume. Called when a checkpoint is saved."""
+        """Return the state that must survive a resume, as plain data and tensors. Called when a checkpoint is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,9 +127,9 @@ def label_of(callback: Callback) -> str:
 
 
 class Marks(NamedTuple):
-    """The options that the decorators `every`, `at` and the rank gates set on a function.
+    """The options that the decorators `every`, `at`, `rank_zero_only` and `local_rank_zero_only` set on a function.
 
-    None means that the callback's option applies.
+    None means that the decorator was not used, so the callback's own option applies.
     """
 
     every: Interval | None = None
@@ -130,7 +142,9 @@ W = TypeVar("W", bound=str)
 
 
 def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
-    """Call the method only every `interval`, such as `"100ba"`, `"1ep"` or `"10m"`; a whole number means batches.
+    """Decorate a handler so that it is called only every `interval`, such as `"100ba"`, `"1ep"` or `"10m"`.
+
+    A whole number means batches.
 
     At `on_train_step_end`, `"100ba"` means the steps 100, 200, and so on. At other events, the method is called if an interval
     was completed since the event was last fired. With `at_end`, it is also called when training reaches `max_duration`.
@@ -144,7 +158,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: Phase) -> Callable[[F], F]:
-    """Put the method in this phase instead of the callback's.
+    """Decorate a handler so that it runs in this phase instead of the callback's.
 
     Raises:
         RegistrationError: the phase is unknown; the message names the method and its line.
@@ -202,7 +216,10 @@ _GATE = _gated("zero", lambda: None).__code__
 
 
 def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside a rank gate, since the call sheet checks the rank once, when it is compiled."""
+    """Return the function inside the wrapper of `rank_zero_only` or `local_rank_zero_only`.
+
+    The call sheet checks the rank once, when it is compiled, so the wrapper's check at each call is not needed.
+    """
     function: Any = getattr(handler, "__func__", handler)
     if getattr(function, "__code__", None) is not _GATE:
         return handler

@@ -28,8 +28,9 @@ Across = Literal["mean", "sum", "max", "same"]
 """How the values of the ranks are combined."""
 
 Loggable = Mapping[Any, Any]
-"""A mapping of names to numbers, or of tuples of names to one-dimensional tensors with a number for each name. (A narrower type
-would not accept both kinds of dict.)
+"""Values that can be logged: a number for each name, or a one-dimensional tensor for a tuple of names.
+
+(A narrower type would not accept both kinds of dict.)
 """
 
 
@@ -44,7 +45,7 @@ class Accumulator(Protocol):
 
 
 class LoggerLine(Protocol):
-    """Passes a call such as `log_table` to every logger of the run; see `CallbackManager.notify_loggers`."""
+    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.notify_loggers`."""
 
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
 
@@ -52,8 +53,8 @@ class LoggerLine(Protocol):
 class Context:
     """The fields that callbacks read, and the methods with which they log and make requests.
 
-    The fields are those of `callsheet.core.lifecycle.FIELDS`, which says what each means and when it is available. Other attributes are for the
-    loop that owns the context.
+    The fields are those of `callsheet.core.lifecycle.FIELDS`, which defines what each field means and when it is available. Other
+    attributes are for the loop that owns the context.
 
     Raises:
         FieldNotAvailable: on reading a field outside its window; the message names the window.
@@ -111,9 +112,9 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.excuse: Callable[[str], None] | None = None
-        """In another framework's loop, the function that logs that a handler was skipped because a field is missing.
+        """In another framework's loop: a function that logs that a handler was skipped because a field is missing.
 
-        None: a missing field raises.
+        If None, reading a missing field raises an error.
         """
         self.kept: frozenset[str] = frozenset()
         self.loss_is_new = False
@@ -122,12 +123,13 @@ class Context:
         A snapshot then need not copy the loss.
         """
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
-        """Called by `mute` and `unmute`; set by the manager."""
+        """The function that `mute` and `unmute` call. The manager sets it."""
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
-        """Return a context for another loop of the same run, such as an evaluation. It shares all fields that are always available.
+        """Return a context for another loop of the same run, such as an evaluation.
 
-        The new context logs to `accumulator`, or to this context's accumulator if none is given.
+        The two contexts share all fields that are always available. The new context logs to `accumulator`, or to this context's
+        accumulator if none is given.
         """
         other = Context(
             self.run,
@@ -211,7 +213,7 @@ class Context:
             self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Call the callback's handlers for these events again; see `mute`."""
+        """Call the callback's handlers for these events again after `mute`."""
         if self.muting is not None:
             self.muting(callback, events, False, None)
 
@@ -276,7 +278,7 @@ class Context:
 
 
 def _floats(values: Loggable) -> dict[str, float]:
-    """Return a float for each name."""
+    """Return the values as a float for each name, with tensors of several values split up."""
     found: dict[str, float] = {}
     for name, value in values.items():
         try:
@@ -287,7 +289,7 @@ def _floats(values: Loggable) -> dict[str, float]:
 
 
 def _new_state() -> TrainState:
-    """Return the state of a run that begins.
+    """Return the training state of a new run.
 
     Its module is imported only here, because its dataclasses would slow down `import callsheet`.
     """
@@ -297,7 +299,7 @@ def _new_state() -> TrainState:
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
-"""For each field, the getter of its slot. It bypasses `Context.__getattr__` and the error message that it formats."""
+"""For each field, the function that reads its slot. It bypasses `Context.__getattr__` and the error message that it formats."""
 
 
 def _not_available(name: str, event: str | None) -> str:
@@ -324,7 +326,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
 
 
 _DELETERS: dict[str, Callable[[Context], None]] = {}
-"""For each event, the function that deletes the fields whose window ends there.
+"""For each event, the function that deletes the fields whose window ends at that event.
 
-It is compiled at the event's first `close`, which takes about 0.1 ms.
+A function is compiled when its event is first closed, which takes about 0.1 ms.
 """

@@ -24,9 +24,9 @@ REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
 """The methods of `Control` that make requests."""
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
-"""The kinds of checkpoints.
+"""The kinds of checkpoints, the least important first.
 
-If several are requested at one boundary, one checkpoint is written, of the kind that is latest in this list.
+If several are requested at one boundary, only one checkpoint is written, of the kind that comes last in this list.
 """
 
 
@@ -54,7 +54,7 @@ class Control:
 
     `able` names the requests that the loop supports now. An unsupported request raises `RequestRejected` at once. If `host` names
     another framework, whose loop this is, the request is ignored instead, and an error is logged once for each callback, so that
-    training continues. `hints` says what to do about an unsupported request. `is_shared` says that there are other ranks; the
+    training continues. `hints` says what to do about an unsupported request. `is_shared` is True if there are several ranks; the
     requests of one rank then wait in `local_requests` until all ranks have agreed on them.
     """
 
@@ -77,7 +77,7 @@ class Control:
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
-        """The callbacks that all ranks have agreed to switch off. For the manager."""
+        """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
         self.is_boundary_requested = False  # a lane has made a request that the loop has not yet processed
         self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
@@ -96,7 +96,7 @@ class Control:
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises as `stop` does.
+        """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises the same errors as `stop`.
 
         `by` is the requester's name. A requester finds its checkpoint by this name in `ctx.checkpoint.requested_by`, also after a
         resume. `metric` names the metric for which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
@@ -104,11 +104,14 @@ class Control:
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluators run at the next boundary. Raises as `stop` does."""
+        """Request that all evaluators run at the next boundary. Raises the same errors as `stop`."""
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
-        """Accumulate gradients over this many batches, from the next step on. Every rank must call it. Raises as `stop` does."""
+        """Accumulate gradients over this many batches, from the next step on. Every rank must call it.
+
+        Raises the same errors as `stop`.
+        """
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
         if self.supports(Request("set_gradient_accumulation", "", _asker())):
@@ -118,7 +121,7 @@ class Control:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load this checkpoint instead of the one that the loop found. Call it at `on_checkpoint_load_start`.
 
-        Raises as `stop` does.
+        Raises the same errors as `stop`.
         """
         if self.supports(Request("load", "", _asker())):
             self.load_path = os.fspath(path)
@@ -160,16 +163,16 @@ class Control:
         return True
 
     def ask(self, request: Request) -> None:
-        """Add a request of this rank alone. It takes effect as soon as all ranks know of it."""
+        """Add a request that only this rank has made. It takes effect as soon as all ranks know about it."""
         if self.is_shared:
             self.local_requests.append(request)
         else:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks switch off an isolated callback that failed too often on this rank.
+        """Request that all ranks disable an isolated callback that failed too often on this rank.
 
-        For the manager; see `switched_off`.
+        Called by the manager; see `switched_off`.
         """
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
@@ -186,19 +189,22 @@ class Control:
         self.look_again()
 
     def look_again(self) -> None:
-        """Set `pending` to whether any request is left. For the loop."""
+        """Update `pending`, which is True as long as any request is left. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
         if self.is_boundary_requested or self.is_rescheduled:  # checked last, since a lane may set it at any time
             self.pending = True
 
     def take_requests(self) -> list[Request]:
-        """Return and remove the local requests of this rank. For the loop."""
+        """Return and remove the requests that only this rank has made.
+
+        Called by the loop, which sends them to the other ranks.
+        """
         taken = self.local_requests[:]
         del self.local_requests[: len(taken)]  # not `= []`: another thread may append
         return taken
 
     def agree(self, request: Request) -> None:
-        """Let the next boundary carry out a request that every rank knows. For the loop."""
+        """Accept a request that all ranks know about, so that the next boundary carries it out. Called by the loop."""
         if request.what == "stop":
             self._stop = self._stop or request  # the first request is kept
         elif request.what == "evaluate":
@@ -245,8 +251,8 @@ def _asker() -> str:
     """Return the name of the callback that made the request, or the qualified name of the function that did.
 
     The name is found in the frames of the call stack: requests are rare, and recording the callback at every event would cost
-    more. The search ends at the frame that dispatched the event. It reads no frame beyond, because reading `f_locals` of a frame
-    keeps that frame's variables, a model for example, alive until it returns.
+    more. The search ends at the frame that dispatched the event. Frames further up are not read, because reading `f_locals` of a
+    frame keeps that frame's variables, a model for example, alive until it returns.
     """
     asking = frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:

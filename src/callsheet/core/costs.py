@@ -41,12 +41,15 @@ _MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
 _MIN_WARN_SECONDS = 50e-6  # time per step below which there is no warning
 
 _STEP = ("fetch", "train_step")
-"""The spans that make up a step."""
+"""The names of the spans that make up one training step."""
 _STEP_PARTS = (*_STEP, "on_checkpoint_due")  # the time of a step includes the handlers of this event
 
 
 def _path_events() -> frozenset[str]:
-    """Return the events of every batch: those of the spans in a step, and `on_checkpoint_due`, which is fired after each step."""
+    """Return the events that are fired for every batch.
+
+    These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
+    """
     spans = [*_STEP, "eval_step", "test_step", "predict_step"]
     for name in spans:  # the list grows while it is read
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
@@ -56,11 +59,14 @@ def _path_events() -> frozenset[str]:
 
 
 PATH_EVENTS = _path_events()
-"""Events whose handlers are timed in windows."""
+"""Events that are fired for every batch. Their handlers are timed only in timing windows."""
 
 
 class Cost(NamedTuple):
-    """The seconds that one callback took at one event in this process; if `is_sampled`, in the windows only."""
+    """The seconds that one callback took at one event in this process.
+
+    If `is_sampled`, only calls in timing windows are included.
+    """
 
     callback: str
     event: str
@@ -71,10 +77,10 @@ class Cost(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """The failures of an isolated callback in this process.
+    """The number of failures of an isolated callback in this process, and what became of its events.
 
-    `last` is the message of the last error. `is_off` says whether the callback was switched off. `dropped` counts the events that
-    its lane dropped, and `undelivered` those that the lane had not delivered at the run's end.
+    `last` is the message of the last error. `is_off` is True if the callback was disabled. `dropped` counts the events that its
+    lane dropped, and `undelivered` those that were still in the lane's queue at the run's end.
     """
 
     callback: str
@@ -88,7 +94,7 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures of these callbacks, and of removed callbacks whose lanes dropped events.
+    """Return the failures of these callbacks, and those of callbacks that were removed after their lanes dropped events.
 
     Callbacks without failures are left out.
     """
@@ -102,8 +108,8 @@ def failures_of(
 class CostReport(NamedTuple):
     """The costs and failures of the callbacks in this process so far.
 
-    `seconds` is the time that `steps` steps took, including evaluations and saves. `window_steps` of them were timed; these took
-    `window_seconds`, measured from the fetch of the batch to the step's end.
+    `seconds` is the time that `steps` steps took, including evaluations and saves. Of these steps, `window_steps` were timed.
+    They took `window_seconds`, measured from the fetch of the batch to the step's end.
     """
 
     mode: str
@@ -115,8 +121,9 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the fraction of time that the callback takes at this event: of a step if it is sampled, otherwise of the whole
-        run.
+        """Return the fraction of time that the callback takes at this event.
+
+        It is a fraction of a step if the event is sampled, otherwise of the whole run.
         """
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
@@ -128,9 +135,9 @@ class CostReport(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A span (then `callback` is empty) or a callback at an event; times are in seconds from its window's start.
+    """The time of a span or of a callback at an event, as in a timeline. `callback` is empty for a span.
 
-    Slices nest by their times.
+    Times are in seconds from the start of the window. A slice whose times lie within those of another is nested in it.
     """
 
     name: str
@@ -141,7 +148,10 @@ class Slice(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A few consecutive steps that were timed. `began` is in seconds since 1970. `is_whole` is False if slices were left out."""
+    """A timing window: a few consecutive steps in which the handlers were timed.
+
+    `began` is in seconds since 1970. `is_whole` is False if slices were left out.
+    """
 
     first_step: int
     last_step: int
@@ -156,7 +166,7 @@ class Window(NamedTuple):
 
 
 class _Cell:
-    """The time that a handler has taken."""
+    """The total time that one handler has taken, updated at each call."""
 
     __slots__ = ("callback", "calls", "event", "seconds", "window_seconds", "worst")
 
@@ -168,7 +178,10 @@ class _Cell:
 
 
 class _Open(NamedTuple):
-    """A window that is being recorded. A mark is (time, event, step); a slice is (begin, seconds, event, step, callback)."""
+    """A timing window that is being recorded.
+
+    A mark is (time, event, step); a slice is (begin, seconds, event, step, callback).
+    """
 
     first_step: int
     began: float
@@ -178,7 +191,7 @@ class _Open(NamedTuple):
 
 
 class Costs:
-    """Times the handlers of one manager.
+    """Measures the time that the handlers of one manager take.
 
     Args:
         mode: `sampled`, the default; `all` times every call, which costs 0.2 microseconds each; `off` times nothing.
@@ -208,25 +221,25 @@ class Costs:
         self._latest: Window | None = None
         self._publish_at = 0.0
         self.next_step = sys.maxsize
-        """The step after which a window begins or ends."""
+        """The step after which a timing window begins or ends next."""
 
     def begin(self, step: int) -> None:
-        """Begin to count after `step`, where this process starts training."""
+        """Start to plan timing windows. `step` is the last step before this process begins to train."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP
 
     @property
     def is_window(self) -> bool:
-        """Whether a window is open, so that events are dispatched from the timed table."""
+        """Whether a timing window is open, so that events are dispatched from the table of timed handlers."""
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed: in the timed table if `in_window`, otherwise in the plain table."""
+        """Return whether handlers of `event` are timed, inside a timing window (`in_window`) or outside."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
-        """Return a function that calls `handler` and measures its time."""
+        """Return a function that calls `handler` and adds the time that it took to the costs."""
         label, event = entry.registration.label, entry.event
         cell = self._cells.setdefault((entry.registration.number, label, event), _Cell(label, event))
 
@@ -247,12 +260,12 @@ class Costs:
         return run
 
     def mark(self, ctx: Context) -> None:
-        """Record the time of a span's start or end while a window is open."""
+        """Record the time at which a span starts or ends, if a timing window is open."""
         if self._open is not None:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
     def switch(self, step: int) -> None:
-        """Begin or end a window after `step` and its boundary."""
+        """Open or close a timing window after `step`, if it is time."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])
@@ -274,7 +287,7 @@ class Costs:
     def should_publish(self, *, is_last: bool) -> bool:
         """Return whether the costs should be published now.
 
-        The answer is always yes at the run's end, and before that less and less often.
+        This is always the case at the run's end. During the run, it becomes less and less frequent.
         """
         now = perf_counter() - self._began
         if self.mode == "off" or (now < self._publish_at and not is_last):
@@ -283,12 +296,12 @@ class Costs:
         return True
 
     def take_window(self) -> Window | None:
-        """Return the window that ended last, or None if it was returned before."""
+        """Return the timing window that ended last, or None if it was already returned."""
         latest, self._latest = self._latest, None
         return latest
 
     def report(self, step: int, failures: tuple[Failures, ...] = ()) -> CostReport:
-        """Return the report after `step`."""
+        """Return the costs and failures up to the end of `step`."""
         return CostReport(
             mode=self.mode,
             steps=step - self._first,
@@ -328,7 +341,10 @@ class Costs:
 
 
 def _nested(opened: _Open) -> list[Slice]:
-    """Return the window's slices in the order of their starts. Spans that began before the window or have not ended are left out."""
+    """Return the window's slices in the order of their starts.
+
+    Spans that began before the window or have not ended are left out.
+    """
     slices = [
         Slice(event, begin - opened.start, seconds, step, callback) for begin, seconds, event, step, callback in opened.slices
     ]

@@ -16,17 +16,22 @@ from callsheet.core.wrappers import Handler
 
 
 class Lanes(Protocol):
-    """What the table needs of the lanes."""
+    """The methods that the dispatch table needs of the lanes."""
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return what the training thread calls in place of a handler that runs in a lane."""
+        """Return the function that the training thread calls in place of a handler that runs in a lane.
+
+        It puts the event into the lane's queue.
+        """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with an additional handler that waits for the lanes before the loggers are called."""
+        """Return the event `on_run_end` with an additional handler, which waits for the lanes before the loggers are called."""
 
 
 class DispatchTable:
-    """The entries of all events and their compiled form on this rank, both outside and inside a timing window.
+    """The call sheet entries of all events, and the functions compiled from them for this rank.
+
+    There are two compiled tables: the plain one, and one of timed handlers, which is used inside a timing window.
 
     Args:
         costs: says which handlers are timed, and whether a timing window is open.
@@ -38,27 +43,27 @@ class DispatchTable:
         self.entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
         self.has_listeners = HasListeners()
         self.active: dict[str, CompiledEvent] = {}
-        """The table that a dispatch reads: a copy of the plain table, or of the timed one inside a timing window.
+        """The table that is read when an event is fired: a copy of the plain table, or of the timed one inside a timing window.
 
-        It is changed in place. Until an event is compiled its lookup fails, which compiles it.
+        It is changed in place. An event that is missing in it is compiled when it is first fired.
         """
         self.ranks: Ranks | None = None
-        """The ranks of the run in progress."""
+        """The rank and world size of this process in the current run."""
         self.lanes: Lanes | None = None
-        """The lanes; set as soon as a handler has one."""
+        """The lanes of the callbacks, or None as long as no handler runs in a lane."""
         self._checking = checking
         self._plain: dict[str, CompiledEvent] = {}
         self._timed: dict[str, CompiledEvent] = {}
         self._spans: list[Spans] = []
 
     def add(self, entries: Iterable[HandlerEntry]) -> None:
-        """Add entries."""
+        """Add call sheet entries, and recompile their events."""
         for entry in entries:
             self.entries[entry.event].append(entry)
         self.changed()
 
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove the entries of these callbacks."""
+        """Remove the entries of these callbacks, and recompile their events."""
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
         self.changed()
@@ -71,13 +76,13 @@ class DispatchTable:
         return spans
 
     def close(self) -> None:
-        """Forget the run's ranks and loops and the events that were compiled for them."""
+        """Forget the ranks, loops and compiled events of the run that has ended."""
         self._spans = []
         self.ranks = None
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the compiled event. It works both outside and inside a run."""
+        """Return the compiled form of the event. This can be called both outside and inside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -115,7 +120,7 @@ class DispatchTable:
         self._plain, self._timed = {}, {}
 
     def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """Return a copy of `table` in which these events are compiled from the current entries."""
+        """Return a copy of `table` in which these events are compiled again from the current entries."""
         ranks = self.ranks or read_ranks()
         table = dict(table)
         for event in events:

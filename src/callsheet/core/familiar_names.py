@@ -38,9 +38,7 @@ FAMILIAR: Mapping[str, str] = {
     "WandbCallback": "WandBLogger",
     "WandbLogger": "WandBLogger",
 }
-"""The callsheet names for classes of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer, by their names
-there.
-"""
+"""For class names of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer: callsheet's equivalents."""
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",
@@ -97,4 +95,4 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "val_loader": "eval_dataloader",
     "weight_decay": "an optimizer: optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)",
 }
-"""Arguments of other frameworks' trainers, and what to write instead for callsheet's."""
+"""For arguments of other frameworks' trainers: what to write for callsheet's Trainer instead."""

@@ -9,12 +9,12 @@ from callsheet.errors import ConfigError, did_you_mean
 OVERFLOWS = ("block", "drop_oldest", "latest")
 
 NOT_IN_LANES = ("model", "optimizer", "scheduler")
-"""Fields that no snapshot holds, since training keeps changing them."""
+"""Fields that a callback in a lane never receives, since training keeps changing them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """The options of a lane.
+    """The options of a callback's lane, its thread or process with a queue of events.
 
     Args:
         queue: how many events may wait.

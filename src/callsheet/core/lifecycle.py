@@ -18,7 +18,10 @@ VERSION = "1.0"  # the major number changes if an event, field or order is remov
 
 
 class Span(NamedTuple):
-    """A named part of a run. `start` and `end` say when its two events are fired, `order` what occurs inside."""
+    """A named part of a run. `start` and `end` say when its two events are fired.
+
+    `order` is a regular expression over the spans and points that may occur inside.
+    """
 
     name: str
     start: str
@@ -37,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A single event; `fired` says when."""
+    """An event that belongs to no span. `fired` says when it is fired."""
 
     name: str
     fired: str
@@ -46,10 +49,10 @@ class Point(NamedTuple):
 class Field(NamedTuple):
     """A field of the context.
 
-    `windows` are pairs of events, both included, between which the field is available; none means always. `kind` says how the
-    values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over the ranks) or
-    `agreed`. `writable` names the events at which a callback may replace it. `kept_until` is the end of the window if a callback
-    names the field in `keep_fields`.
+    `windows` are pairs of events, both included, between which the field is available; no pairs mean that it is always available.
+    `kind` says how the values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over
+    the ranks) or `agreed` (agreed by the ranks). `writable` names the events at which a callback may replace it. `kept_until` is
+    the end of the window if a callback names the field in `keep_fields`.
     """
 
     name: str
@@ -379,7 +382,7 @@ def events_within(*spans: str) -> tuple[str, ...]:
 
 
 SPAN_OF: dict[str, str] = {event: s.name for s in SPANS.values() for event in (s.start_event, s.end_event)}
-"""The span that a start or end event belongs to; points are not in it."""
+"""For each start or end event, the name of its span. Points have no span."""
 
 
 def description(event: str) -> str:
@@ -393,7 +396,7 @@ def description(event: str) -> str:
 def fields_available(event: str) -> tuple[str, ...]:
     """Return the fields that are available at `event` but not at every event, in the table's order.
 
-    At a point of `ANYWHERE`, the fields of the surrounding span are also available; they are not in the result.
+    At a point of `ANYWHERE`, the fields of the surrounding span are available too, but are not in the result.
     """
     at = EVENTS.index(event)
     return tuple(

@@ -47,7 +47,7 @@ class CallbackManager:
     """Hold the callbacks and functions of a run, and call them in order when an event is fired.
 
     Args:
-        callbacks: added first; more can be added later.
+        callbacks: the first callbacks; more can be added later.
         checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after
             every handler, so use it in tests only.
         costs: which calls are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`.
@@ -73,7 +73,7 @@ class CallbackManager:
     ) -> None:
         self.user_state: dict[str, Any] = {}
         self.current: Event | None = None
-        """The event that is being dispatched; None outside events."""
+        """The event that is being fired; None if no event is being fired."""
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
@@ -95,11 +95,11 @@ class CallbackManager:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callback objects, in the order in which they were added; functions are not among them."""
+        """The callback objects, in the order in which they were added. Plain functions are not included."""
         return [registration.thing for registration in self._registrations if isinstance(registration.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
-        """Add one callback or several. If one is rejected, none is added.
+        """Add one callback or several. If one of them is rejected, none is added.
 
         Raises:
             NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and a hint.
@@ -275,7 +275,9 @@ class CallbackManager:
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
-        """Compile the call sheet for a run that begins, whose ranks are now known. Set the manager's `user_state` on `ctx`.
+        """Compile the call sheet for a run that begins, and set the manager's `user_state` on `ctx`.
+
+        Call this when the ranks of the run are known.
 
         Raises:
             ConfigError: an interval is a fraction of `max_duration`, and this run has none.
@@ -337,7 +339,7 @@ class CallbackManager:
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Open or close a timing window and unmute events, after `step`.
+        """Open or close a timing window, and unmute events, if this is due after `step`.
 
         The loop calls this before the first step, and after each step that `next_step` names.
         """
@@ -351,15 +353,15 @@ class CallbackManager:
             self._table.use_window()
 
     def cost_report(self, step: int) -> CostReport:
-        """Return what the callbacks of this process have cost up to the end of `step`, and which of them failed."""
+        """Return how much time the callbacks of this process have taken up to the end of `step`, and which of them failed."""
         lanes = self._lanes
         dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Pass the costs and the latest window to the loggers if they are due or `is_last` is set.
+        """Pass the callbacks' costs and the latest timing window to the loggers, if they are due or `is_last` is set.
 
-        The loop calls this after a record.
+        The loop calls this after each metrics record.
         """
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
@@ -370,7 +372,9 @@ class CallbackManager:
     # --- lanes ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """Process the messages of the lanes. Switch off the callbacks of which all ranks agree that they failed too often.
+        """Carry out what callbacks in lanes have sent: logged values and requests.
+
+        Also disable the callbacks that failed too often, once all ranks agree on this.
 
         The loop calls this at each boundary.
         """
@@ -385,16 +389,16 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """Wait a moment for the lanes, so that the record includes what they are logging.
+        """Wait a moment for the lanes, so that the next metrics record includes what they are logging.
 
-        The loop calls this before a record that may be the last.
+        The loop calls this before a metrics record that may be the last.
         """
         if self._lanes is not None:
             self._lanes.flush()
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`.
+        """Limit how long a checkpoint waits for callbacks in lanes, because the process will be killed in `seconds`.
 
         The loop calls this when it receives a signal.
         """
@@ -402,7 +406,7 @@ class CallbackManager:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until the lanes have delivered all events so far; each lane may use most of its deadline.
+        """Wait until the lanes have delivered all events that were fired so far. Each lane may use most of its deadline.
 
         Called before `on_run_end` is fired.
         """
@@ -411,7 +415,9 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
-        """End the run's lanes and forget its ranks and loops. May be called twice; afterwards the manager may serve another run.
+        """End the lanes and forget the ranks and loops of the run. May be called twice.
+
+        Afterwards the manager may serve another run.
 
         The manager waits for all lanes at the same time, for each until its deadline. Events that are not delivered by then are
         logged as an error, and counted in `cost_report` until another run begins.
@@ -432,15 +438,16 @@ class CallbackManager:
     # --- state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-        """Return `user_state`, and by name the state of every callback that keeps one.
+        """Return `user_state`, and the state of every callback that has one, by the callback's name.
 
-        `copied` copies the state of a callback that is isolated or has a lane. It may raise if the state cannot be saved.
+        `copied` is called to copy the state of a callback that is isolated or has a lane. It may raise an error if the state
+        cannot be saved.
 
         A callback in a lane must return its state within its lane's deadline. If it does not, or if it or an isolated callback
         raises, the error is logged, and `missing` holds the reason under the callback's name.
 
         Raises:
-            RegistrationError: two callbacks keep their state under one name.
+            RegistrationError: two callbacks with a state have the same name.
             Exception: what an inline callback that is not isolated raised.
         """
         if self._lanes is not None:
@@ -449,9 +456,9 @@ class CallbackManager:
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the saved state of every callback. A callback without a saved state starts fresh.
+        """Load the saved state of every callback. A callback without a saved state starts without one.
 
-        States that are missing and states that belong to no callback are logged.
+        Callbacks without a saved state, and saved states that belong to no callback, are logged.
 
         If a callback in a lane or an isolated one raises, or does not load its state within the lane's deadline, the error is
         logged and the callback starts without the state.
@@ -470,7 +477,7 @@ class CallbackManager:
     # --- adding ---
 
     def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
-        """Add the registrations and their entries. If one of them is invalid in the run in progress, add none."""
+        """Add registrations and their call sheet entries. If one of them is invalid in the current run, add none."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:
@@ -499,7 +506,7 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
     """Return a manager of `callbacks`: the same object if it is a manager, a new manager for an iterable, None for None.
 
     Raises:
-        NotACallbackError, UnknownEventError, RegistrationError: as `CallbackManager.add`.
+        NotACallbackError, UnknownEventError, RegistrationError: see `CallbackManager.add`.
     """
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks
@@ -509,5 +516,8 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
 
 
 def should_fire(manager: CallbackManager | None, event: str) -> bool:
-    """Return whether there is a manager with a handler for `event`. Raises UnknownEventError for an unknown event."""
+    """Return whether `manager` is given and has a handler for `event`.
+
+    Raises UnknownEventError for an unknown event.
+    """
     return manager is not None and manager.has_callbacks(event)

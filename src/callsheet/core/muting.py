@@ -12,7 +12,7 @@ _MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
 
 
 class Muting:
-    """The muted events of one manager's callbacks."""
+    """The events for which callbacks of one manager are muted, and the steps at which they are unmuted."""
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
@@ -20,15 +20,15 @@ class Muting:
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called; infinite if nothing is muted until a step."""
+        """The step after which `unmute_due` must be called; infinite if no event is to be unmuted."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
-        """Forget all steps at which events were to be unmuted."""
+        """Cancel all scheduled unmuting."""
         self._wakes = []
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget callbacks that were removed."""
+        """Cancel the scheduled unmuting of callbacks that were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(
@@ -49,14 +49,14 @@ class Muting:
         self._set(registration, registration.muted | events if is_muted else registration.muted - events)
 
     def unmute_due(self, step: int) -> None:
-        """Unmute what was muted until the step after `step`."""
+        """Unmute the events that were muted until the step that follows `step`."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake
             self._set(registration, registration.muted - events)
 
     def _waking(self, registration: Registration) -> frozenset[str]:
-        """Return the events of the callback that are muted only until some step."""
+        """Return the events of the callback whose unmuting is scheduled for some step."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:

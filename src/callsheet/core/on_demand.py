@@ -12,11 +12,11 @@ from callsheet.core.optional import needed_by
 from callsheet.errors import did_you_mean
 
 _HOMES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
-"""The packages in which a name is looked up if it was imported from the wrong package."""
+"""The packages that are searched for a name that was imported from the wrong package."""
 
 
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package. It imports an attribute from the module that `modules` names for it.
+    """Return a `__getattr__` for a package, which imports each attribute at its first use, from the module that `modules` names.
 
     If an optional package is missing, the error names the command that installs it. An unknown attribute raises AttributeError,
     or ImportError in `from package import name`; the message says which name callsheet uses instead, or which package has it.

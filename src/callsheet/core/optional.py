@@ -35,9 +35,9 @@ _EXTRAS = {
     "report": ("plotly",),
     "opentelemetry": ("opentelemetry",),
 }
-"""For each extra of this package, the modules that it installs.
+"""For each extra of this package, as in `pip install 'callsheet[train]'`, the modules that it installs.
 
-A module that only one class needs is named where that class loads it.
+A module that only one class needs is not listed here; that class names it when it loads it.
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
@@ -49,7 +49,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
 }
-"""What to install with pip for a module."""
+"""For each optional module, the name to pass to `pip install`."""
 
 _asked_for: ContextVar[str] = ContextVar("asked_for", default="")
 
@@ -108,7 +108,8 @@ def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
 
 
 def _is_a_mere_folder(package: ModuleType) -> bool:
-    """Return whether the package is only a folder of the same name in the working directory, such as one in which a tracker
-    stores its files.
+    """Return whether `package` is not a package but only a folder of the same name in the working directory.
+
+    Such a folder may be one in which an experiment tracker stores its files.
     """
     return [Path(path).parent for path in package.__path__] == [Path.cwd()]

@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned. States of libraries that this process has not imported are ignored."""
+    """Restore the random states that `random_state` returned. States of libraries that this process has not imported are ignored."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     random.setstate(state["python"])
     if numpy is not None and "numpy" in state:
@@ -46,7 +46,7 @@ def seed_all(seed: int) -> None:
 
 
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two results of `random_state` are equal, comparing only the states that both contain."""
+    """Return whether two results of `random_state` are equal. Only the states that both contain are compared."""
 
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, (tuple, list)):

@@ -16,7 +16,7 @@ GATES = ("all", "zero", "local_zero")
 
 
 class Ranks(NamedTuple):
-    """The ranks of this process, and the world size; a single process is rank 0 of 1."""
+    """The rank, local rank and node rank of this process, and the world size. A single process is rank 0 of 1."""
 
     rank: int = 0
     local_rank: int = 0
@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
     world_size: int = 1
 
     def passes(self, gate: RankGate) -> bool:
-        """Return whether this rank is one of those that `gate` names."""
+        """Return whether a handler with this rank gate is called on this rank."""
         if gate == "all":
             return True
         if gate == "zero":
@@ -35,7 +35,7 @@ class Ranks(NamedTuple):
 
 
 def read_ranks() -> Ranks:
-    """Return the ranks of torch.distributed if it is initialized, else those of torchrun's environment variables.
+    """Return the ranks of this process: from torch.distributed if it is initialized, else from torchrun's environment variables.
 
     Ranks are read when a run starts and not when a module is imported, because the process group may be made in between.
 
@@ -75,7 +75,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_gate(gate: object) -> str | frozenset[int]:
-    """Return `gate`, with a set of ranks as a frozenset.
+    """Return `gate` if it is a valid rank gate. A set of ranks is returned as a frozenset.
 
     Raises:
         ConfigError: it is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.

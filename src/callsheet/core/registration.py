@@ -1,4 +1,4 @@
-"""The checks on a callback when it is added. They make a mistake fail at once and not a thousand steps later."""
+"""Checks of a callback when it is added, so that a mistake raises an error at once and not a thousand steps later."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
 class HandlerOptions(NamedTuple):
-    """The checked options of a handler."""
+    """The options of a handler, after they were checked."""
 
     phase: Phase
     ranks: RankGate
@@ -109,7 +109,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of a checked callback by event. If it overrides `on_event`, that is its handler for all events."""
+    """Return the handlers of a checked callback by event. If the callback overrides `on_event`, that method handles all events."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
@@ -133,12 +133,12 @@ def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
 
 
 def is_inherited(handler: object, name: str) -> bool:
-    """Return whether `handler` is the empty method of the base class."""
+    """Return whether `handler` is the empty method of the base class, so that it need not be called."""
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
 def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
-    """Return the options of `handler`. The options given at registration come first, then its decorators', then its callback's.
+    """Return the options of `handler`.
 
     Raises:
         RegistrationError: an option is unknown, or two options exclude each other; the message names the callback and its line.
@@ -163,13 +163,16 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 def entry_of(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: dict[str, Any], number: int
 ) -> HandlerEntry:
-    """Return the line of the call sheet for a handler. `owner` and `given` hold its options; raises as `resolve_options` does."""
+    """Return the call sheet entry for a handler. Its options come from `given`, else from its decorators or `owner`.
+
+    Raises the same errors as `resolve_options`.
+    """
     options = resolve_options(owner, handler, registration.label, given)
     return HandlerEntry(event, ungated(handler), registration, **options._asdict(), number=number)
 
 
 def check_unique(callback: Callback, registrations: Iterable[Registration]) -> None:
-    """Raise RegistrationError if the callback was added before, or if another callback would keep its state under the same name."""
+    """Raise RegistrationError if the callback was added before, or if another callback with a state has the same name."""
     for registration in registrations:
         other = registration.thing
         if other is callback:
@@ -186,7 +189,7 @@ def check_unique(callback: Callback, registrations: Iterable[Registration]) -> N
 
 
 def interval_of(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
-    """Return the interval. Raise RegistrationError if it cannot be read."""
+    """Return `every` as an Interval. Raise RegistrationError if it is invalid."""
     try:
         return Interval(every)
     except ValueError as error:
@@ -194,7 +197,7 @@ def interval_of(every: str | int | Time, label: str, function: Callable[..., Any
 
 
 def check_interval(entry: HandlerEntry, ctx: Context) -> None:
-    """Raise ConfigError if the entry's interval is a fraction of the run's duration, and the run has none."""
+    """Raise ConfigError if the interval of the entry is a fraction of the run's duration, and the run has no duration."""
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
         raise ConfigError(
             f"{entry.registration.label} ({entry.registration.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "
@@ -253,7 +256,7 @@ def _check_signature(handler: Callable[..., Any], label: str) -> None:
 
 
 def _public_names(callback: Callback) -> Iterator[str]:
-    """Yield the names of the callback's own functions and values.
+    """Yield the names of the methods and attributes that the callback's class or instance defines.
 
     Properties are left out, because reading one would run its code.
     """

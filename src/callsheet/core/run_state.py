@@ -28,7 +28,10 @@ class Outcome(StrEnum):
 
 
 class FolderLoss:
-    """Whether another process has taken over the folder of a run. The copies of a `RunInfo` that lanes have share one."""
+    """Whether another process has taken over the folder of a run.
+
+    The run's `RunInfo` and its copies for callbacks in lanes share one object.
+    """
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -131,9 +134,9 @@ class TrainState:
     """The progress of training.
 
     `timestamp` counts what is complete and changes just before each end event; `previous_timestamp` is its value before the last
-    step. Their samples, tokens and seconds are those at the last log boundary. `baseline` is the timestamp at which this process
-    began. `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the names of the
-    evaluated datasets.
+    step. In both, the samples, tokens and seconds are those at the last log boundary. `baseline` is the timestamp at which this
+    process began to train. `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the
+    names of the evaluated datasets.
     """
 
     timestamp: Timestamp
@@ -165,7 +168,7 @@ class TrainState:
         return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raises ConfigError if `state` is not of that form."""
+        """Restore the progress that `state_dict` returned. Raises ConfigError if `state` does not have that form."""
         self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
         self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
 
@@ -185,7 +188,7 @@ class TrainState:
 class MetricsRecord:
     """What was logged since the last log boundary, as floats. The speeds do not include the time of evaluation and saving.
 
-    To add values to it at `on_log`, call `ctx.log(values, across="same")`.
+    To add values to the record at `on_log`, call `ctx.log(values, across="same")`.
     """
 
     step: int
@@ -201,7 +204,8 @@ class CheckpointInfo:
     """One checkpoint. `kind` is periodic, best, final, preempt or requested.
 
     `size_bytes` and `is_finite` (whether all weights and the loss are finite) are set once the checkpoint is written.
-    `requested_by` holds the name of each requester (`Control.save`) once; it is empty if nobody requested the checkpoint.
+    `requested_by` holds the names of the callbacks that requested the checkpoint with `Control.save`, each once. It is empty if
+    none did.
     """
 
     path: str

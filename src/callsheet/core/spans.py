@@ -20,12 +20,12 @@ from callsheet.core.lifecycle import EVENTS, SPANS
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
-    """Note on `error` which span it left. Only the first call, for the innermost span, has an effect."""
+    """Store on `error` the span in which it was raised. Only the first call, for the innermost span, has an effect."""
     error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr, which a frozen exception rejects
 
 
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
-    """Return the innermost span that `error` left and the context of its loop. Remove the note from the error.
+    """Return the innermost span in which `error` was raised, and the context of its loop. Remove the note from the error.
 
     Removing the note has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
     own span.
@@ -35,7 +35,7 @@ def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
 
 
 class Span:
-    """A span of one context, as a context manager that fires the start and the end."""
+    """A context manager that fires the start event and the end event of one span."""
 
     __slots__ = ("_ctx", "_dispatcher", "ends", "name", "starts")
 
@@ -76,14 +76,14 @@ class Span:
 
 
 _EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
-"""For every start or end event, the name of its span, and the slot of `Span` that holds the compiled event."""
+"""For every start or end event, the name of its span, and the attribute of `Span` that holds the compiled event."""
 for _span in SPANS.values():
     for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
         _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
 
 
 class Spans:
-    """The spans of one context. Each is an attribute of the same name."""
+    """All spans as context managers that fire their events on one context. Each is an attribute named after the span."""
 
     __slots__ = ("ctx", "links", *SPANS)
 
@@ -121,12 +121,12 @@ class Spans:
     def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self.ctx = ctx
         self.links = 0
-        """How many times `link` was called."""
+        """How many times `link` was called, so that a loop can detect a change."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """After a change of the dispatch table, set the compiled form of these events in their spans."""
+        """Set the compiled form of these events in their spans, after the dispatch table has changed."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -135,8 +135,9 @@ class Spans:
 
 
 class HasListeners:
-    """Whether each event has a handler, as an attribute named after the event: `if has_listeners.on_log:` costs no more than
-    reading a flag.
+    """Whether each event has a handler, as an attribute named after the event.
+
+    `if has_listeners.on_log:` costs no more than reading a flag.
     """
 
     __slots__ = EVENTS

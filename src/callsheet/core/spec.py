@@ -103,9 +103,9 @@ class CallbackSpec:
 
 
 def import_path(path: str) -> Any:
-    """Return the object at `package.module.Name`; `Name` may be nested.
+    """Import and return the object at the path `package.module.Name`; `Name` may be nested.
 
-    Raises a `ConfigError` that names the part that is missing.
+    Raises `ConfigError`, with the name of the part of the path that is missing.
     """
     parts = path.split(".")
     if not all(parts):

@@ -1,4 +1,4 @@
-"""The states of callbacks: which callbacks keep one, and how the manager calls `state_dict` and `load_state_dict`."""
+"""Saves and loads the states of callbacks through their methods `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ T = TypeVar("T")
 
 
 def keeps_state(callback: Callback) -> bool:
-    """Return whether the callback's class has a `state_dict` of its own."""
+    """Return whether the callback has a state, which means that its class overrides `state_dict`."""
     return type(inner(callback)).state_dict is not Callback.state_dict
 
 
 def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-    """Return a copy of the callback's state."""
+    """Return the callback's state, as copied by `copied`."""
     return copied(dict(callback.state_dict()))
 
 
 Starts = Callable[[Mapping[Registration, Callable[[], T]]], Mapping[Registration, Callable[[], T]]]
-"""Starts the calls of callbacks in lanes. It returns functions that wait for the results; see `LaneSet.state_calls`."""
+"""Starts `state_dict` or `load_state_dict` of callbacks in lanes, and returns functions that wait for the results.
+
+See `LaneSet.state_calls`.
+"""
 
 
 def states_of(
     registrations: Iterable[Registration], start: Starts[Any], copied: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return, by callback name, the states of all callbacks that keep one, and the reasons why states are missing.
+    """Return, by callback name, the states of all callbacks that have one, and the reasons why states are missing.
 
-    `copied` copies the state of a callback that is isolated or has a lane. It runs inside the call whose errors are logged.
+    `copied` is called to copy the state of a callback that is isolated or has a lane. Its errors are logged like those of the
+    callback.
 
     Raises:
-        RegistrationError: two callbacks keep their state under one name.
+        RegistrationError: two callbacks with a state have the same name.
         Exception: what an inline callback that is not isolated raised.
     """
     missing: dict[str, str] = {}
@@ -74,7 +78,7 @@ def states_of(
 def load_states(
     registrations: Iterable[Registration], saved: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str], start: Starts[None]
 ) -> None:
-    """Load the saved state of every callback. Log which callbacks have none, and which states belong to no callback.
+    """Load the saved state of every callback. Log which callbacks have no saved state, and which states belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.
@@ -98,19 +102,19 @@ def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Call
 
 
 def is_inline(registration: Registration) -> bool:
-    """Return whether the callback runs on the training thread."""
+    """Return whether the callback runs on the training thread and not in a lane."""
     return not isinstance(registration.thing, Callback) or registration.thing.lane == "inline"
 
 
 def _may_fail(registration: Registration) -> bool:
-    """Return whether the callback's errors are isolated."""
+    """Return whether errors of the callback are logged instead of raised."""
     return not is_inline(registration) or getattr(registration.thing, "on_error", "") == "isolate"
 
 
 def results_of(
     calls: Mapping[Registration, Callable[[], T]], failed: Callable[[Registration, Exception], None]
 ) -> dict[Registration, T]:
-    """Return what the calls return. Calls that failed are left out.
+    """Return the result of each call. Calls that failed are left out.
 
     Args:
         calls: the function to call for each callback; for one in a lane, a function that waits for its result.

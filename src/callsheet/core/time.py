@@ -60,7 +60,8 @@ def _number(digits: str, unit: TimeUnit, text: str) -> float:
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
-    """Return the number and the unit in `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError for anything else."""
+    """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError for any other text.
+    """
     bare = text.strip()
     if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
@@ -130,7 +131,10 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(a, b)` for the two values, which must have the same unit; NotImplemented if `other` is not a time."""
+        """Return `how(a, b)` for the values `a` and `b` of the two times, which must have the same unit.
+
+        Return NotImplemented if `other` is not a time.
+        """
         if isinstance(other, str):
             other = Time(other)
         if not isinstance(other, Time):
@@ -245,14 +249,14 @@ class Timestamp(NamedTuple):
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # overrides tuple.count, which has no use here
-        """Return how many of `unit` are complete. Raises ConfigError for `dur`, which depends on `max_duration` too."""
+        """Return how many units of this kind are complete. Raises ConfigError for `dur`, which depends on `max_duration` too."""
         try:
             return self[_SLOT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return how many of `unit` are complete, as a Time. Raises ConfigError for `dur`."""
+        """Return how many units of this kind are complete, as a Time. Raises ConfigError for `dur`."""
         return Time(self.count(unit), unit)
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
@@ -330,14 +334,14 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval that was given for `argument`. The message of a ConfigError names the argument."""
+        """Return the interval that a user passed as the argument `argument`. A ConfigError names the argument."""
         try:
             return cls(given)
         except ConfigError as error:
             raise ConfigError(f"{argument}={given!r}: {error}") from None
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
-        """Return how many whole intervals are complete.
+        """Return how many whole intervals are complete at `timestamp`.
 
         `elapsed` is the fraction of training that is done; only intervals in the unit `dur` need it.
 

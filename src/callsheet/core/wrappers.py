@@ -19,16 +19,16 @@ logger = logging.getLogger("callsheet")
 
 Handler = Callable[["Context"], Any]
 Timed = Callable[[Handler, "HandlerEntry"], Handler]
-"""Wraps a handler in one that measures its time."""
+"""A function that wraps a handler in one that also measures the handler's time."""
 
 FAILURES_ALLOWED = 3
-"""How many failures in a row switch off an isolated callback."""
+"""How many failures in a row disable an isolated callback."""
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
-    """Return the entry's handler with the wrappers that its options need.
+    """Return the entry's handler with the wrappers that its options need, such as a rank gate.
 
-    A handler without such options is returned unchanged, so it costs nothing more.
+    A handler without such options is returned unchanged, so it has no overhead.
     """
     handler = _inline(entry, checking) if entry.lane == "inline" else in_lane(entry)
     if timed is not None:
@@ -73,7 +73,7 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
 
 
 def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs only on some ranks. Inside it, requests and collectives that need all ranks are rejected."""
+    """Call a handler that runs only on some ranks. While it runs, requests and collectives that need all ranks are rejected."""
     outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)
@@ -101,7 +101,7 @@ def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) ->
 
 
 def isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
-    """Call a handler and log its errors instead of raising them. Switch the callback off after too many failures in a row."""
+    """Call a handler and log its errors instead of raising them. Disable the callback after too many failures in a row."""
     if (registration.is_off or registration.muted) and registration.is_silent_at(event):
         return
     try:
@@ -113,7 +113,7 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
 
 
 def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
-    """Log the error that an isolated callback raised. Switch the callback off after too many failures in a row."""
+    """Log the error that an isolated callback raised. Disable the callback after too many failures in a row."""
     registration.failures += 1
     registration.failures_in_a_row += 1
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
