@@ -25,11 +25,11 @@ class UnknownEventError(CallsheetError, ValueError):
 
 
 class RegistrationError(CallsheetError, ValueError):
-    """A callback cannot be added. The message names it and its source line, and has a hint."""
+    """A callback cannot be added. The message names the callback and its source line, and has a hint."""
 
 
 class NotACallbackError(CallsheetError, TypeError):
-    """An object was given as a callback that is not one."""
+    """An object was given as a callback that is not an instance of `Callback`."""
 
 
 class FieldNotAvailable(CallsheetError, AttributeError):
@@ -45,7 +45,7 @@ class RequestRejected(CallsheetError, RuntimeError):
 
 
 class RunEndedError(CallsheetError, RuntimeError):
-    """A run that has ended was asked to continue."""
+    """A method was called that would continue a run, but the run has ended."""
 
 
 class CheckpointError(CallsheetError, RuntimeError):
@@ -61,11 +61,14 @@ class RunLockLostError(CheckpointError):
 
 
 class DistributedError(CallsheetError, RuntimeError):
-    """The ranks could not agree, because one of them is dead, stuck, or at another place in the loop. The message names it."""
+    """The ranks could not agree, because one of them is dead, stuck, or at another place in the loop.
+
+    The message names that rank.
+    """
 
 
 class HangError(CallsheetError, TimeoutError):
-    """No step ended for much longer than a step takes."""
+    """No training step has ended for much longer than a step usually takes."""
 
 
 class NonFiniteError(CallsheetError, FloatingPointError):
@@ -85,11 +88,14 @@ class UnknownArgument(ConfigError, TypeError):
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host could not follow another framework's loop. It stops observing the run, and training continues."""
+    """A host (the adapter for another framework's loop) could not follow that loop.
+
+    The host stops observing the run, and training continues.
+    """
 
 
 class NotSupported(CallsheetError, RuntimeError):
-    """A bridge to another framework does not support an event, field or request; the message names both sides."""
+    """A bridge to another framework does not support an event, field or request; the message says which."""
 
 
 def text_of(error: BaseException) -> str:
@@ -118,9 +124,9 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that an unknown keyword argument raises `UnknownArgument`, with a hint.
+    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, for an unknown keyword argument.
 
-    `familiar` returns the hints for arguments of other frameworks.
+    `familiar` returns hints by argument name, for arguments that other frameworks use.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -162,7 +168,7 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark the error as coming from the user's code, such as a callback. A host raises such an error."""
+    """Mark the error as coming from the user's code, such as a callback, so that a host raises it instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # not setattr, which a frozen exception rejects
 
 

@@ -1,4 +1,4 @@
-"""The log of metrics, for loops that make their own records (`examples/own_loop.py`)."""
+"""The metric log that users import, for training loops that make their own metrics records (`examples/own_loop.py`)."""
 
 from callsheet.run.metrics import MetricLog
 

@@ -60,8 +60,8 @@ class Callback(Hooks):
     on_error: OnError | None = None
     """What happens when a handler raises an error.
 
-    `isolate`: the error is logged, and three errors in a row disable the callback. None: `raise` for an inline callback,
-    `isolate` for one in a lane.
+    `raise`: the error ends the run. `isolate`: the error is logged, and three errors in a row disable the callback. None: `raise`
+    for an inline callback, `isolate` for one in a lane.
     """
     collective: bool = False
     """Whether the callback calls collectives (torch.distributed). Such a callback must run inline and on every rank."""
@@ -90,7 +90,7 @@ class Callback(Hooks):
     If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
     """
     transport_ignore: tuple[str, ...] = ()
-    """Attributes that each process creates for itself. They may differ after the callback was sent to another process."""
+    """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
     """The size of the queue of events if the callback runs in a lane, and what happens when the queue is full."""
 
@@ -108,7 +108,7 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added before this one, to avoid computing the same thing twice.
+        """Share state with callbacks that were added before this one, so that work that they have in common is done once.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
         """

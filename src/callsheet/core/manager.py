@@ -164,7 +164,9 @@ class CallbackManager:
         on_error: OnError | None = None,
         name: str = "",
     ) -> Any:
-        """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`. Without a function, return a decorator.
+        """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`.
+
+        Without a function, return a decorator for one.
 
         The options have the same meaning as on a `Callback`. `every` is an interval such as `"100ba"`, a number of batches, or an
         `Interval`.
@@ -230,7 +232,7 @@ class CallbackManager:
         return len(gone)
 
     def list_callbacks(self, event: str) -> list[Callback | Handler]:
-        """Return a new list of the callbacks and functions that handle `event` on any rank, in order."""
+        """Return the callbacks and functions that handle `event` on any rank, in the order of calls, as a new list."""
         return [entry.registration.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
 
     def has_callbacks(self, event: str) -> bool:

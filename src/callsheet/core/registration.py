@@ -140,6 +140,8 @@ def is_inherited(handler: object, name: str) -> bool:
 def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
     """Return the options of `handler`.
 
+    An option given at registration has precedence, then that of a decorator, then that of the callback.
+
     Raises:
         RegistrationError: an option is unknown, or two options exclude each other; the message names the callback and its line.
     """

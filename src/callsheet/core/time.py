@@ -316,7 +316,9 @@ class Timestamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Every N of a unit: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
+    """A recurring point in training, "every N batches" for example.
+
+    Examples: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
     A whole number without a unit has the `default` unit, batches. With `at_end` the interval is also due when training reaches
     `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.

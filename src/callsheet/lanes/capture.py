@@ -1,4 +1,7 @@
-"""Capturing snapshots: the training thread copies an event's fields into a tuple, and the lane's thread builds a snapshot from it."""
+"""Copies an event's fields for callbacks that run in lanes, outside the training thread.
+
+The training thread captures the fields in a tuple, and the lane's thread builds a snapshot from it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 _BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NOT_IN_LANES, *ON_REQUEST))
 _OF_STATE = ("timestamp", "previous_timestamp", "course")
-"""Attributes of `TrainState` that every snapshot holds.
+"""Attributes of `TrainState` that every snapshot contains.
 
 They need no copy, because they are replaced and never changed in place.
 """
@@ -33,7 +36,7 @@ _UNAVAILABLE = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was captured: the function that delivers it, the snapshot class, and the fields.
+"""What was captured for one event: the function that delivers it, the snapshot class, and the fields.
 
 It is a list if it holds copies, otherwise a tuple.
 """
@@ -42,14 +45,14 @@ Deliver = Callable[[Values], None]
 
 
 class DeviceNumbers:
-    """Copies the scalar tensors of one event to the host.
+    """Copies the scalar tensors of one event from the device to the host.
 
-    It copies once for all lanes that handle the event, and does not wait for the device.
+    All lanes that handle the event share one copy, and the training thread does not wait for the device.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """The fields that any lane reads."""
+        """The names of the fields that any lane reads."""
         self._tensors: list[tuple[Any, int | None]] = []  # and their versions: a changed tensor is copied again
         self._copies: dict[int, Any] = {}
 
@@ -73,7 +76,7 @@ class DeviceNumbers:
 
 
 class Pending:
-    """A scalar whose copy from a device may still be running."""
+    """A scalar that is being copied from a device to the host. The copy may still be running."""
 
     __slots__ = ("_arrived", "_buffer", "_place", "_type")
 
@@ -81,7 +84,7 @@ class Pending:
         self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
 
     def read(self) -> Any:
-        """Wait for the copy, and return the scalar as a tensor on the host."""
+        """Wait until the copy is complete, and return the scalar as a tensor on the host."""
         self._arrived.synchronize()
         return self._buffer[self._place].to(self._type)
 
@@ -101,7 +104,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures snapshots of one event for one callback.
+    """Captures the context fields of one event, from which a snapshot for one callback is built.
 
     Args:
         event: the event's name; None outside events.
@@ -132,10 +135,10 @@ class SnapshotCapture:
     def enqueuer(
         self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
-        """Return the function that puts the event into the queue. The training thread calls it.
+        """Return the function that puts the event into the lane's queue. The training thread calls this function.
 
         Args:
-            deliver: the first item of what is put; the lane calls it with the whole.
+            deliver: the first item of what is put; the lane calls it with the whole item.
             registration: the callback, which receives nothing while it is switched off.
             queue: the callback's lane.
             otherwise: called instead if a value must be copied, a field is not available, or the callback is switched off.
@@ -158,7 +161,7 @@ class SnapshotCapture:
         The lane's thread calls it.
 
         Args:
-            event: the event or logger method; nothing is delivered if the callback is silent at it.
+            event: the event or logger method; nothing is delivered if the callback is disabled or muted for it.
             registration: the callback, whose failures are counted.
             handler: called with the snapshot.
             answered: called with what the handler returns, unless that is None.
@@ -182,7 +185,7 @@ class SnapshotCapture:
         return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
-        """Delete from a snapshot the fields that were not available."""
+        """Delete from a snapshot the fields that were not available when the event was fired."""
         for name in self._names:
             if getattr(made, name) is _UNAVAILABLE:
                 delattr(made, name)
@@ -205,7 +208,7 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
 
     Args:
         names: the fields to capture.
-        changing: the indices at which a value may change later, and must be copied unless it is a plain one.
+        changing: the indices at which a value may change later, and must be copied unless it is a plain value such as a number.
         new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
 
     The functions are generated because both run for every event in a lane, and loops over the names take three times as long. The
@@ -268,7 +271,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether the tensor is on the CPU and has no autograd graph."""
+    """Return whether the tensor is on the CPU and has no autograd graph, so that it needs no copy."""
     return value.is_cpu and not value.requires_grad
 
 
@@ -278,7 +281,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _collect(value: Any, scalars: list[Any]) -> None:
-    """Find the scalar tensors in `value`."""
+    """Append the scalar tensors in `value`, also those in nested containers, to `scalars`."""
     if _is_tensor(value):
         if value.numel() == 1:
             scalars.append(value)
@@ -307,7 +310,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
 
 
 def _arrived(value: Any) -> Any:
-    """Return `value` with every `Pending` scalar replaced by its tensor."""
+    """Return `value` with every `Pending` scalar replaced by its tensor. This waits for the copies."""
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):

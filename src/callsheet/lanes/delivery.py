@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Raised when a callback in a lane raised SystemExit or another error that would have ended a program."""
+    """Raised in place of SystemExit, or another error that would have ended a program, if a callback in a lane raised it."""
 
 
 class CallbackLane:
-    """The lane of one callback."""
+    """The queue and thread, or process, in which one callback runs."""
 
     def __init__(self, registration: Registration, inbox: Inbox) -> None:
         self.registration = registration
@@ -43,25 +43,25 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """Close the lane and end its process. If the process is still busy, it is killed. `join` waits for it."""
+        """Close the lane and end its process, if it has one. A busy process is killed. `join` waits for the end."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """Wait for the process of an ended lane, and kill it after `seconds`."""
+        """Wait for the process of an ended lane to exit, and kill it after `seconds`."""
         if self._process is not None:
             self._process.join(seconds)
 
     def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
-        """Return a function that calls `method` with a snapshot and the payload, on the lane's thread or in its process."""
+        """Return a function that calls `method(snapshot, **payload)` on the lane's thread or in its process."""
         if (process := self._process) is not None:
             return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method
 
     def answered(self, answer: Any) -> None:
-        """If a handler has returned an awaitable, await it."""
+        """Run the awaitable that an `async def` handler returned until it is done."""
         if inspect.isawaitable(answer):
             self._await(answer)
 
@@ -82,18 +82,18 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait for the processes of ended lanes. They end at the same time."""
+    """Wait for the processes of ended lanes, all at the same time."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
 
 
 class LaneDelivery:
-    """The delivery of one event, or of one call of a logger's method, to one callback in a lane.
+    """Delivers one event, or one call of a logger's method, to one callback in a lane.
 
     Args:
         event: the event's or method's name, for messages about failures.
-        kind: a lane with `overflow="latest"` keeps the newest item of each kind.
+        kind: identifies what is delivered; a lane with `overflow="latest"` keeps only the newest item of each kind.
         registration: the callback.
         lane: its lane.
         handler: called in the lane with a snapshot.
@@ -115,14 +115,17 @@ class LaneDelivery:
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """Return the function that the training thread calls in place of a handler that runs in a lane."""
+        """Return the function that the training thread calls in place of a handler that runs in a lane.
+
+        It puts the event into the lane's queue.
+        """
         capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
         made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
         return capture.enqueuer(made._deliver, entry.registration, lane.lane, made.put)
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Enqueue one call of a logger's method, such as `log_table`."""
+        """Put one call of a logger's method, such as `log_table`, into the lane's queue."""
         assert isinstance(lane.registration.thing, Callback)
         called = getattr(inner(lane.registration.thing), method)
         capture = SnapshotCapture(ctx.event, lane.needs, lane.registration.label, lane.inbox, DeviceNumbers())
@@ -134,7 +137,7 @@ class LaneDelivery:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
-        """Enqueue the event if a value must be copied or the callback may be silent. The training thread calls this."""
+        """Put the event into the lane's queue, if a value must be copied or the callback may be disabled or muted."""
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:
@@ -157,7 +160,7 @@ def _kind(values: Values) -> object:
 
 
 def as_failure(error: BaseException) -> LaneExit:
-    """Return a `LaneExit` for an error that would have ended a program."""
+    """Return a `LaneExit` in place of an error that would have ended a program, such as SystemExit."""
     failure = LaneExit(f"{type(error).__name__}: {text_of(error)}")
     failure.__cause__ = error
     return failure

@@ -1,4 +1,7 @@
-"""All lanes of one manager. The manager imports this module when a handler has a lane."""
+"""All lanes of one manager. A lane is the thread or process in which a callback runs.
+
+The manager imports this module when a handler has a lane.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class LaneSet:
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
         self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
         self.undelivered: dict[Registration, int] = {}
-        """The events that the lanes had not delivered when the run ended. They are kept until another run begins."""
+        """How many events each callback's lane had not delivered when the run ended.
+
+        The counts are kept until another run begins.
+        """
         self._behind: dict[
             Registration, int
         ] = {}  # lanes that hung when their state was read, with their `done` count at that time
@@ -74,11 +80,11 @@ class LaneSet:
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
-        """When a run begins, forget what an earlier run left undelivered."""
+        """Forget the undelivered events of the previous run, when a run begins."""
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their lanes still deliver the events in their queues."""
+        """Forget the handlers of callbacks that were removed. Their lanes still deliver the events that are in the queue."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
@@ -86,7 +92,7 @@ class LaneSet:
     def in_process(self, callback: Callback) -> Callback:
         """Return the callback inside a `Process` if its lane is `process`.
 
-        If the callback was added before, return the same `Process` as then.
+        If the callback was added before, return the `Process` that was made for it at that time.
         """
         for registration in self._lanes:
             if isinstance(registration.thing, Background) and registration.thing.callback is callback:
@@ -97,13 +103,16 @@ class LaneSet:
     # --- events ---
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return the function that the training thread calls in place of a handler that runs in a lane."""
+        """Return the function that the training thread calls in place of a handler that runs in a lane.
+
+        It puts the event into the lane's queue.
+        """
         if entry not in self._enqueuers:
             self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.registration), self._numbers_of[entry.event])
         return self._enqueuers[entry]
 
     def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Enqueue one call of a logger's method, such as `log_table`."""
+        """Put one call of a logger's method, such as `log_table`, into the lane of the logger."""
         LaneDelivery.put_call(self._lane_of(registration), method, ctx, payload)
 
     def _lane_of(self, registration: Registration) -> CallbackLane:
@@ -112,7 +121,9 @@ class LaneSet:
         return self._lanes[registration]
 
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
-        """Return the lane of a callback that was removed and is added again.
+        """Return the lane that a callback had before it was removed, if the callback is now added again.
+
+        Return None if there is none.
 
         Its queued events are then delivered before new ones.
         """
@@ -163,11 +174,11 @@ class LaneSet:
     # --- waiting ---
 
     def process_messages(self, ctx: Context) -> None:
-        """Process the values that the lanes have logged, and their requests."""
+        """Carry out the messages of callbacks in lanes: values that they have logged, and their requests."""
         self._inbox.empty(ctx)
 
     def flush(self) -> None:
-        """Wait a moment for the lanes, so that the next record includes what they are logging."""
+        """Wait a moment for the lanes, so that the next metrics record includes what they are logging."""
         moving = {
             registration: each.lane
             for registration, each in self._lanes.items()
@@ -181,9 +192,9 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until the lanes have delivered all events so far, for this fraction of each lane's deadline.
+        """Wait until the lanes have delivered all events that were fired so far, for this fraction of each lane's deadline.
 
-        Return what is undelivered.
+        Return a description of the events that were not delivered.
         """
         left = drain([each.lane for each in self._lanes.values()], share=share)
         if self._lanes:
@@ -193,7 +204,7 @@ class LaneSet:
     def close(self) -> None:
         """End all lanes, and wait for all of them at the same time, each until its deadline.
 
-        Log what is not delivered by then.
+        Log which events were not delivered by then.
         """
         lanes = list(self._lanes.values())
         try:
@@ -211,9 +222,9 @@ class LaneSet:
     # --- states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start the calls of callbacks in lanes, each on its own thread.
+        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each on its own thread.
 
-        Return all calls; those of callbacks in lanes are replaced by functions that wait for the results.
+        Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """
         in_lanes = {registration: call for registration, call in calls.items() if not is_inline(registration)}
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
@@ -239,7 +250,10 @@ class LaneSet:
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:
-        """Return the callbacks whose `state_is_ready` is true. A property is read on a thread with the deadline of states."""
+        """Return the callbacks whose `state_is_ready` is true.
+
+        A property is read on another thread, with a deadline, because it is code of the user.
+        """
         callbacks = {each: inner(each.thing) for each in registrations if isinstance(each.thing, Callback)}
         values = {each: getattr_static(callback, "state_is_ready", False) for each, callback in callbacks.items()}
         ready = {each for each, value in values.items() if value is True}
@@ -252,7 +266,7 @@ class LaneSet:
         return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
-        """Copy the state of a callback from its old lane to its new lane."""
+        """Copy the state of a callback that was removed and is added again to its new lane."""
         states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
@@ -260,7 +274,7 @@ class LaneSet:
     def _state_deadline(self, registration: Registration) -> float:
         """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`.
 
-        They are few if its lane has hung before.
+        The deadline is short if the callback's lane has hung before.
         """
         lane = self._lanes.get(registration)
         own = lane.lane.options.deadline if lane is not None else LaneOptions().deadline
@@ -270,7 +284,7 @@ class LaneSet:
 
     @property
     def _seconds_for_states(self) -> float:
-        """How long a checkpoint may wait for lanes; infinite until a signal arrives."""
+        """How long a checkpoint may wait for callbacks in lanes; infinite until a preemption signal arrives."""
         return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
 
 

@@ -31,7 +31,7 @@ _started: weakref.WeakSet[Process] = weakref.WeakSet()  # the lanes with a proce
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process of a callback died. It is started again for the next event, with the last state that is known."""
+    """The process of a callback died. A new one is started for the next event, with the last known state of the callback."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
@@ -42,8 +42,8 @@ class Process(Background):
     """Run a callback in its own process, so that it can neither slow down nor crash training.
 
     It works like `Background`; the lane's thread sends the snapshots to the process. The process builds the callback again from
-    the constructor's arguments and the state; other attributes are not shared. The process starts at the first event, ends with
-    this process, and ignores Ctrl-C.
+    the constructor's arguments and the state; attributes that were set otherwise are not sent. The process starts at the first
+    event, ends with this process, and ignores Ctrl-C.
 
     Args:
         callback: the callback; its class must be importable by its name.
@@ -83,7 +83,8 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(ctx, **payload)` in the process and wait until it returns. The lane's thread calls this."""
+        """Call `method(ctx, **payload)` of the callback in its process, and wait for it to return. The lane's thread calls this.
+        """
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
@@ -100,24 +101,24 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state here and in the process."""
+        """Load the state into the callback in this process and into that in the other process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """Allow the process to start, because a run begins."""
+        """Allow the callback's process to start, because a run begins."""
         self._is_over = False
 
     @property
     def pid(self) -> int | None:
-        """The process id; None if there is no process."""
+        """The id of the callback's process; None if the process does not run."""
         child = self._child
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the process by closing the connection, or kill it if `at_once`. `join` waits for it."""
+        """End the callback's process by closing the connection, or kill it if `at_once`. `join` waits for the end."""
         self._is_over = True
         self._ending, self._child = self._child, None
         if not at_once:
@@ -126,7 +127,7 @@ class Process(Background):
             self._ending.kill()  # the lane still reads from the connection, so it sees that it ends
 
     def join(self, seconds: float) -> None:
-        """After `end`, wait for the process, and kill it after `seconds`."""
+        """Wait for the callback's process to exit after `end` was called, and kill it after `seconds`."""
         child, self._ending = self._ending, None
         _wait(child, seconds)
 
@@ -145,7 +146,7 @@ class Process(Background):
             connection.close()
 
     def _disown(self) -> None:
-        """In a forked child, forget the process and the connection, because they belong to the parent."""
+        """In a forked child, forget the callback's process and the connection, because they belong to the parent."""
         if self._child is not None:
             self._child.returncode = 0  # only the parent waits for it
         for end in (self._connection, self._theirs):
@@ -155,7 +156,7 @@ class Process(Background):
         self._is_over = True
 
     def _ask(self, message: tuple[Any, ...], snapshot: Snapshot | None = None, *, seconds: float | None = None) -> Any:
-        """Send a message to the process and return its answer.
+        """Send a message to the callback's process and return the answer.
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
@@ -226,7 +227,7 @@ class Process(Background):
 
 
 def _wait(child: subprocess.Popen[bytes] | None, seconds: float) -> None:
-    """Wait until the child has ended, and kill it after `seconds`."""
+    """Wait until the child process has exited, and kill it after `seconds`."""
     if child is not None:
         try:
             child.wait(seconds)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RemoteInbox(Inbox):
-    """An inbox that sends messages to the run's process."""
+    """Receives the messages of the callback in this process, and sends them to the process of the run."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _RemoteInbox(Inbox):
 
 
 def serve(connection: Connection) -> None:
-    """Build the callback and answer calls until the connection is closed."""
+    """Build the callback, and carry out the calls that arrive on the connection until it is closed."""
     callback: Callback | None = None
     runner: asyncio.Runner | None = None
     while True:

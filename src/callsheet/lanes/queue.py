@@ -1,4 +1,4 @@
-"""Lanes: queues with one thread each, for work that should not run on the training thread.
+"""The queues of lanes, each with one thread, for work that should not run on the training thread.
 
 The training thread only appends to a bounded deque, because waking a sleeping thread would cost a step tens of microseconds. A
 lane's thread checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all
@@ -79,20 +79,23 @@ class Lane:
         self.dropped = 0
         """How many items were dropped because the queue was full."""
         self.done = 0
-        """How many items were processed."""
+        """How many items were processed so far."""
         self.is_inert = False
         """Whether the lane accepts no more items, because it was closed or belongs to the process from which this one was forked.
         """
         self.waited = 0.0
-        """The seconds for which the run's end has waited for the lane."""
+        """How many seconds the end of the run has waited for this lane."""
         self.looks_itself = False
-        """Whether the lane's thread checks the queue itself, so that the dispatcher need not. It does so while it finds items."""
+        """Whether the lane's thread checks the queue at present, so that the dispatcher thread need not check it.
+
+        The lane's thread does so as long as it finds items.
+        """
         self._limit = self.options.queue
         self._looked_from = 0  # queue length at which `put` begins to call `look`; half of the limit once the thread runs
         self.items: deque[Any] = deque()
         """The waiting items; with `overflow="latest"` each is a `_Waiting`."""
         self.room = 0
-        """`items.append` may be called instead of `put` as long as the queue is shorter than this."""
+        """As long as the queue is shorter than this, callers may use `items.append`, which is faster than `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
         self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
@@ -129,17 +132,17 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many items wait. The item that is being processed is not counted."""
+        """How many items are in the queue. The item that is being processed is not counted."""
         return len(self.items)
 
     @property
     def left(self) -> int:
-        """How many items are not processed yet, including the one that is being processed."""
+        """How many items are not done yet, including the one that is being processed."""
         return len(self.items) + self._in_hand
 
     @property
     def is_idle(self) -> bool:
-        """Whether all items are processed."""
+        """Whether the lane has processed all its items."""
         return not self.items and not self._in_hand
 
     @property
@@ -155,7 +158,7 @@ class Lane:
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the thread if it sleeps and there are items. The dispatcher and callers that wait call this."""
+        """Wake the lane's thread if it sleeps and there are items. Called by the dispatcher thread and by callers that wait."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -163,7 +166,7 @@ class Lane:
         self._wake.set()
 
     def _begin(self) -> bool:
-        """Start the thread if there is none. Return False if none can be started."""
+        """Start the lane's thread if there is none. Return False if no thread can be started."""
         with _starting:  # the dispatcher, `put` and `drain` may all get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
@@ -176,7 +179,7 @@ class Lane:
         return True
 
     def _help(self) -> None:
-        """Process the items in the calling thread."""
+        """Process the waiting items in the calling thread, if the lane's own thread cannot be started."""
         if self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
@@ -186,7 +189,7 @@ class Lane:
                 self._helping.release()
 
     def _make_room(self, item: Any) -> bool:
-        """Make room for `item` in a full queue. Return whether the item may be put."""
+        """Make room for `item` in a full queue, as `overflow` says. Return whether `item` may be put."""
         if self._forgets_kinds:
             newer = {self._kind(item)}
             for waiting in reversed(list(self.items)):
@@ -212,7 +215,7 @@ class Lane:
         return True
 
     def _waited_for_room(self) -> bool:
-        """Wait for room while the lane makes progress. Return False after the deadline without progress."""
+        """Wait until the queue has room. Return False if the lane makes no progress before the deadline."""
         left, now = len(self.items), time.monotonic()
         moved_at = now
         self._blocked_since = min(self._blocked_since, now)
@@ -311,7 +314,7 @@ class _Waiting:
 
 
 class _Dispatcher:
-    """The thread that checks all lanes of this process."""
+    """The thread that checks the queues of all lanes of this process, and wakes the lanes that have items."""
 
     def __init__(self) -> None:
         self._lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -319,7 +322,7 @@ class _Dispatcher:
         self._thread: threading.Thread | None = None
 
     def take(self, lane: Lane) -> None:
-        """Check this lane from now on."""
+        """Start to check the queue of this lane."""
         with self._lock:
             self._lanes.add(lane)
             if self._thread is None:
@@ -337,7 +340,7 @@ class _Dispatcher:
             return list(self._lanes)
 
     def leave(self, lane: Lane) -> None:
-        """Stop checking this lane."""
+        """Stop checking the queue of this lane."""
         with self._lock:
             self._lanes.discard(lane)
 
@@ -383,7 +386,7 @@ def drain(
         lanes: all are waited for at the same time.
         deadline: seconds for all lanes, or a function that returns the seconds of a lane. None: each lane's own deadline, less the time
             that earlier calls have waited for it.
-        share: with `deadline=None`, the share of the lane's deadline that may have passed after this call.
+        share: used if `deadline` is None: the share of its deadline that a lane may have used up after this call.
     """
     began = time.monotonic()
     seconds_of = deadline if callable(deadline) else lambda _: deadline
@@ -419,7 +422,7 @@ atexit.register(_flush)
 
 
 def close(lanes: Iterable[Lane]) -> None:
-    """Close the lanes and end their threads."""
+    """Close the lanes, so that they accept no more items, and end their threads."""
     for lane in lanes:
         lane.close()
         _dispatcher.leave(lane)

@@ -28,14 +28,17 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 
 
 class LaneMessage(NamedTuple):
-    """A message from a lane to the run: `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments."""
+    """A message from a callback in a lane to the training thread.
+
+    It is `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments.
+    """
 
     what: str
     arguments: dict[str, Any]
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """Carry out the message on the training thread."""
+        """Carry out the message on the training thread, for example log the values that it contains."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -58,7 +61,7 @@ class Inbox:
         self._messages.append(message)
 
     def empty(self, ctx: Context) -> None:
-        """Carry out all messages, on the training thread."""
+        """Carry out all messages and remove them. Called on the training thread."""
         while self._messages:
             message = self._messages.popleft()
             try:
@@ -67,7 +70,7 @@ class Inbox:
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log how many messages of each callback came too late, after the run's end.
+        """Log how many messages of each callback arrived after the run's end, when they have no effect.
 
         Requests are not counted, because there is nothing left to stop.
         """
@@ -79,11 +82,12 @@ class Inbox:
 
 
 class LaneControl:
-    """The control that a callback in a lane uses.
+    """The `ctx.control` of a callback in a lane, with which it makes requests to the loop.
 
-    Its requests are of this rank alone, and act after the training thread has read them.
+    The requests are those of this rank alone, and take effect after the training thread has read them.
 
-    The properties show the requests at this moment. In a process lane, they show those at the time when the event was sent.
+    The properties show the requests at this moment. In another process, they show the requests at the time when the event was
+    sent.
     """
 
     def __init__(self, control: Control, inbox: Inbox, by: str) -> None:
@@ -96,7 +100,7 @@ class LaneControl:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other ranks."""
+        """Whether there are other ranks, with which requests must be agreed."""
         return self._control.is_shared
 
     @property
@@ -121,7 +125,7 @@ class LaneControl:
 
     @property
     def accumulation(self) -> int | None:
-        """The number of batches requested with `Control.set_gradient_accumulation`."""
+        """The number of batches per step that was requested with `Control.set_gradient_accumulation`."""
         return self._control.accumulation
 
     @property
@@ -130,7 +134,7 @@ class LaneControl:
         return self._control.load_path
 
     def values(self) -> dict[str, Any]:
-        """Return, as plain data for `control_of`, everything that can be read here."""
+        """Return everything that can be read from this control as plain data, from which `control_of` makes a control."""
         requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
         return {
             "able": self.able,
@@ -142,12 +146,12 @@ class LaneControl:
         }
 
     def request_boundary(self) -> None:
-        """Make the end of the current step a boundary."""
+        """Make the end of the current step a boundary, so that the loop carries out requests there."""
         self._control.is_boundary_requested = True
         self._control.pending = True
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """See `Control.switch_off`. For the manager."""
+        """Request that all ranks disable the callback; see `Control.switch_off`. Called by the manager."""
         self.inbox.put(LaneMessage("switch off", {"callback": callback, "number": number, "failures": failures}, self.by))
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
@@ -196,7 +200,7 @@ class LaneControl:
 
 
 def control_of(values: Mapping[str, Any]) -> Control:
-    """Return a control with the requests that `LaneControl.values` returned."""
+    """Return a `Control` that shows the requests in `values`, which `LaneControl.values` returned."""
     control = Control(values["able"], is_shared=values["is_shared"], host=values["host"])
     for request in values["requests"]:
         control.agree(request)
@@ -214,7 +218,7 @@ class Snapshot(Context):
     __slots__ = ("_lane",)
 
     _lane: LaneControl
-    """The same object as `control`, but with its own type. Messages to the run go through it."""
+    """The same object as `control`, typed as a `LaneControl`. Messages to the run go through it."""
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
@@ -243,11 +247,11 @@ class Snapshot(Context):
         return name in _SAME or super().has(name)
 
     def control_values(self) -> dict[str, Any]:
-        """Return what can be read from the control, to send to a lane in another process."""
+        """Return the requests that can be read from `control`, to send them to a lane in another process."""
         return self._lane.values()
 
     def forward(self, message: LaneMessage) -> None:
-        """Pass on a message from a lane in another process."""
+        """Pass on a message that a callback in another process has sent."""
         self._lane.inbox.put(message)
         if message.what == "ask":
             self._lane.request_boundary()

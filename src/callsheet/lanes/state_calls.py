@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class StateCalls:
-    """Calls methods of callbacks in lanes, all at the same time."""
+    """Calls `state_dict` or `load_state_dict` of callbacks in lanes, all at the same time, each with a deadline."""
 
     def __init__(self) -> None:
         self._attempts: dict[Registration, _Attempt] = {}
@@ -28,8 +28,8 @@ class StateCalls:
     ) -> dict[Registration, Callable[[], T]]:
         """Start the calls. Return for each callback a function that waits for its result, or raises what the call raised.
 
-        That function raises TimeoutError `deadline` seconds after the start. It raises it at once if an earlier call has still
-        not returned.
+        That function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call for the callback has
+        still not returned.
         """
         waits: dict[Registration, Callable[[], T]] = {}
         began = time.monotonic()
@@ -52,7 +52,7 @@ def _still_running() -> Any:
 
 
 class _Attempt(threading.Thread):
-    """One call on a daemon thread."""
+    """A thread that makes one call and keeps its result. It is a daemon thread, so the program can end although it hangs."""
 
     def __init__(self, label: str, call: Callable[[], Any]) -> None:
         super().__init__(name=f"callsheet-state-{label}", daemon=True)
@@ -71,7 +71,12 @@ class _Attempt(threading.Thread):
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
     def result(self, seconds: float, *, since: float) -> Any:
-        """Return the result, waiting until `seconds` after `since`. Raises what the call raised, or TimeoutError."""
+        """Return the result of the call, or raise the error of the call.
+
+        Wait at most until `seconds` after `since`, then raise TimeoutError.
+
+        Raises the error of the call, or TimeoutError.
+        """
         self.join(max(0.0, since + seconds - time.monotonic()))
         if self.is_alive():
             raise TimeoutError(f"no answer within {seconds:.3g} s")
