@@ -57,19 +57,22 @@ def home(name: str) -> Any:
     return importlib.import_module(f"bridges.homes.{name}")
 
 
-def train(name: str, having: str, told: Told, *, steps: int, log_every: int) -> None:
-    """Train there; `told` is called at the beginning of each forward.
+def train(
+    name: str, having: str, told: Told, *, steps: int, log_every: int, model: Callable[[], nn.Module] | None = None
+) -> None:
+    """Train in a framework; `told` is called at the beginning of each forward.
 
     Args:
-        name: of the home.
+        name: the name of the home.
         having: one of `WITH`.
-        told: hears of forwards.
-        steps: at least so many; whole epochs of the tests' data are six.
+        told: called at the beginning of each forward.
+        steps: the least number of steps; whole epochs of the tests' data are six.
         log_every: steps between two records.
+        model: the class of the model, from four numbers to one; by default the one of the tests.
     """
     where, job = home(name), home("job")
     callbacks = {EMPTY: job.EMPTY, NOBODY: [], TEN: [Nothing() for _ in range(10)]}[having]
-    points = replace(job.POINTS, model=telling(job.POINTS.model, told), log_every=log_every)
+    points = replace(job.POINTS, model=telling(model or job.POINTS.model, told), log_every=log_every)
     with tempfile.TemporaryDirectory() as folder:
         where.train(points, Path(folder), callbacks, strict=False, epochs=1, steps_an_epoch=-(-steps // 6) * 6, evaluate=False)
 

@@ -1,7 +1,8 @@
 """What the mechanisms that make a step cheaper are worth: the instructions that callsheet adds to a step with each and without it.
 
 One process trains again and again. In each training after the first, one mechanism is replaced by plain code that does the same. The
-instructions are counted as in `instructions.py`. A mechanism earns its place if, without it, callsheet adds at least 2 % more in one loop.
+instructions are counted as in `instructions.py`, but with a smaller model, without metrics records and without timing the callbacks, which
+makes the counts more exact. A mechanism earns its place if, without it, callsheet adds at least 2 % more in one loop.
 
     python benchmarks/shortcuts.py [--of trainer,lane,bare,huggingface]
 
@@ -18,20 +19,26 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 import homes
 import trainer as peers
 from callsheet import Background, Callback, Context, Trainer
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.callbacks import ActivationMonitor, GarbageCollection, OptimizerMonitor
 from callsheet.core import context
+from callsheet.core.costs import Costs
 from callsheet.core.run_state import TrainState
 from callsheet.errors import FieldNotAvailable
 from callsheet.lanes import capture
-from instructions import COUNTED, RECORD_EVERY, WARM, Forwards, check_valgrind, collecting, counted, prepare_child
+from instructions import COUNTED, Forwards, check_valgrind, collecting, counted, prepare_child
 from timing import machine
 
 EARNS = 2.0  # per cent of what callsheet adds
+WARM = 150  # steps before the count: Python specializes code again after a class was changed, in about 60 executions
 STEPS = WARM + COUNTED + 8
+NO_RECORDS = 1000  # steps between two records
 TRAINER, LANE, DELIVERY = "trainer", "lane", "delivery"
 NAMES = {TRAINER: "Trainer", LANE: "Trainer, its own thread", DELIVERY: "Trainer, the lane's thread"}
 DEFAULT = (TRAINER, LANE, DELIVERY, "bare", "huggingface")
@@ -137,6 +144,11 @@ def driver_with(**reads: Callable[[], bool]) -> Callable[..., None]:
 INIT = LifecycleDriver.__init__
 
 
+def begin_untimed(self: Costs, step: int) -> None:
+    """Begin a run without the windows in which handlers are timed: they come by the clock, and valgrind is slow."""
+    self.has_begun, self._first = True, step
+
+
 def always() -> bool:
     return True
 
@@ -185,14 +197,30 @@ def fit(made: Callable[[], list[Callback]]) -> float:
         max_duration="1ep",
         device="cpu",
         callbacks=made(),
+        log_interval=NO_RECORDS,
         progress=False,
     ) as trainer:
         trainer.fit()
     return 0.0
 
 
+def small_parts(device: str = "cpu") -> tuple[nn.Module, list[tuple[Tensor, Tensor]], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2))
+    batches = [(torch.randn(4, 4), torch.randint(0, 2, (4,))) for _ in range(peers.STEPS)]
+    return model, batches, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+class SmallModel(nn.Linear):
+    """From four numbers to one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+
 def peer(loop: Callable[[], float], noted: Callable[[], None]) -> None:
-    homes.train_a_peer(loop, noted, steps=STEPS)
+    with replaced(peers, "parts", small_parts):
+        homes.train_a_peer(loop, noted, steps=STEPS)
 
 
 def monitors() -> list[Callback]:
@@ -229,7 +257,7 @@ def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, t
         return None, (Subject("1 in a lane", (CAPTURE,), deliver),)
 
     def host(having: str) -> Callable[[Callable[[], None]], None]:
-        return lambda noted: homes.train(name, having, noted, steps=STEPS, log_every=RECORD_EVERY)
+        return lambda noted: homes.train(name, having, noted, steps=STEPS, log_every=NO_RECORDS, model=SmallModel)
 
     return host(homes.EMPTY), (
         Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(homes.NOBODY)),
@@ -244,12 +272,18 @@ def run_loop(name: str) -> None:
     if name not in (TRAINER, LANE, DELIVERY):
         homes.home(name)
     collecting()
+    with replaced(Costs, "begin", begin_untimed):
+        count(empty, subjects)
+
+
+def count(empty: Callable[[Callable[[], None]], object] | None, subjects: tuple[Subject, ...]) -> None:
+    """Train without callsheet, then all of the subjects."""
     if empty is not None:
-        empty(Forwards().noted)
+        empty(Forwards(WARM).noted)
     for subject in subjects:
         for mechanism in ("", *subject.mechanisms, ""):
             with CHANGES[mechanism]() if mechanism else nullcontext():
-                subject.train(Forwards().noted)
+                subject.train(Forwards(WARM).noted)
 
 
 # --- around it ---
