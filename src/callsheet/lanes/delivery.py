@@ -137,7 +137,10 @@ class LaneDelivery:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
-        """Put the event into the lane's queue, if a value must be copied or the callback may be disabled or muted."""
+        """Put the event into the lane's queue.
+
+        The training thread calls this if a value must be copied or the callback may be disabled or muted.
+        """
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
         try:

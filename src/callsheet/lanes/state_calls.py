@@ -52,7 +52,7 @@ def _still_running() -> Any:
 
 
 class _Attempt(threading.Thread):
-    """A thread that makes one call and keeps its result. It is a daemon thread, so the program can end although it hangs."""
+    """One call on a daemon thread, which keeps the result. A daemon thread that hangs does not keep the program alive."""
 
     def __init__(self, label: str, call: Callable[[], Any]) -> None:
         super().__init__(name=f"callsheet-state-{label}", daemon=True)

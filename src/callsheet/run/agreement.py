@@ -1,4 +1,4 @@
-"""Agreement: all ranks learn of one rank's request and act on it at the same step, without waiting for each other."""
+"""Agreement: all ranks learn of a request that one rank made, and act on it at the same step, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.run.process_groups import Pending, ProcessGroups
 from callsheet.run.signals import SignalWatch
 
 PERIOD_SECONDS = 0.1
-"""The approximate number of seconds between two messages, which is converted to steps.
+"""About how many seconds pass between two messages. The value is converted to steps.
 
 A longer time delays requests; a shorter one slows the steps.
 """
@@ -21,15 +21,15 @@ LONGEST_PERIOD = 1000  # the largest number of steps between two messages
 
 
 class Agreement:
-    """Exchanges a message between the ranks every few steps, and applies requests on all ranks at the same boundary.
+    """Exchanges a message between the ranks every few steps, so that all ranks carry out requests at the same boundary.
 
     The message is five integers, reduced with MAX on a process group of its own. The reduction begins at one step, and its result
     is read at a fixed later step. If the result says that a rank has a request, all ranks exchange their requests. Steps of
     training and of evaluation all count. Ranks whose counts differ raise an error, because they would wait for each other in
     different places. With one rank nothing is exchanged.
 
-    `signal` is the signal that all ranks know of. `published` is the number of background checkpoints that are durable on all
-    ranks.
+    `signal` is the preemption signal that all ranks know of. `published` is the number of background checkpoints that are durable
+    on all ranks.
 
     Raises, in every method that waits: DistributedError: a rank does not answer, or is at another step.
     """
@@ -40,7 +40,7 @@ class Agreement:
         self._evaluated = 0  # the count of evaluation steps
         self.published = 0
         self.durable: Callable[[], int] = lambda: 0
-        """Returns the number of background checkpoints that this rank has finished."""
+        """A function that returns how many background checkpoints this rank has finished writing."""
         self._signal: signal.Signals | None = None
         self._world = world
         self._control = control
@@ -56,16 +56,19 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """The rest of the grace period after any rank received a signal. The launcher also kills ranks that received none."""
+        """How many seconds of the grace period are left after any rank received a preemption signal.
+
+        The launcher kills all ranks after that, also those that received no signal.
+        """
         return min(self._signals.seconds_left, self._signals.grace)
 
     @property
     def next_step(self) -> int:
-        """The training step after which `look` must be called."""
+        """The training step after which `look` must be called next."""
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def look(self, step: int) -> None:
-        """After training step `step`: read the message that is due, and send the next one."""
+        """After training step `step`: read the message of the other ranks that is due, and send the next one."""
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -77,12 +80,12 @@ class Agreement:
                 self._read()
 
     def evaluated_step(self, step: int) -> None:
-        """Do the same as `look` after a step of evaluation."""
+        """Read and send messages, as `look` does, after a step of evaluation."""
         self._evaluated += 1
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """Wait for the pending message and for one more, so that all requests are known.
+        """Wait for the pending message and for one more, so that all ranks know all requests.
 
         All ranks must call this at the same point.
         """
@@ -95,8 +98,9 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Exchange a message at every step again, because the next steps may be much slower than those from which the interval
-        was chosen.
+        """Exchange a message at every step again, until the number of steps between messages is measured anew.
+
+        This is for steps that may be much slower than those from which the interval was chosen.
 
         All ranks must call this at the same point.
         """
@@ -138,7 +142,10 @@ class Agreement:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange the requests and signals of all ranks, and apply them in the order of ranks. This happens rarely."""
+        """Exchange the requests and signals of all ranks, and apply them in the order of ranks.
+
+        This happens only if a rank has one.
+        """
         received = self._signals.received
         of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
         for requests, number in of_ranks:
@@ -148,7 +155,7 @@ class Agreement:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """Return the time at which to stop waiting.
+        """Return the time until which to wait for the other ranks after a preemption signal.
 
         A launcher signals all ranks, even after one has died; a rank that has not answered by this time will not answer at all.
 

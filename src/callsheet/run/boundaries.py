@@ -1,4 +1,7 @@
-"""The boundaries between steps, epochs and rounds: the ranks agree, `on_log` is fired, evaluations run, checkpoints are saved."""
+"""The boundaries between steps, epochs and rounds.
+
+At a boundary, the ranks agree on requests, `on_log` is fired, evaluations run, and checkpoints are saved.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # thes
 
 
 class Boundaries:
-    """The boundaries of a run: after a step, an epoch, a round.
+    """Carries out what is due after a step, an epoch or a round: logging, evaluations, checkpoints and requests.
 
     Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary at which
     nothing is due; it then does nothing.
@@ -90,7 +93,7 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which the interval can be due.
+        """Return the next step at which `every` can be due.
 
         For a unit that advances only at log boundaries, return `sys.maxsize`.
         """
@@ -130,13 +133,13 @@ class Boundaries:
     def finish_undone(self, boundary: str) -> bool:
         """After a resume, finish a boundary of this kind if its evaluation was still due when the checkpoint was saved.
 
-        Return whether training is over then.
+        Return whether training is over after that.
         """
         undone = self._evaluation.undone
         return undone is not None and undone.boundary == boundary and self._end(boundary)
 
     def _end(self, boundary: str) -> bool:
-        """Evaluate and save whatever is due."""
+        """Run the evaluations and save the checkpoints that are due at the boundary. Return whether training is over."""
         ctx = self._ctx
         if self._plan(boundary):
             self._fire_before_evaluation()
@@ -151,7 +154,7 @@ class Boundaries:
         return is_over  # a stop requested since then takes effect at the next boundary
 
     def fire_checkpoint_due(self, boundary: str) -> None:
-        """Let callbacks request a checkpoint, and save if one was requested."""
+        """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save one if it was requested."""
         if self._manager.has_listeners.on_checkpoint_due:
             self._ctx.boundary = boundary
             self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
@@ -178,7 +181,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Before training, repeat the stop request with which the run was complete before it was resumed, if there was one."""
+        """Before training, request a stop again if a callback had already stopped the run before it was resumed."""
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:
@@ -207,7 +210,7 @@ class Boundaries:
             self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate, and fire `on_log` with what was logged during the evaluation."""
+        """Run the evaluators of `loaders`, and fire `on_log` with what was logged during the evaluation."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
@@ -215,7 +218,7 @@ class Boundaries:
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
         """Save a checkpoint for these requests; if there are none, the checkpoint was requested by a call of `save`.
 
-        Return None if a host saves later.
+        Return None if another framework's loop saves the checkpoint later.
         """
         val_losses = {name: result["loss"] for name, result in self._evaluation.results.items() if "loss" in result}
         return self._checkpoints.save(requests, path, train_loss=self._records.mean_loss(), val_losses=val_losses, waits=waits)
@@ -228,7 +231,7 @@ class Boundaries:
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
-        """Return the evaluations that are due, including those that cannot run because of a signal.
+        """Return the names of the datasets whose evaluation is due, including evaluations that cannot run because of a signal.
 
         A signal alone does not make an evaluation due.
         """
@@ -239,9 +242,9 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Record which evaluations are due, so that checkpoints store them until they are done.
+        """Record which evaluations are due, so that checkpoints store this until the evaluations are done.
 
-        Return whether to run them now.
+        Return whether to run the evaluations now.
         """
         due = self._due()
         undone = self._evaluation.undone
@@ -252,7 +255,7 @@ class Boundaries:
     def _fire_before_evaluation(self) -> None:
         """Fire `on_checkpoint_due` once before an evaluation.
 
-        It is not fired again if the run is resumed from the checkpoint that is saved there.
+        If a checkpoint is saved there and the run is resumed from it, the event is not fired again.
         """
         undone = self._evaluation.undone
         if undone is not None and not undone.is_checkpoint_due_fired:
@@ -288,7 +291,7 @@ class Boundaries:
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
-        """Stop the clock that measures training time while the block runs."""
+        """Stop the clock that measures the seconds of training while the `with` block runs."""
         self._records.tally.stop()
         yield
         self._records.tally.start()

@@ -56,13 +56,13 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """An optimizer or scheduler whose class is saved with its state.
+    """Saves and loads the state of an optimizer or scheduler together with the name of its class.
 
-    Without the class, the state of another class would be loaded, and the error would come later.
+    Without the name, the state of another class would be loaded, and an error would appear only later.
 
     Args:
         part: the optimizer or scheduler.
-        rate_is_fixed: whether nothing but the user sets the optimizer's learning rate.
+        rate_is_fixed: whether only the user sets the optimizer's learning rate, and no scheduler changes it.
     """
 
     def __init__(self, part: Any, *, rate_is_fixed: bool = False) -> None:
@@ -74,7 +74,7 @@ class Typed:
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state, and warn of options that it changes. Raise ValueError if it was saved by another class."""
+        """Load the state, and warn of optimizer options that it changes. Raise ValueError if another class saved the state."""
         if state["class"] != type(self.part).__name__:
             raise ValueError(
                 f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
@@ -91,7 +91,10 @@ class Typed:
                 )  # fmt: skip
 
     def _options(self) -> dict[str, Any]:
-        """Return the optimizer's options by name, for each parameter group; of the learning rate the one before a scheduler changed it."""
+        """Return the optimizer's options by name, for each parameter group.
+
+        The learning rate is the one before a scheduler changed it.
+        """
         found: dict[str, Any] = {}
         for number, group in enumerate(getattr(self.part, "param_groups", ())):
             rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {} if self._rate_is_fixed else {"lr": None}
@@ -102,7 +105,7 @@ class Typed:
 
 
 class Checkpoints:
-    """Reads and writes `<run folder>/checkpoints`. Every method except `durable` is a collective.
+    """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. Every method except `durable` is a collective.
 
     Args:
         in_background: whether to save a copy of the state while training continues.
@@ -121,13 +124,14 @@ class Checkpoints:
         grace: float,
     ) -> None:
         self.shared: dict[str, Stateful] = {}
-        """The parts that are the same on all ranks, or are sharded over the ranks. They are loaded in this order."""
+        """The parts of a checkpoint that are the same on all ranks, or are sharded over the ranks. They are loaded in this order.
+        """
         self.local: dict[str, Stateful] = {}
-        """The parts that each rank has for itself. They are loaded after the shared ones."""
+        """The parts of a checkpoint that each rank has for itself. They are loaded after the shared parts."""
         self.begun = 0
         """The number of background saves that have begun."""
         self.stopped_by: Request | None = None
-        """The request that ended training. A checkpoint that is saved afterwards contains it."""
+        """The request that ended training, which is stored in checkpoints that are saved afterwards."""
         self._manager = manager
         self._ctx = ctx
         self._spans = spans
@@ -149,12 +153,12 @@ class Checkpoints:
 
     @property
     def folder(self) -> str:
-        """The folder of the checkpoints: a path or a URL."""
+        """The folder of the run's checkpoints: a path or a URL."""
         return self._ctx.run.checkpoints or "checkpoints"
 
     @property
     def is_writing(self) -> bool:
-        """Whether a background save has not been published yet."""
+        """Whether a background save is not complete, or not published yet."""
         return self._pending is not None
 
     def durable(self) -> int:
@@ -170,12 +174,14 @@ class Checkpoints:
         val_losses: Mapping[str, float],
         waits: bool = False,
     ) -> CheckpointInfo:
-        """Write one checkpoint for all `requests`, and fire its events. If there are none, it was requested by a call of `save`.
+        """Write one checkpoint for all `requests`, and fire the events for saving.
+
+        If there are no requests, the user called `save`.
 
         A checkpoint with weights or a loss that are not finite is marked in its manifest, and automatic resume ignores it.
 
         Args:
-            waits: write it now, even if saves run in the background.
+            waits: write the checkpoint before returning, even if saves run in the background.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or a callback's state is not plain data.
@@ -240,12 +246,11 @@ class Checkpoints:
 
     @property
     def next_step(self) -> int:
-        """The training step after which `prepare` must be called."""
+        """The training step after which `prepare` must be called next."""
         return self._prepare_at
 
     def prepare(self, step: int) -> None:
-        """After training step `step`, begin to allocate buffers for the first background save, so that the save need not wait for
-        them.
+        """After `step`, begin to allocate buffers for the first background save, so that the save need not wait for them.
 
         The first attempt is after the first step, when the optimizer has created its state. Further attempts follow at longer and
         longer distances, because more state may appear, or a callback that requests checkpoints may be added. Nothing is
@@ -260,12 +265,12 @@ class Checkpoints:
             self._writer.prepare([*self._ctx.model.parameters(), *self._ctx.model.buffers(), *_tensors_in(state)])
 
     def publish(self, durable: int) -> None:
-        """Publish the background save, if all ranks know that it is durable."""
+        """Publish the background save (fire `on_checkpoint_published`), if all ranks know that it is durable."""
         if self._pending is not None and durable >= self.begun:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the background save, and publish it.
+        """Wait until the background save is durable on all ranks, and publish it.
 
         Raises:
             CheckpointError: the save failed, on any rank.
@@ -328,7 +333,7 @@ class Checkpoints:
         ctx.close("on_checkpoint_load_end")
 
     def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
-        """Restore the first candidate that is valid on all ranks, and log why the candidates before it are not.
+        """Restore the first of `candidates` that is valid on all ranks, and log why the candidates before it are not.
 
         Raise CheckpointError if none is valid.
         """
@@ -372,8 +377,9 @@ class Checkpoints:
         return Request("stop", str(stop.get("why")), by)
 
     def _stop_conditions(self, by: str) -> dict[str, str]:
-        """Return the settings that decide whether training continues after the callback `by` has stopped the run: at least one of
-        them must have changed.
+        """Return the settings that decide whether training continues after the callback `by` has stopped the run.
+
+        Training continues only if at least one of them has changed.
         """
         made = [(type(each).__qualname__, each._arguments) for each in self._manager.callbacks if label_of(each) == by]
         return {
@@ -384,7 +390,7 @@ class Checkpoints:
         }
 
     def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the checkpoints to try, the best first. Rank 0 looks them up for all ranks."""
+        """Return the paths of the checkpoints to try to resume from, the best first. Rank 0 finds them for all ranks."""
         found: list[str] | CallsheetError = []
         if self._world.rank == 0:
             try:
@@ -398,7 +404,7 @@ class Checkpoints:
         return found
 
     def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the path that `resume` names.
+        """Return the path that `resume` names, in a list.
 
         For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
         """
@@ -428,7 +434,7 @@ class Checkpoints:
         return [os.fspath(checkpoint.path) for checkpoint in good]
 
     def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor to read into.
+        """Return the tensor into which a tensor of the checkpoint is read.
 
         This is the model's own tensor or, for the optimizer's state, an empty tensor that is sharded like its parameter.
         """
@@ -451,7 +457,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """The optimizer's parameters, in the order of their numbers in its state."""
+        """The optimizer's parameters, in the order of their numbers in the optimizer's state."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -470,7 +476,7 @@ class Checkpoints:
                 ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries that can be saved. Warn of each other entry once."""
+        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each other entry."""
         plain: dict[str, Any] = {}
         for name, value in user_state.items():
             try:
@@ -483,7 +489,7 @@ class Checkpoints:
         return plain
 
     def _free_path(self, name: str, kind: str) -> str:
-        """Return a path of a folder that this process has not written to yet."""
+        """Return the path for a checkpoint, in a folder that this process has not written to yet."""
         path, number = f"{self.folder}/{name}", 1
         while path in self._written:
             path, number = f"{self.folder}/" + (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
@@ -491,8 +497,9 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
-    """Return whether a piece of a tensor has valid values: no NaN or infinity in a weight, no NaN in a buffer (masks contain
-    infinities).
+    """Return whether a piece of a tensor has valid values.
+
+    A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities).
     """
     if not name.startswith("model.") or all_finite([piece]):
         return True
@@ -500,7 +507,7 @@ def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return `info` with the size and `is_finite` of the written checkpoint."""
+    """Return `info` with the size and `is_finite` of the checkpoint that was written."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 
@@ -516,7 +523,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return the `CheckpointInfo` that the manifest of a Trainer's checkpoint describes."""
+    """Return the `CheckpointInfo` of a checkpoint, from the manifest that a Trainer wrote."""
     record = found.info
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
     if any(name not in record for name in names):

@@ -17,15 +17,15 @@ _ABSENT: Any = object()
 
 
 class _Additions:
-    """The `__getstate__` of an object to which callsheet has added hooks and attributes.
+    """Provides the `__getstate__` of an object to which callsheet has added hooks and attributes.
 
-    It returns the object's state without these.
+    This `__getstate__` returns the object's state without the additions, so that copies and pickles do not have them.
     """
 
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
         self.hooks: dict[int, None] = {}
-        """The keys of the added hooks, in the object's dictionaries of hooks."""
+        """The keys of the added hooks, in the dictionaries in which the object stores its hooks."""
         self.replaced: dict[str, list[Any]] = {}
         """For each replaced attribute, by name: its original value, and after it the values that replaced it, the latest last."""
 
@@ -36,9 +36,9 @@ class _Additions:
         return self._without(state) if isinstance(state, dict) else state
 
     def copied(self, memo: dict[int, Any]) -> Any:
-        """Remove the added attributes from the object, call its class's own `__deepcopy__`, and put them back.
+        """Copy the object with the `__deepcopy__` of its class, without the added attributes.
 
-        Otherwise that method might copy them too.
+        The attributes are removed before the copy and put back after it, because that method might copy them too.
         """
         owner: Any = self._owner()
         attributes, own = vars(owner), dict(vars(owner))

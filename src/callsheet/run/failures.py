@@ -31,8 +31,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective failed: one of callsheet's, or one of torch's, whose backends have no exception class of their
-    own.
+    """Return whether a collective operation failed, either one of callsheet's or one of torch's.
+
+    torch's backends have no exception class of their own for this.
+
+    torch's backends have no exception class of their own, so the text of the error is checked.
 
     Return False for a `DistributedError`, because it already names the rank at fault.
     """

@@ -33,9 +33,9 @@ class Lifetime:
 
     def __init__(self, manager: CallbackManager, ctx: Context) -> None:
         self.outcome: Outcome = Outcome.FINISHED
-        """The outcome if no exception is raised. A loop changes it when it is stopped or preempted."""
+        """The outcome of the run if no exception is raised. A loop changes it when the run is stopped or preempted."""
         self.reasons: dict[Outcome, str] = {}
-        """The reasons for outcomes, for those outcomes whose reason the loop knows."""
+        """For each outcome, the reason why the run ended that way, if the loop knows the reason."""
         self._manager = manager
         self._ctx = ctx
         self._depth = 0
@@ -44,7 +44,7 @@ class Lifetime:
         self._pid = os.getpid()
         self._closers: list[Callable[[], object]] = []
         self.before_end: Callable[[], object] = lambda: None
-        """Called just before `on_run_end`, to end spans that are still open."""
+        """A function that is called just before `on_run_end`, to end spans that are still open."""
 
     @property
     def has_started(self) -> bool:
@@ -58,11 +58,11 @@ class Lifetime:
 
     @property
     def is_entered(self) -> bool:
-        """Whether the loop is running now."""
+        """Whether the code of a `with lifetime:` block is running now."""
         return self._depth > 0
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Call `close` after `on_run_end`.
+        """Register a function that is called after `on_run_end`.
 
         Several such functions are called in reverse order, each even if another one raises.
         """
@@ -75,7 +75,7 @@ class Lifetime:
         self._manager.fire(Event.RUN_START, self._ctx)
 
     def end(self, outcome: Outcome | None = None) -> None:
-        """Fire `on_run_end` if it was not fired before.
+        """Fire `on_run_end`, unless it was fired before.
 
         All its handlers are called, and then the first of their errors is raised.
 
@@ -115,7 +115,7 @@ class Lifetime:
     def fail(self, error: BaseException) -> None:
         """Fire `on_exception` and `on_run_end` for an error that leaves the trainer.
 
-        Errors in their handlers are added to it as notes.
+        Errors in the handlers of these events are added to `error` as notes.
         """
         if self._ended:
             return
@@ -139,7 +139,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return the reason for an outcome for which the loop gave none."""
+        """Return a reason for an outcome, if the loop gave none."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:
@@ -151,7 +151,7 @@ class Lifetime:
 
 
 def stop_reason(request: Request) -> str:
-    """Return the sentence that says which callback stopped a run, and why."""
+    """Return a sentence that says which callback stopped a run, and why."""
     return f"stopped by {one_line(f'{request.by}: {request.why}')}"
 
 

@@ -18,7 +18,7 @@ class LogRanks:
 
     Args:
         choice: `"zero"`, or `"all"` to log on every rank.
-        ranks: of this process.
+        ranks: the ranks of this process.
 
     Raises:
         ConfigError: an unknown choice.

@@ -25,7 +25,7 @@ _FOLD = 256  # this many values are summed at a time, so that a loop that never 
 
 
 Schema = dict[str, tuple[Over, Across]]
-"""Maps each name to its `over` and `across`."""
+"""Maps each logged name to how its values are combined: `over` the steps and `across` the ranks."""
 
 Names = str | tuple[str, ...]
 """One name, or the names of the numbers in a one-dimensional tensor."""
@@ -45,7 +45,10 @@ class Reducer(Protocol):
 
 
 class Series:
-    """The values of one name since the last log boundary; or of several names whose values are logged in one tensor."""
+    """The values that were logged since the last log boundary under one name, or under several names in one tensor.
+
+    Or under several names whose values are logged in one tensor.
+    """
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
 
@@ -77,7 +80,7 @@ class Series:
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
-        """Return a series for each name, which contains only the values of that name."""
+        """Return one series for each of the names whose values were logged in one tensor."""
         apart: dict[str, Series] = {}
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
@@ -86,7 +89,7 @@ class Series:
         return apart
 
     def result(self) -> tuple[Any, Any]:
-        """Return the total and the weight to divide it by, as numbers or scalar tensors."""
+        """Return the total, and the weight by which to divide it, as numbers or scalar tensors."""
         if self.over != "mean":
             return _total(self.values), 1
         return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
@@ -109,10 +112,11 @@ class MetricLog:
         return any(series.values for series in self._series.values())
 
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Add values, each under a name, or a tensor under several names; see `Context.log`.
+        """Add values by name, or a tensor with the values of several names; see `Context.log`.
 
         Raises:
-            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number a name.
+            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number for
+                each name.
         """
         if weight is not None:
             weight = scalar("weight", weight)
@@ -126,7 +130,7 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of one name, so that a loop can add to it at every step. Raises as `log` does."""
+        """Return the series of one name, so that a loop can add to it at every step. Raises the same errors as `log`."""
         series = self._series.get(names)
         if series is None:
             one_of("over", over, OVER)
@@ -189,7 +193,7 @@ class MetricLog:
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
     def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
-        """Return the totals and weights over all ranks."""
+        """Return the totals and weights by name, reduced over all ranks."""
         while True:
             wanted = self._schema | self._how
             digest = _digest(wanted)
@@ -212,9 +216,9 @@ class MetricLog:
                 series.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged since the last boundary, as plain data and tensors.
+        """Return what was logged since the last log boundary, as plain data and tensors.
 
-        With it, the next record of a resumed run equals that of a run without interruption.
+        With this state, the next metrics record of a resumed run equals that of a run without interruption.
         """
         return {
             key if isinstance(key, str) else key[0]: {
@@ -236,22 +240,26 @@ class MetricLog:
 
 
 _BY_MAX = ("max", "same")
-"""Reductions that use a maximum.
+"""Ways to combine the values of the ranks for which the maximum is used.
 
 `same` values do too, because a sum over three ranks divided by three may differ from the value.
 """
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
-    """Return a rank's contribution to the sum, and its weight. With `across="sum"` the contribution is the rank's own mean."""
+    """Return a rank's contribution to the sum, and its weight.
+
+    With `across="sum"`, the contribution is the mean of the rank's own values.
+    """
     if total is None or not total[1]:
         return 0.0, 0.0
     return (total[0] / total[1], 1.0) if across == "sum" else total
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return a rank's contribution to the maximum, and a mark: 0 for no value, 1 for a number, 2 for NaN, because a maximum would
-    lose a NaN.
+    """Return a rank's contribution to the maximum, and a mark: 0 for no value, 1 for a number, 2 for NaN.
+
+    The mark is needed because a maximum would lose a NaN.
     """
     if total is None or not total[1]:
         return -math.inf, 0.0
@@ -264,12 +272,12 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return a digest of the schema, including its order. It is a whole number that a float holds exactly."""
+    """Return a digest of the schema and its order, as a whole number that a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """Return all names: first the known ones, then the new ones in the order of ranks."""
+    """Return a schema of all names: first the known ones, then the new ones in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():
@@ -312,7 +320,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Replace scalar tensors by floats, and one-dimensional tensors by lists of floats, with one copy for each device."""
+    """Replace scalar tensors by floats, and one-dimensional tensors by lists of floats, in place. Each device needs one copy."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):
@@ -334,7 +342,10 @@ def _fetch(numbers: list[Any]) -> None:
 
 
 def _total(values: list[Any]) -> Any:
-    """Return the sum. Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision."""
+    """Return the sum of the values.
+
+    Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision.
+    """
     if len(values) > 1 and all(hasattr(value, "device") for value in values):
         torch, wide = sys.modules["torch"], _wide(values[0].device)
         if len({value.dtype for value in values}) > 1:

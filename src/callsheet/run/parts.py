@@ -1,4 +1,4 @@
-"""Protocols for the evaluation and the checkpoints that boundaries use.
+"""Protocols for the evaluation part and the checkpoint part of a run, which `Boundaries` uses.
 
 They are implemented by the Trainer, and by hosts, which pass requests on to their framework.
 """
@@ -32,7 +32,7 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the evaluation that a checkpoint stores. Earlier versions named the last field `is_told`."""
+        """Return the evaluation that a checkpoint stores. Earlier versions of callsheet named the last field `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
@@ -53,31 +53,31 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints store the evaluation that is due, so that a resumed run carries it out."""
+        """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out."""
 
     @property
     def loaders(self) -> Mapping[str, Any]:
-        """The datasets by name."""
+        """The evaluation dataloaders, by dataset name."""
 
     @property
     def schedules(self) -> Mapping[str, EvaluationSchedule]:
-        """The schedules by dataset name."""
+        """When each dataset is evaluated, by dataset name."""
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the datasets to evaluate now."""
+        """Return the names of the datasets that must be evaluated now."""
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate, and return the results by dataset name."""
+        """Evaluate these dataloaders, and return the losses and metrics by dataset name."""
 
     def take(self) -> dict[str, float]:
-        """Return what was logged during the evaluation."""
+        """Return the values that were logged during the evaluation."""
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that these datasets have been evaluated."""
 
 
 class Stateful(Protocol):
-    """A part of a run. Checkpoints store its state."""
+    """A part of a run whose state checkpoints store."""
 
     def state_dict(self) -> Any:
         """Return the state, as plain data and tensors."""
@@ -98,7 +98,7 @@ class CheckpointsPart(Protocol):
 
     @property
     def next_step(self) -> int:
-        """The step after which the boundaries call `prepare`."""
+        """The training step after which `prepare` must be called next."""
 
     stopped_by: Request | None
 
@@ -113,7 +113,7 @@ class CheckpointsPart(Protocol):
     ) -> CheckpointInfo | None:
         """Save a checkpoint for these requests; if there are none, it was requested by a call of `save`.
 
-        Return None if a host saves later.
+        Return None if another framework's loop saves the checkpoint later.
         """
 
     def load(self, resume: Any) -> None:
@@ -123,16 +123,16 @@ class CheckpointsPart(Protocol):
         """Return the number of background saves that this rank has finished."""
 
     def close(self) -> None:
-        """Let a background save finish, because the run is over."""
+        """Let a background save finish, because the run has ended."""
 
     def prepare(self, step: int) -> None:
-        """After `step`, allocate what the first save needs."""
+        """After training step `step`, allocate the buffers that the first background save needs."""
 
     def publish(self, durable: int) -> None:
-        """Publish the background save, if all ranks have written it."""
+        """Publish the background save, if all ranks have finished it. `durable` is how many saves all ranks have finished."""
 
     def finish(self) -> None:
-        """Wait for the background save, and publish it."""
+        """Wait until the background save is complete, and publish it."""
 
     def earlier_stop(self) -> Request | None:
         """Return the request that stopped the run before it was resumed, or None if training may continue."""

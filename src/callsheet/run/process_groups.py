@@ -21,12 +21,12 @@ from callsheet.errors import DistributedError, text_of
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
-"""The longest time for which a rank searches for the rank at fault after a failed collective.
+"""The longest time for which a rank tries to find out which rank is at fault, after a failed collective.
 
-It is at most a quarter of the timeout.
+The time is at most a quarter of the timeout.
 """
 LOOK_SECONDS = 0.5
-"""The longest time between two checks of the store for a question from another rank."""
+"""The longest time between two checks of the rendezvous store for a question from another rank."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
@@ -37,7 +37,7 @@ class LateAfterSignal(DistributedError):
 
 
 class Pending:
-    """A reduction that has begun and may not be complete."""
+    """A reduction over the ranks that has begun and may not be complete."""
 
     def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
         self._payload = payload
@@ -73,7 +73,9 @@ class Pending:
 
 
 class ProcessGroups:
-    """This rank's connection to the other ranks. With one rank, every call returns at once and does not use torch.distributed.
+    """This rank's connection to the other ranks, through torch.distributed.
+
+    With one rank, every call returns at once and does not use torch.distributed.
 
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
@@ -96,11 +98,11 @@ class ProcessGroups:
         self.size = ranks.world_size
         self.timeout = timeout
         self.words: Any = None
-        """The gloo group of the agreement; None if there is one rank."""
+        """The gloo group over which the ranks agree on requests; None if there is one rank."""
         self.saving: Any = None
-        """The gloo group of checkpoints; None if there is one rank."""
+        """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
-        """Returns the current step for error messages. The Trainer or a host sets it."""
+        """A function that returns the current step, for error messages. The Trainer or a host sets it."""
         self._is_ours = False
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -131,15 +133,15 @@ class ProcessGroups:
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks. They are the same on all ranks, bit by bit."""
+        """Return the sums over the ranks, element by element. They are the same on all ranks, bit by bit."""
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over the ranks. Whole numbers are exact below 2**53."""
+        """Return the maxima over the ranks, element by element. Whole numbers are exact below 2**53."""
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Begin `max`, and return without waiting for the result."""
+        """Begin the reduction of `max`, and return without waiting for the result."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -152,7 +154,7 @@ class ProcessGroups:
         return values
 
     def of_rank_zero(self, value: Any) -> Any:
-        """Return rank 0's `value` on all ranks. It is sent as a pickle."""
+        """Return the `value` of rank 0 on all ranks. It is sent as a pickle."""
         if self.size == 1:
             return value
         values = [value]
@@ -161,7 +163,7 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Leave a message for the other ranks that says why this rank ends."""
+        """Leave a message in the store that tells the other ranks why this rank ends."""
         if self.size > 1 and not isinstance(error, DistributedError):
             first = (text_of(error).splitlines() or [""])[0][:300]
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
@@ -172,7 +174,7 @@ class ProcessGroups:
         return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
-        """Return which ranks are at fault, if this rank can find out.
+        """Return a text that says which ranks are at fault, if this rank can find out.
 
         If several ranks wait in a ring, the death of a rank fails only its neighbours' collectives. So this rank asks the others
         through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
@@ -274,17 +276,17 @@ class _Notes:
     They say why a rank has ended, and which ranks are present.
 
     Args:
-        prefix: of this run's keys; shared by its ranks, and unique to the run and attempt.
+        prefix: the prefix of this run's keys in the store; the same on its ranks, and unique to the run and attempt.
     """
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
         self._prefix, self._rank, self._seconds = prefix, rank, seconds
         self.is_silent = not prefix
-        """Whether the store has failed to answer before."""
+        """Whether the store has failed to answer before, so that it is not asked again."""
         self._has_left = False
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Return `act()`, a call that uses the store.
+        """Return the result of `act()`, a call that uses the store.
 
         Raises:
             TimeoutError: the store does not answer, or failed to answer an earlier call.
@@ -299,7 +301,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write why this rank ends. Only the first call has an effect, because it is closest to the cause.
+        """Write to the store why this rank ends. Only the first call has an effect, because it is closest to the cause.
 
         Errors of the store are ignored.
         """
@@ -309,7 +311,7 @@ class _Notes:
                 self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
 
     def read(self, rank: int) -> tuple[str, str] | None:
-        """Return what that rank wrote with `leave`, or None."""
+        """Return the kind and the text that `rank` wrote with `leave`, or None."""
         word = self._get(f"gone/{rank}")
         if word is None:
             return None
@@ -321,15 +323,15 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank has asked."""
+        """Return whether some rank has asked whether the others are present."""
         return self._get("who") is not None
 
     def answer(self) -> None:
-        """Answer that this rank is present."""
+        """Answer in the store that this rank is present."""
         self._set(f"here/{self._rank}", "")
 
     def answered(self, rank: int) -> bool:
-        """Return whether that rank has answered."""
+        """Return whether `rank` has answered that it is present."""
         return self._get(f"here/{rank}") is not None
 
     def _get(self, key: str) -> str | None:
@@ -342,7 +344,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers for this rank when another rank asks after a failed collective.
+    """A thread that answers that this rank is present when another rank asks after a failed collective.
 
     A thread is needed because the main thread may be blocked then.
     """
@@ -368,7 +370,7 @@ class _Presence:
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """Convert torch's error to `DistributedError`.
+    """Convert an error of torch inside the `with` block to `DistributedError`.
 
     The message names no rank, because the other ranks cannot be asked before there is a group.
     """

@@ -29,7 +29,7 @@ class Records:
         self.learning_rate: Any = None
         """The learning rate of the last step. None if it has not been set since the last record was discarded."""
         self.last_loss: Tensor | None = None
-        """The mean loss of the last step on this rank. The step's loss is the mean of this over the ranks."""
+        """The mean loss of the last step on this rank. The loss of the step is the mean of this value over the ranks."""
         self.every = every
         self._manager = manager
         self._has_listeners = manager.has_listeners
@@ -43,7 +43,7 @@ class Records:
 
     @property
     def are_read(self) -> bool:
-        """Whether any callback listens to `on_log`. With several ranks, the callback may be on another rank."""
+        """Whether any callback listens to `on_log`, on any rank."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
@@ -68,7 +68,7 @@ class Records:
                     series.add(scalar(name, each))
 
     def are_due(self, ctx: Context) -> bool:
-        """Return whether a log boundary has been reached since the last record."""
+        """Return whether a log boundary has been reached since the last metrics record."""
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def fire_log(self, ctx: Context) -> None:
@@ -131,7 +131,7 @@ class Records:
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged and is not in a record yet."""
+        """Return what was logged and is not part of a metrics record yet."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,

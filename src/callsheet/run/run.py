@@ -38,11 +38,11 @@ class CallbackStates:
         self._manager = manager
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the callbacks."""
+        """Return the states of all callbacks."""
         return self._manager.state_dict(copied=plain_copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the states into the callbacks."""
+        """Load the saved states into the callbacks."""
         self._manager.load_state_dict(state)
 
 
@@ -55,7 +55,7 @@ class Run:
         manager: the callbacks.
         info: the run's name, folder and ranks.
         model: the model as callbacks see it; None if the loop does not provide it.
-        state: how far training is.
+        state: the progress of training.
         control: the requests of callbacks.
         signals: the signals that preempt the run.
         world: the process groups.
@@ -70,7 +70,7 @@ class Run:
     boundaries: Boundaries
     checkpoints: CheckpointsPart
     CONTEXT: ClassVar[type[Context]] = Context
-    """The class of the run's context."""
+    """The class of the context that callbacks receive."""
 
     def __init__(
         self,
@@ -129,8 +129,9 @@ class Run:
         )
 
     def load(self, shared: Mapping[str, Stateful], local: Mapping[str, Stateful], resume: Any) -> None:
-        """Load the checkpoint that `resume` names into these parts: `shared` are the same on all ranks, `local` are each rank's
-        own.
+        """Load the checkpoint that `resume` names into these parts of the run.
+
+        `shared` are the parts that are the same on all ranks, `local` those of each rank alone.
         """
         self.checkpoints.shared, self.checkpoints.local = dict(shared), dict(local)
         self.checkpoints.load(resume)

@@ -1,4 +1,4 @@
-"""Allows only one writer in the folder of a run: rank 0 holds the lock, and all ranks learn whether it was acquired."""
+"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether it was acquired."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE_SECONDS = 1.0
 
 
 class RunGuard:
-    """The lock of a run, and the marker that makes a folder the folder of a run.
+    """Holds the lock of a run's folder, and writes the marker file that makes a folder the folder of a run.
 
     A run with a name that the user chose acquires the lock before it does anything else. A run whose name was made from the time,
     or that only evaluates, acquires it when it first writes to its folder.
@@ -58,9 +58,9 @@ class RunGuard:
             raise RunInUseError(rejection)
 
     def _attempt(self, deadline: float) -> str | None:
-        """Wait briefly for the lock.
+        """Try for a short time to acquire the lock.
 
-        Return the empty string if it is held, the reason if the run cannot get it, or None to keep waiting.
+        Return an empty string if this run holds the lock, the reason if the run cannot get it, or None to keep waiting.
         """
         if self._lock is None:
             return ""
@@ -79,7 +79,7 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, raise an error if the lock is lost; call this before writing.
+        """On rank 0, raise an error if the lock of the run's folder was lost. Call this before writing.
 
         With `acquires`, first acquire the lock if this run has not.
 
@@ -98,7 +98,7 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0, raise as `check` does if the heartbeat has found that the lock is lost.
+        """On rank 0, raise the same error as `check` if the thread that writes heartbeats has found that the lock is lost.
 
         This does not read the disk.
         """
@@ -106,12 +106,12 @@ class RunGuard:
             self._lock.check()
 
     def begin(self) -> None:
-        """On rank 0, record that training begins. From now on the folder counts as that of a run."""
+        """On rank 0, record that training begins. From now on the folder counts as the folder of a run."""
         self._has_begun = True
         self.mark()
 
     def mark(self) -> None:
-        """Once training has begun and the folder exists, mark it as the folder of a run and hold its lock."""
+        """If training has begun and the folder exists, write the marker file to it and hold its lock."""
         folder = self._run.folder
         if self._lock is None or folder is None or not self._has_begun or not folder.is_dir():
             return
@@ -142,10 +142,10 @@ class RunGuard:
 
 
 def checked_lock_timeout(seconds: float) -> float:
-    """Return `seconds`, if it is a valid time to wait.
+    """Return `seconds` if it is a valid time to wait for a lock.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `seconds` is not a valid time.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ConfigError(f"lock_timeout_seconds={seconds!r}: give a number of seconds, or 0 not to wait")

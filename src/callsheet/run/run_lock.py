@@ -56,7 +56,7 @@ LOCK_TIMEOUT_SECONDS = 30.0
 HEARTBEAT_SECONDS = 10.0
 """The interval at which the owner writes that it is alive."""
 STALE_SECONDS = 60.0
-"""How long a claim without a new heartbeat is respected."""
+"""After how many seconds without a new heartbeat a claim of another machine's process is ignored."""
 
 _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
@@ -65,7 +65,7 @@ _RECORD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of a claim's file: the process that owns the run, the time since when, and its last heartbeat by its own clock."""
+    """The content of a claim's file: which process owns the run, since when, and its last heartbeat by its own clock."""
 
     token: str
     machine: str
@@ -82,9 +82,9 @@ class Claim:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the claim's process is known to run.
+        """Whether the process of this claim is known to run.
 
-        It is if it runs on this machine, or if it has written a heartbeat recently by this machine's clock.
+        That is so if it runs on this machine, or if it has recently written a heartbeat by this machine's clock.
         """
         if self.machine_id == machine_id():
             return not self.is_of_dead_process
@@ -92,7 +92,7 @@ class Claim:
 
     @property
     def is_of_dead_process(self) -> bool:
-        """Whether the claim belongs to a process of this machine that is gone.
+        """Whether this claim belongs to a process of this machine that has ended.
 
         False for other machines, whose processes cannot be seen.
         """
@@ -114,12 +114,12 @@ def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
 
 
 def _path_of(folder: Path) -> Path:
-    """Return the folder of a run's claims."""
+    """Return the folder that holds a run's lock files, one for each claim."""
     return Path(os.path.realpath(folder.parent)) / f".{folder.name}.lock"
 
 
 class RunLock:
-    """The lock of one run's folder, for one run of this process.
+    """The lock of one run's folder. Each run of this process has its own lock object.
 
     If the first run of a process is not busy, a second run of the same process takes its lock over without waiting, and the first
     run loses it. This happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
@@ -152,7 +152,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run owned its folder at the last check. To check now, call `check`, which reads the claims again."""
+        """Whether this run owned its folder at the last check. To check now, call `check`, which reads the lock files again."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -182,7 +182,7 @@ class RunLock:
     def attempt(self) -> Owner | None:
         """Acquire the lock if it is free; otherwise return its owner.
 
-        This does not wait for the owner. Raises `OSError` as `acquire` does.
+        This does not wait for the owner. Raises `OSError` in the same cases as `acquire`.
         """
         with _registry:
             holder = _held.get(str(self._path))
@@ -221,7 +221,7 @@ class RunLock:
         return message
 
     def check(self) -> None:
-        """Raise if another run has taken over the folder. If this run never acquired the lock, do nothing.
+        """Raise an error if another run has taken over the folder. If this run never acquired the lock, do nothing.
 
         Raises:
             RunLockLostError: this process was suspended or disconnected for too long, and another one trains in the folder.
@@ -264,7 +264,7 @@ class RunLock:
             self._on_loss()
 
     def _claim(self) -> Owner | None:
-        """Carry out one round of the protocol in the module's docstring."""
+        """Try once to acquire the lock, by steps 1 to 4 in the module's docstring. Return the owner if there is another one."""
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
@@ -311,7 +311,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a lock. `claim` is None if it cannot be read yet."""
+    """The process that owns a lock. `claim` is None if it cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -322,7 +322,7 @@ class Owner:
 
 
 class _Ownership:
-    """A claim of this process, and the thread that writes its heartbeats."""
+    """A lock file of this process, and the thread that writes heartbeats to it."""
 
     def __init__(self, path: Path, number: int, claim: Claim, descriptor: int, created: list[Path]) -> None:
         self.claim = claim
@@ -338,7 +338,7 @@ class _Ownership:
         _tokens.add(claim.token)
 
     def write(self) -> None:
-        """Write a heartbeat."""
+        """Write a heartbeat to the lock file."""
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
@@ -349,14 +349,17 @@ class _Ownership:
         self._thread.start()
 
     def is_intact(self) -> bool:
-        """Return whether this claim owns the run. It does if the folder cannot be read, since no other run can take it over then."""
+        """Return whether this claim owns the run.
+
+        If the folder cannot be read, it still does, since no other run can take the folder over then.
+        """
         if self._is_in_place():
             return True
         time.sleep(_SECOND_LOOK_SECONDS)  # a waiter may be about to withdraw
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Return the claim that owns the run now."""
+        """Return the claim of the process that owns the run now, after this one lost it."""
         try:
             claims = _claims(self._path)
         except OSError:
@@ -364,12 +367,12 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Remove a claim that did not get the lock."""
+        """Remove the lock file of a claim that did not get the lock."""
         os.close(self._descriptor)
         self._remove()
 
     def end(self, *, removes: bool) -> None:
-        """Stop the heartbeat and remove the claim."""
+        """Stop the heartbeat, and remove the lock file if `removes`."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(
@@ -434,7 +437,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def machine_id() -> str:
-    """Return an id of the machine's process-id namespace.
+    """Return an id of the machine, or of the container if it has its own process ids.
 
     The host name is not enough, because containers may have the same name.
     """
@@ -454,7 +457,7 @@ def _machine_id() -> str:
 
 
 def process_started(pid: int) -> str:
-    """Return the start time of a process of this machine, in the system's own unit.
+    """Return the start time of a process of this machine, in a unit that depends on the system.
 
     Return an empty string if there is no such process.
 
@@ -483,7 +486,7 @@ def _new_claim() -> Claim:
 
 
 def _created(path: Path, folders: list[Path]) -> int | None:
-    """Create a file and the folders above it, and return its descriptor. Return None if the file already exists."""
+    """Create a lock file and the folders above it, and return its descriptor. Return None if the file already exists."""
     for _ in range(100):
         missing = path.parent
         new: list[Path] = []
@@ -505,7 +508,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
 
 
 def _claims(path: Path) -> dict[int, bytes]:
-    """Return the content of every claim, by number."""
+    """Return the content of every lock file in a folder, by its number."""
     with contextlib.suppress(OSError):
         os.utime(path)  # on NFS, this makes the machine read the folder again instead of from its cache
     found: dict[int, bytes] = {}
@@ -521,7 +524,7 @@ def _claims(path: Path) -> dict[int, bytes]:
 
 
 def _parsed(content: bytes) -> Claim | None:
-    """Return the claim. Return None for a file that is only half written, or was not written by callsheet."""
+    """Return the claim in a lock file. Return None if the file is only half written, or was not written by callsheet."""
     try:
         return Claim(**json.loads(content))
     except (ValueError, TypeError, RecursionError):

@@ -24,7 +24,9 @@ _active: list[SignalWatch] = []  # outermost first
 
 
 class SignalWatch:
-    """A context manager that records signals. It also calls the handlers that were set before, and restores them at its end.
+    """A context manager that records signals.
+
+    It also calls the handlers that were set before, and restores them when the block ends.
 
     Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
 
@@ -70,12 +72,15 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """Record the time of a signal, whether or not its handler has run. The clock's thread calls this."""
+        """Record when a signal arrived, whether or not its handler has run. Called by the thread that notes the time."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
-        """In a forked child, restore the handlers that were set before, because the clock's thread exists only in the parent."""
+        """In a forked child, restore the handlers that were set before.
+
+        The thread that notes the time exists only in the parent.
+        """
         self._put_back()
         if self._clock is not None:
             self._clock.close_descriptors()
@@ -101,9 +106,9 @@ class SignalWatch:
 
 
 class _Clock:
-    """A thread that reads signal numbers from a file descriptor.
+    """A thread that notes when a signal arrives. It reads signal numbers from a file descriptor.
 
-    The interpreter writes each number there as soon as the signal arrives.
+    The interpreter writes each number to the descriptor as soon as the signal arrives.
     """
 
     def __init__(self, watch: SignalWatch) -> None:
@@ -129,7 +134,7 @@ class _Clock:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Close the descriptors."""
+        """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, self._write):  # other code has replaced it since
             signal.set_wakeup_fd(current)

@@ -1,4 +1,7 @@
-"""The rendezvous store of the ranks. Its keys belong to one attempt to run, and every wait for it has a time limit."""
+"""The rendezvous store of the ranks.
+
+Its keys belong to one attempt to run (torchrun may restart the ranks), and every wait for it has a time limit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _meetings = count()  # counts the stores that this process has opened, which are
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
-    """Return `act()`, or raise `TimeoutError` after `seconds`.
+    """Return the result of `act()`, or raise `TimeoutError` after `seconds`.
 
     Most calls of a store have no timeout, and block for ever if the process that keeps the store is stopped. So they run on a
     thread that can be abandoned.
@@ -45,14 +48,14 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def keeper_of_store() -> str:
-    """Return the name of the process that keeps the store: rank 0, or the launcher."""
+    """Return which process serves the rendezvous store, for error messages: rank 0, or the launcher."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "rank 0"
     return f"the launcher at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
-    """Return a store that the ranks share in this attempt only. A collective.
+    """Return a store that the ranks share in this attempt only. This is a collective.
 
     A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
     the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when
@@ -106,8 +109,9 @@ def _where() -> tuple[str, int]:
 
 
 def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
-    """Connect to the store as `init_method="env://"` does, but without waiting for the other ranks, because torch could not name
-    the missing ones.
+    """Connect to the rendezvous store as `init_method="env://"` does, but without waiting for the other ranks.
+
+    torch could not name the ranks that are missing.
     """
     is_keeper = keeper_of_store() == "rank 0" and ranks.rank == 0
     left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
@@ -115,7 +119,7 @@ def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
 
 
 def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
-    """Return the name of this attempt.
+    """Agree with the other ranks on the name of this attempt, and return it.
 
     Each rank writes a new random word. Rank 0 announces the list of all words. Each rank accepts a list that contains its own
     word, and rank 0 confirms a list that all ranks have accepted. No rank accepts the word of a dead rank, so such words delay
@@ -149,7 +153,7 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
 
 
 def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
-    """Return which ranks did not join.
+    """Return a text that says which ranks did not join.
 
     Rank 0 first writes the answer for the others: if rank 0 keeps the store, they cannot find out after it has ended.
     """

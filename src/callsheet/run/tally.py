@@ -10,11 +10,11 @@ from callsheet.run.process_groups import ProcessGroups
 
 
 class Tally:
-    """Counts each step on this process, and adds the counts to the run's timestamp at boundaries.
+    """Counts the samples, tokens and seconds of each step on this process, and adds them to the run's timestamp at boundaries.
 
-    Samples and tokens are those of all ranks; the seconds are those of rank 0. Between boundaries the timestamp's samples, tokens
-    and seconds do not change, so every decision that depends on them uses values that all ranks share. The clock runs only during
-    training; it stops during evaluation and saving.
+    In the timestamp, samples and tokens are those of all ranks; the seconds are those of rank 0. Between boundaries the
+    timestamp's samples, tokens and seconds do not change, so every decision that depends on them uses values that all ranks
+    share. The clock runs only during training; it stops during evaluation and saving.
     """
 
     def __init__(self, world: ProcessGroups) -> None:
@@ -26,23 +26,23 @@ class Tally:
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last record
 
     def count(self, samples: int, tokens: int) -> None:
-        """Count one step, with the samples and tokens of its batches."""
+        """Count one training step, with the samples and tokens of its batches."""
         self.samples += samples
         self.tokens += tokens
 
     def start(self) -> None:
-        """Start the clock."""
+        """Start the clock that measures the seconds of training."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock."""
+        """Stop the clock that measures the seconds of training."""
         if self._running_since is not None:
             self._seconds += time.perf_counter() - self._running_since
             self._running_since = None
 
     def update_timestamp(self, state: TrainState) -> None:
-        """Add the counts of all ranks to the timestamp. This is a collective."""
+        """Add the counts of all ranks to the timestamp in `state`. This is a collective."""
         if self._running_since is not None:
             self.stop()
             self.start()
@@ -55,7 +55,7 @@ class Tally:
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Return the samples, tokens and seconds of training that were added to the timestamp since the last call of this method."""
+        """Return the samples, tokens and seconds that were added to the timestamp since the last call of this method."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
@@ -69,7 +69,7 @@ class Tally:
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Rank 0 gets all counts, even if the number of ranks has changed."""
+        """Load what `state_dict` returned. Rank 0 gets all counts, so the number of ranks may have changed."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
