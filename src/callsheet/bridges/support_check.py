@@ -102,8 +102,7 @@ class SupportCheck:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that tells whether a listener handles an event that the host fires, except the run's start and end.
-        """
+        """Return a function that tells whether a listener handles an event of the host other than the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served

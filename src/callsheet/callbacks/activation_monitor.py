@@ -154,7 +154,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Split the maxima by module.
+    """Return the maximum of each metric, by the metric's name.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -166,7 +166,10 @@ def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """The outputs of one forward pass on one device. Small tensors are kept and examined together with others of their shape."""
+    """The outputs of one forward pass on one device.
+
+    Small tensors of one shape are kept and their statistics computed together.
+    """
 
     def __init__(self) -> None:
         self.places: dict[str, list[int]] = {}  # by module, the index of each call
@@ -186,7 +189,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return one row per call, module by module in the order of `places`; see `_sums`."""
+        """Return the statistics of `_sums`, one row per recorded tensor, grouped by module in the order of `places`."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()
@@ -201,9 +204,10 @@ class _Seen:
 
 @torch.no_grad()
 def _sums(tensors: Tensor) -> Tensor:
-    """Return the statistics of tensors of one shape, given as `[n, ...]`, as `[n, 7]`.
+    """Return seven statistics of each of `n` tensors of one shape: `[n, ...]` becomes `[n, 7]`.
 
-    Mean, second and fourth central moment, mean norm of the vectors along the last dimension, fraction of nonzeros, minimum, maximum.
+    These are mean, second and fourth central moment, mean norm of the vectors along the last dimension, fraction of nonzeros,
+    minimum, maximum.
     """
     values = tensors.float() if tensors.dim() > 1 else tensors.float()[:, None]
     inner = tuple(range(1, values.dim()))

@@ -68,7 +68,7 @@ class CheckpointSaver(Callback):
         self._best_score = math.inf  # multiplied by `_sign`, so that lower is better
 
     def on_train_start(self, ctx: Context) -> None:
-        """Count the intervals that are already completed, so that they are not due again."""
+        """Skip the save intervals that were completed before the start, so that a resumed run does not save at once."""
         if self._interval is not None:
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
@@ -88,7 +88,7 @@ class CheckpointSaver(Callback):
             self._best_score, self._best_at = score, ctx.step
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Request the checkpoint that is due.
+        """Request a checkpoint if one is due.
 
         It is requested once per step, and again if there was an evaluation after it. Every rank decides the same.
         """

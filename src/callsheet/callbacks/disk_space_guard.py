@@ -1,4 +1,4 @@
-"""Stopping with a checkpoint before the disk is full."""
+"""Stops training with a checkpoint before the disk is full."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Allow another stop, and find the disk again."""
+        """Reset the state of an earlier `fit`: the guard may stop again, and determines the disk again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
@@ -81,7 +81,7 @@ class DiskSpaceGuard(Callback):
             logger.warning("%s: the checkpoint that is being written may not fit: %s", label_of(self), sizes)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Record the checkpoint's size."""
+        """Record the checkpoint's size, from which the limits are derived."""
         self._place = None  # find the folder again, because the first checkpoint creates it
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)

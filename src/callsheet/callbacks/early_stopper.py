@@ -1,4 +1,4 @@
-"""Stopping when an evaluated metric no longer improves."""
+"""Stops training when an evaluated metric no longer improves."""
 
 from __future__ import annotations
 

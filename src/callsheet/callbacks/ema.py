@@ -17,7 +17,7 @@ from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CheckpointError, ConfigError
 
 _OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
-"""For each model, the EMA that may change it, during a run."""
+"""For each model that is being trained, the `EMA` that may swap its weights. A model can have only one."""
 
 
 class EMA(Callback):
@@ -125,7 +125,7 @@ class EMA(Callback):
         self._swap_out(ctx)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Put the trained weights back, and begin the average unless `start` is later."""
+        """Restore the trained weights, and begin the average unless `start` is later."""
         if self._stays:
             self._stays = False
             self._release(ctx)
@@ -138,7 +138,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_train_step_end(self, ctx: Context) -> None:
-        """Move the average."""
+        """Move the average towards the weights, every `update_interval` steps."""
         if ctx.step % self._update_interval or ctx.step_skipped:
             return
         averages, weights = self._moving
@@ -149,12 +149,12 @@ class EMA(Callback):
         torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Put the average into the model, before other callbacks are called."""
+        """Swap the average into the model, before other callbacks are called."""
         self._want(ctx)
 
     @at("restore")
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Put the trained weights back, after other callbacks have been called."""
+        """Restore the trained weights, after other callbacks have been called."""
         self._release(ctx)
 
     on_test_start = on_predict_start = on_eval_all_start
@@ -174,7 +174,7 @@ class EMA(Callback):
 
     @at("restore")
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Restore what was in the model before the save."""
+        """Restore the weights that were in the model before the save."""
         if self._is_not_finite and self._wanted:
             self._swap_in(ctx)
         elif not self._is_not_finite:
@@ -182,20 +182,20 @@ class EMA(Callback):
 
     @at("restore")
     def on_train_end(self, ctx: Context) -> None:
-        """Put the average into the model to stay, if `at_end`."""
+        """Leave the average in the model as its final weights, if `at_end`."""
         if self._at_end:
             self._stays = True
             self._want(ctx)
 
     @at("restore")
     def on_exception(self, ctx: Context) -> None:
-        """Leave the trained weights in the model of a run that failed in training."""
+        """If training failed, restore the trained weights in the model."""
         self._wanted = int(self._stays)
         if not self._stays:
             self._swap_out(ctx)
 
     def _find_out(self, ctx: Context, tensors: Mapping[str, Tensor]) -> None:
-        """Find out how the model is sharded and what this rank saves."""
+        """Determine how the model is sharded and which parts of the state this rank saves."""
         shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         meshes = {tuple(tensor.device_mesh.shape) for tensor in shards.values()}
         self._layout = f"in shards on a mesh of {', '.join(map(str, sorted(meshes)))}" if meshes else "whole"
@@ -252,9 +252,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the trained weights for which the average is in the model, and the parts of the exact average that are not in
-        the model.
-        """
+        """Return the trained weights that the average replaces in the saved model, and the parts of the average that it lacks."""
         if not self._average and not self._trained:
             return {}
         trained, average = (
@@ -263,7 +261,7 @@ class EMA(Callback):
         return {"layout": self._layout, "trained": trained, "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep what `state_dict` returned, until `on_checkpoint_load_end` moves it into the model."""
+        """Store the state until `on_checkpoint_load_end` copies it into the model."""
         self._layout = state["layout"]
         self._trained, self._average = dict(state["trained"]), dict(state["average"])
 

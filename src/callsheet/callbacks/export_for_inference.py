@@ -132,7 +132,7 @@ class ExportForInferenceCallback(Callback):
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
-        """Export nothing, because the resumed run will do it."""
+        """Skip the export at the end of this process, because the resumed run will export the model."""
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:

@@ -87,7 +87,7 @@ class FreezeUnfreeze(Callback):
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Discard gradients of frozen parameters."""
+        """Discard the gradients of frozen parameters. They exist only if there are several ranks."""
         for parameter in self._frozen:
             parameter.grad = None
 

@@ -40,7 +40,7 @@ class GarbageCollection(Callback):
         self._evaluated = 0  # steps of the current evaluation
 
     def on_train_start(self, ctx: Context) -> None:
-        """Collect, and disable automatic collection."""
+        """Run the garbage collection once, and disable automatic collection."""
         self._evaluated = 0
         if gc.isenabled():
             gc.disable()

@@ -248,7 +248,7 @@ class HangDetector(Callback):
 
 
 def _within(seconds: float, what: Callable[..., object], *arguments: object) -> None:
-    """Call `what` on another thread and wait up to `seconds`.
+    """Call the function `what` on another thread and wait up to `seconds`.
 
     The hang may hold the lock of a log handler, or be caused by the disk, and then `what` hangs too.
     """

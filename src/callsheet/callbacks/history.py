@@ -45,9 +45,9 @@ class History(Callback):
             raise ConfigError(f"most={most}: keep at least one record, or all with None")
         self._most = most
         self.records: list[tuple[int, dict[str, float]]] = []
-        """Step and values of each record."""
+        """The step and the values of each record."""
         self.evaluations: list[tuple[int, dict[str, dict[str, float]]]] = []
-        """Step and results by dataset of each evaluation."""
+        """The step and the results, by dataset, of each evaluation."""
 
     def __getitem__(self, name: str) -> list[float]:
         return [value for _, value in self._column(name)]

@@ -73,7 +73,7 @@ class ImageVisualizer(Callback):
         self._warnings: set[str] = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         self._begin()
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -135,7 +135,7 @@ class ImageVisualizer(Callback):
             logger.warning("%s has nothing to show: %s", label_of(self), why)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the last interval that was logged."""
+        """Return the index of the last interval for which images were logged."""
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

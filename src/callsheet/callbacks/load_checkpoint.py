@@ -80,7 +80,7 @@ class LoadCheckpoint(Callback):
             logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Read those weights into the model's tensors that were chosen and fit. Return a summary."""
+        """Read the chosen weights that fit into the model's tensors. Return a summary for the log."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(
@@ -130,9 +130,9 @@ class LoadCheckpoint(Callback):
 
 
 class _Scratch:
-    """Memory for tensors that are read but not needed, such as the optimizer's state.
+    """A destination for tensors that the checkpoint reader must read but nobody needs, such as the optimizer's state.
 
-    All of them are read into the same place.
+    All are read into the same memory, so that it stays small.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class LRMonitor(Callback):
         self._last_step = 0  # the step of the last record to which rates were added
 
     def on_train_start(self, ctx: Context) -> None:
-        """Ignore records of an earlier run."""
+        """Record the first step, so that no rates are added to records from before training."""
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""Every allocation on the device during a few steps."""
+"""A snapshot of every allocation on the device during a few steps."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class MemorySnapshot(Callback):
             self._end(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write what was recorded."""
+        """Write the snapshot if training ends during the recording."""
         if self._is_recording:
             self._end(ctx)
 
     on_exception = on_train_end
 
     def on_run_end(self, ctx: Context) -> None:
-        """Wait until the pages are drawn."""
+        """Wait, for up to two minutes, until the HTML pages are written."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None

@@ -132,7 +132,7 @@ class MLPerfCallback(Callback):
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
-        """Start the result, because the timed part begins before any data is read."""
+        """Create the result file, because MLPerf's timed part begins before any data is read."""
         self._has_begun = True
         if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):  # nothing will be trained
             return
@@ -150,7 +150,10 @@ class MLPerfCallback(Callback):
         self._sizes = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin the first block. Stop again if the run had reached the target before it was resumed."""
+        """Log the start of the first block, MLPerf's name for the training between two evaluations.
+
+        Stop again if the run had reached the target before it was resumed.
+        """
         if not self._has_begun:  # the loop does not fire `on_data_init_start`
             self.on_data_init_start(ctx)
         if self._benchmark and ctx.state.evaluators:
@@ -169,7 +172,7 @@ class MLPerfCallback(Callback):
             self._sizes.append(samples(ctx.microbatch))
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """After the first step, write what was found, and let the checker read the result."""
+        """After the first step, write the values that are known then, and let the compliance checker read the result."""
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
@@ -183,7 +186,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "epoch_stop")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """End the block, and begin the evaluation."""
+        """Log the end of the block and the start of the evaluation."""
         if not ctx.standalone:
             self._stop_block(ctx)
             self._write(ctx, "eval_start")
@@ -273,7 +276,7 @@ class MLPerfCallback(Callback):
     # --- what survives a resume ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the value that reached the target."""
+        """Return the metric's value that reached the target, or None."""
         return {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

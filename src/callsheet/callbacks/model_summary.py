@@ -50,7 +50,7 @@ class ModelSummary(Callback):
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Show the table once per run."""
+        """Reset the state of an earlier run, so that the table is shown once per run."""
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:
@@ -86,7 +86,7 @@ class ModelSummary(Callback):
         self._show(ctx, {})
 
     def on_exception(self, ctx: Context) -> None:
-        """Stop counting."""
+        """Stop counting FLOPs."""
         if self._counter is not None:
             self._counted()
 

@@ -101,7 +101,7 @@ class Notify(Callback):
         self._is_training = self._has_started = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Read the address. Warn if there is none."""
+        """Read the address, from the environment if it is there. Log a warning if there is none."""
         try:
             self._destination = self._address.destination()
         except ConfigError as error:
@@ -111,7 +111,7 @@ class Notify(Callback):
             logger.warning("%s has no address to send to; give it to= or url_env=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:

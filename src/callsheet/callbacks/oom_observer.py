@@ -80,7 +80,7 @@ class OOMObserver(Callback):
             bindings._cuda_attach_out_of_memory_observer(observe)
 
     def on_exception(self, ctx: Context) -> None:
-        """Draw pages from the snapshot."""
+        """Start to write HTML pages that show the snapshot."""
         path, self._path = self._path, None
         if path is None:
             return
@@ -90,7 +90,7 @@ class OOMObserver(Callback):
             self._drawing.begin(ctx, path)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Wait for the pages, and stop recording."""
+        """Wait, for up to two minutes, for the HTML pages, and stop recording."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None

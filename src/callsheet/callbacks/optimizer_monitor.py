@@ -105,7 +105,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the order of the tensors in the result, and their norms in at least 32 bits.
+    """Return the tensors' indices in the order of the norms, and the norms in float32 or wider.
 
     Each kind of sharding takes one reduction.
     """

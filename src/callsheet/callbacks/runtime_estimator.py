@@ -54,7 +54,7 @@ class RuntimeEstimator(Callback):
             self._counts = ""
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin the warm-up."""
+        """Begin the warm-up steps, which are not measured."""
         longest = ctx.state.max_duration
         counts = longest.unit.value if longest is not None else ""
         if counts != self._counts:  # progress in another unit cannot be converted
@@ -64,7 +64,7 @@ class RuntimeEstimator(Callback):
         (ctx.unmute if self._skip_batches else ctx.mute)(self, "on_train_step_end")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Count the steps of the warm-up."""
+        """Count the warm-up steps, and start the clock of training after the last one."""
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
@@ -81,20 +81,20 @@ class RuntimeEstimator(Callback):
             ctx.log({name: estimate / _SECONDS[self._unit]}, across="same")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Stop measuring training."""
+        """Stop the clock of training."""
         if not ctx.standalone:
             self._pause("evaluation", ctx.state)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Measure the evaluation, and continue measuring training."""
+        """Record the duration of the evaluation, and restart the clock of training."""
         self._unpause(ctx.state)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Stop measuring training."""
+        """Stop the clock of training."""
         self._pause("save", ctx.state)
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Measure the save, and continue measuring training."""
+        """Record the duration of the save, and restart the clock of training."""
         self._unpause(ctx.state)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -57,7 +57,7 @@ class SlowRankDetector(Callback):
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start measuring, and forget ranks that no longer exist."""
+        """Start measuring. Discard the counts of ranks that a resumed run no longer has."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)

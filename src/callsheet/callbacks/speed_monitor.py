@@ -99,7 +99,7 @@ class SpeedMonitor(Callback):
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Guess the precision from the outputs if nothing can be counted."""
+        """Guess the precision from the dtype of the outputs if the FLOPs cannot be counted."""
         if self._flops.is_guessing:
             self._flops.guess(ctx.model, ctx.outputs)
 
@@ -136,7 +136,7 @@ class SpeedMonitor(Callback):
         ctx.log(values if mfu is None else values | {f"{family}/device/mfu": mfu}, across="same")
 
     def _mfu(self, rate: float) -> float | None:
-        """Return the fraction of the device's peak that this many FLOP/s are. Return None if the peak is not known."""
+        """Return the MFU: this rate in FLOP/s as a fraction of the device's peak. Return None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
         if peak is None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known

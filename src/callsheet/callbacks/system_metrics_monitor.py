@@ -54,7 +54,7 @@ class SystemMetricsMonitor(Callback):
         self._gpu: tuple[Any, Any] | None = None  # NVML and the device's handle
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin to measure rates."""
+        """Read the counters for the first time, so that the first record has rates."""
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
@@ -72,7 +72,7 @@ class SystemMetricsMonitor(Callback):
         ctx.log(highest, across="same")
 
     def on_run_end(self, ctx: Context) -> None:
-        """Shut down NVML."""
+        """Shut down NVML, the library that measures GPUs."""
         (nvml, _), self._gpu = self._gpu or (None, None), None
         if nvml is not None:
             nvml.nvmlShutdown()

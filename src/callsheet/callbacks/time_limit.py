@@ -62,7 +62,7 @@ class TimeLimit(Callback):
             self._look(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Stop if the time is up. An evaluation may take longer than many steps."""
+        """Stop if the time is up, because an evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
             self._look(ctx, save=self._save)
 

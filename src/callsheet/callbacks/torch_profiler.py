@@ -18,7 +18,7 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _BUSY: WeakSet[TorchProfiler] = WeakSet()
-"""Callbacks that are profiling now.
+"""The `TorchProfiler` callbacks of this process that are profiling now.
 
 Torch's own flags do not show a profiler that is in its warm-up, and two profilers at once crash the process.
 """

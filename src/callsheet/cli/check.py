@@ -1,4 +1,4 @@
-"""Finds out why jsonargparse rejects the values of a recipe, and says it in one line.
+"""Finds out why jsonargparse rejects the values of a recipe's keys, for an error message of one line.
 
 jsonargparse lists everything that it has tried. `first_error` checks the values a second time, one by one, against their types.
 """

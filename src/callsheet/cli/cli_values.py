@@ -17,7 +17,7 @@ class Part(dict[str, Any]):
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Return the first word of a dotted key, and the value that this word gets."""
+    """Return the first part of a dotted key, and the value for this part: `Part` of the rest, or the value itself."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 

@@ -56,7 +56,7 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the dataclass whose fields are the parts of such a value, or of each item of a mapping."""
+    """Return the dataclass of values of this type, or of the items if the type is a mapping. None if it is no dataclass."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
@@ -98,7 +98,7 @@ def in_words(kind: Any) -> str:
 
 
 def words_of(kind: Any) -> list[str]:
-    """Return the allowed words of a type that has a fixed set of them."""
+    """Return the allowed words of a type that has a fixed set of them, such as a `Literal`."""
     if get_origin(kind) is Literal:
         return [part for part in get_args(kind) if isinstance(part, str)]
     return [word for part in get_args(kind) for word in words_of(part)] if get_origin(kind) in (Union, types.UnionType) else []

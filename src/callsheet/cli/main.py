@@ -332,7 +332,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
 
 
 def _without_a_key(rest: list[str]) -> list[str]:
-    """Return the words that come before any `--key`, or after a key that already has a value."""
+    """Return the arguments that are neither a `--key` nor the value of one."""
     strays, wants_value = [], False
     for word in rest:
         if not word.startswith("--") and not wants_value:

@@ -1,4 +1,4 @@
-"""Find the folder of a run by its name."""
+"""Finds the folder of a run by its name."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FORMAT = "callsheet"
 """The name under which jsonargparse knows the format of recipe files: YAML, with `name`."""
 
 NAMED = f"{__name__}.named"
-"""The class path that represents a name."""
+"""The import path of `named`, which replaces a specification that has a `name`."""
 
 
 def named(callback: Callback, name: str) -> Callback:
@@ -25,7 +25,7 @@ def named(callback: Callback, name: str) -> Callback:
 
 
 def register() -> None:
-    """Register the format with jsonargparse. This may be called twice."""
+    """Register the format of recipe files with jsonargparse. This may be called twice."""
     from jsonargparse import get_loader, set_dumper, set_loader
 
     load = get_loader("yaml")

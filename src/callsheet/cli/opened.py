@@ -71,7 +71,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the recipe file of a run, and the run's folder if `run` names a folder."""
+    """Return the recipe file that `run` names, and the run's folder if `run` names a folder."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
@@ -125,7 +125,10 @@ def _changes_weights(spec: Any) -> bool:
 
 @contextmanager
 def _left_out_without_a_word() -> Iterator[None]:
-    """Suppress the warning about unused states in the checkpoint, because some callbacks are left out on purpose."""
+    """Within this context, suppress the warning about unused callback states in the checkpoint.
+
+    Some callbacks of the run are left out on purpose, so their states are unused.
+    """
     logger = logging.getLogger("callsheet")
 
     def keep(record: logging.LogRecord) -> bool:

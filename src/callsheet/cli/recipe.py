@@ -87,7 +87,7 @@ class Values:
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether making this class raises the same error."""
+    """Return whether constructing this class with its given arguments raises the same error."""
     from jsonargparse import Namespace
 
     parser = probe()

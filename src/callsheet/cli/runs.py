@@ -64,7 +64,7 @@ def runs(
 
 
 def _sorted(found: Runs, column: str, metric: str, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows. Unknown values come last in both directions. Equal rows keep their order, newest first."""
+    """Sort the rows by a column. Unknown values come last in both directions. Equal rows stay sorted by age, newest first."""
     key, greatest_first = COLUMNS[column]
 
     def is_known(row: RunRow) -> bool:

@@ -52,7 +52,7 @@ def _described(what: Prepared, overrides: list[str]) -> list[str]:
 
 
 def _folder(settings: Mapping[str, Any]) -> list[str]:
-    """Return where the run's folder would be, for recipes that define it."""
+    """Return a line that says where the run's folder would be and whether it exists; none if the recipe defines no folder."""
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))

@@ -63,7 +63,7 @@ class ConsoleLogger(Logger):
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start counting intervals."""
+        """Start counting intervals from the run's current position."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:

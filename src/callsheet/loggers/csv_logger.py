@@ -45,7 +45,7 @@ class CSVLogger(Logger):
         self._resumed_rows: int | None = None  # the number of rows, from the checkpoint
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the number of rows of an earlier run."""
+        """Discard the number of rows of an earlier run."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -72,20 +72,20 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of rows before this checkpoint."""
+        """Return the number of rows so far. A resume removes the rows after these."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Replace the file by one with these columns. Rows may lack the last columns."""
+        """Replace the file by one with these columns. Rows that lack the last columns get empty cells."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)
 
     def _append(self, row: bytes) -> None:
-        """Write the whole row, or nothing of it."""
+        """Append a row to the file. If that fails, remove what was written of it."""
         assert self._path is not None
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `_close_file`

@@ -65,7 +65,7 @@ class FileLogger(Logger):
 
     @at("change")  # before other callbacks print
     def on_run_start(self, ctx: Context) -> None:
-        """Start capturing, and keep the output until the run may write."""
+        """Start capturing, and keep the output in memory until the run may write to its folder."""
         self._end()
         self._capture_streams(list(DESCRIPTORS))
 
@@ -131,7 +131,7 @@ class FileLogger(Logger):
             tee.close_tee()
 
     def _drop_if_lost(self) -> None:
-        """Write nothing more if another process has taken over the run's folder."""
+        """Stop writing to the file if another process has taken over the run's folder."""
         if self._log is not None and self._run is not None and self._run.has_lost_folder:
             self._log.drop()
 

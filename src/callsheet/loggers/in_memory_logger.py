@@ -46,11 +46,11 @@ class InMemoryLogger(Logger):
         self.tables: dict[str, list[tuple[int, list[str], list[list[Any]]]]] = {}
         """The step, the columns and the rows of each table, by name."""
         self.images: dict[str, list[tuple[int, list[Any]]]] = {}
-        """The step and the images of each batch, by name."""
+        """The steps and images that were logged, by name."""
         self.files: dict[str, Path] = {}
         """The last path that was logged, by name."""
         self.costs: CostReport | None = None
-        """What the callbacks have cost so far."""
+        """The time that each callback has taken so far."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps of the records with the metric `name`, and its values."""

@@ -82,7 +82,7 @@ class JSONLLogger(Logger):
     # --- events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the number of records of an earlier run."""
+        """Discard the number of records of an earlier run."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -205,7 +205,7 @@ class JSONLLogger(Logger):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of records before this checkpoint."""
+        """Return the number of records so far, so that a resume knows which records are still valid."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class JSONLLogger(Logger):
 
 
 def _whereabouts() -> dict[str, Any]:
-    """Return the versions, the process and the host."""
+    """Return the versions of Python and packages, the process id and the machine's name, for the `run_start` event."""
     torch = sys.modules.get("torch")
     versions = {
         "callsheet": callsheet.__version__,

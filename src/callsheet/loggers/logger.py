@@ -37,7 +37,7 @@ class Logger(Callback):
         """Log the call sheet, a printable table of all handlers. This is called once, after the checkpoint was loaded."""
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Log what the callbacks in this process have cost so far. Each report replaces the one before."""
+        """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
         """Log the time of some consecutive steps, by span and callback."""

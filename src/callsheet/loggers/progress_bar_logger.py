@@ -66,7 +66,7 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_log(self, ctx: Context) -> None:
-        """Keep the figures of the record. Without a bar, write them."""
+        """Store the values that the bar shows from the record. Without a bar, write them as a line."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
             return  # the record of an evaluation, which has its own line

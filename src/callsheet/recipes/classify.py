@@ -135,11 +135,11 @@ class Classify(Recipe[ClassifyConfig]):
         )
 
     def make_task(self) -> Task:
-        """Weighted cross entropy, with accuracy and F1."""
+        """Return the task: weighted cross entropy, with accuracy and F1."""
         return ClassificationTask(len(self.labels), self.weights)
 
     def train_data(self) -> Iterable[Any]:
-        """The rows to train on, padded to the longest of each batch."""
+        """Return batches of the rows to train on, padded to the longest of each batch."""
         return self._batches("train")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
@@ -157,7 +157,7 @@ class Classify(Recipe[ClassifyConfig]):
         return ", ".join([f"{len(self.labels)} classes", *rows])
 
     def finish(self) -> None:
-        """Set the accuracy and F1 of every set, and of the baselines on the last set."""
+        """Set `results`: accuracy and F1 on every evaluated dataset, and those of the baselines on the last one."""
         for name, found in self.evaluated.items():
             self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
         last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None

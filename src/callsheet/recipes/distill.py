@@ -34,7 +34,7 @@ from callsheet.trainer.tasks import Task
 logger = logging.getLogger("callsheet")
 
 BEFORE = "distill/before"
-"""The key in the run's user state for the student's cross entropies before training."""
+"""The key in the run's user state under which the student's cross entropies before training are stored."""
 TEACHER, HARD_LABELS = "teacher", "hard_labels"
 """The subfolders of the run's folder for the teacher, and for the student that is trained on the labels alone."""
 
@@ -74,7 +74,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return how long a teacher is trained.
+        """Return how long a teacher without weights is trained.
 
         If that is a multiple of `max_duration`, return it in the unit of `max_duration`.
         """
@@ -174,7 +174,7 @@ class Distill(Finetune):
         return teacher
 
     def _taught(self) -> Path:
-        """Return the folder of this run's teacher, and train the teacher if it does not exist yet.
+        """Return the folder of this run's trained teacher. Train the teacher first if the folder does not exist yet.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.

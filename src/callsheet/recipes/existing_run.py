@@ -25,7 +25,7 @@ _SHOWN, _LONGEST = 4, 60
 """The maximum number of values that a message lists, and the maximum length of each."""
 
 NEW = "new"
-"""The value of `resume` for which an earlier run is set aside, which means that its folder is renamed."""
+"""The value of `resume` for which an earlier run is set aside: its folder is renamed, and a new run starts."""
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
@@ -79,9 +79,9 @@ def _receive(store: Any, timeout: float) -> Any:
 
 
 def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
-    """Send the decision, and wait until all ranks have received it.
+    """Send rank 0's decision to the other ranks, and wait until all have received it.
 
-    Without a launcher, the store ends with this process.
+    Without a launcher, the store that holds the decision ends with this process, so it must not end earlier.
     """
     deadline = time.monotonic() + timeout
 
@@ -150,7 +150,7 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(key: str, before: Any, now: Any) -> list[str]:
-    """Return the differences, each with its dotted key: `optimizer.lr: 0.002 in the run, 0.001 now`."""
+    """Return the differences of two configurations by dotted key, such as `optimizer.lr: 0.002 in the run, 0.001 now`."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
         inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]

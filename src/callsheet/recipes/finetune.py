@@ -29,7 +29,7 @@ from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
 BEFORE = "finetune/before"
-"""The key in the run's user state for the model's losses before training."""
+"""The key in the run's user state under which the model's losses before training are stored."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class FinetuneConfig(JobConfig):
 class CausalTask(HuggingFaceTask):
     """The model's own loss, without a key-value cache.
 
-    Nothing reads the cache, and packed examples could see each other through it.
+    Nothing reads the cache, and with it packed examples could attend to each other.
     """
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -191,7 +191,7 @@ class Finetune(Recipe[FinetuneConfig]):
             trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Set the losses next to the baselines, and let the model answer the prompts."""
+        """Set `results`: the losses and the baselines. Let the model answer the prompts."""
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None

@@ -26,7 +26,7 @@ from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"
 _COUNTED = 10_000
-"""The number of training rows that are counted for the baseline."""
+"""The number of training rows in which the baseline's most common answer is counted."""
 
 
 @dataclass(kw_only=True)
@@ -178,7 +178,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     # --- internals ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Return the source of each dataset's rows; None means a part of the digits."""
+        """Return the source of each dataset's rows. None means a part of the digits, which are used if `train` is None."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)

@@ -155,7 +155,7 @@ class Recipe(Generic[AnyConfig]):
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
     def short(self, tokens: int) -> int:
-        """Return how many tokens to generate: `tokens`, or a few in a trial."""
+        """Return how many tokens to generate: `tokens`, or fewer in a trial run."""
         return min(tokens, TRIAL_TOKENS) if self.is_trial and not self._is_opened else tokens
 
     @property
@@ -205,7 +205,10 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """After the new run failed to start, restore the name of the earlier run, unless another process has started a run there."""
+        """After the new run failed to start, restore the folder name of the earlier run.
+
+        Do not if another process has started a run in that folder.
+        """
         lock = RunLock(self.folder)
         try:
             lock.acquire(0)
@@ -288,7 +291,7 @@ class Recipe(Generic[AnyConfig]):
         self.trainer.export(path, processor=self.processor())
 
     def found(self) -> str:
-        """Return a few sentences that say which data, model and earlier run were found, and what will be done."""
+        """Return a few sentences about the data, model and earlier run that were found, and about what the job will do."""
         trainer, again = self.trainer, "--resume new sets it aside and starts a new run"
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
         trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
@@ -370,7 +373,7 @@ class Recipe(Generic[AnyConfig]):
             return self.make_model()
 
     def _working(self, what: str) -> AbstractContextManager[None]:
-        """Show on rank 0 that this work is in progress."""
+        """Within this context, show on rank 0 that the work `what` is in progress."""
         return working(f"{self.config.run_name}: {what}", is_shown=self.ranks.rank == 0)
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:

@@ -57,7 +57,10 @@ class WarmupLinear(LambdaLR):
 
 
 def _rise_and_fall(shape: Callable[[float], float], total_steps: int, warmup_steps: int, final: float) -> Callable[[int], float]:
-    """Return a function from the step to the factor. `shape` falls from 1 to 0 over the steps after the warm-up."""
+    """Return a function that maps a step to the factor of the learning rate.
+
+    `shape` is the curve after the warm-up, and falls from 1 to 0.
+    """
     if not 0 <= warmup_steps < total_steps:
         raise ConfigError(
             f"warmup_steps={warmup_steps} of total_steps={total_steps}: give a number of steps from 0 to below total_steps"

@@ -131,7 +131,7 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the marks on the axis of steps."""
+    """Return the marks on the axis of steps, such as checkpoints and resumes."""
     saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
@@ -141,7 +141,7 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
-    """Return as many windows as fit into a page, including the first and the last."""
+    """Return as many windows (groups of timed steps) as fit into a page, including the first and the last."""
     most = _MOST_WINDOWS
     while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MOST_SLICES:
         most = most * 3 // 4
@@ -202,7 +202,7 @@ def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_row(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
-    """Return what a page shows of a checkpoint."""
+    """Return the values that a page shows for a checkpoint."""
     path = str(info.get("path") or "")
     name = _last_part(path)
     losses = info.get("val_losses")
@@ -242,7 +242,7 @@ def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
 
 
 def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what was logged to a table, the latest first."""
+    """Return the entries that were logged to a table, the latest first."""
     return [
         {
             "step": each["step"],

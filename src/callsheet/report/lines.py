@@ -58,7 +58,7 @@ class JsonLines:
         self.torn = 0
 
     def is_another(self) -> bool:
-        """Return whether the file was deleted, replaced or truncated, so that it must be read from its start."""
+        """Return whether the file is no longer the one that was read: it was deleted, replaced or truncated."""
         if self._identity is None:
             return False
         path = inside(self._folder, self._name)
@@ -138,7 +138,7 @@ def number(value: Any) -> float:
 
 
 def moment(value: Any) -> float:
-    """Return a time in seconds since 1970, or NaN if `value` is not one."""
+    """Return `value` if it is a time in seconds since 1970, otherwise NaN."""
     found = number(value)
     return found if abs(found) < _LATEST else math.nan
 

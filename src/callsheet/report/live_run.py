@@ -83,7 +83,7 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def _look(self) -> str:
-        """Read what is new if enough time has passed.
+        """Read the new content of the folder, if enough time has passed since the last read.
 
         Return why the run accepts no requests, which is also part of the version.
         """

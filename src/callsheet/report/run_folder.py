@@ -317,7 +317,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
 
 
 def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
-    """Return the events of a kind.
+    """Return the events of one kind from the log of events.
 
     Each has `is_undone`, which says whether the run was later resumed from before its step.
     """

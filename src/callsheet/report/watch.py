@@ -80,7 +80,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._with(ticket)
 
     def lets_in(self, word: str) -> bool:
-        """Return whether `word` is the token or an unused ticket. A ticket is used up by this call."""
+        """Return whether `word` is the token or an unused one-time ticket. This call uses up the ticket."""
         if same(word, self.token):
             return True
         ticket = next((each for each in self._tickets if same(word, each)), None)
@@ -133,7 +133,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def same(given: str, right: str) -> bool:
-    """Return whether two words are equal. The time that this takes does not depend on where they differ."""
+    """Compare two secrets in a time that does not reveal where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
 
 
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
     # --- access ---
 
     def _check_host(self) -> None:
-        """Reject other host names.
+        """Reject a request whose `Host` header is not the name of this machine.
 
         Otherwise a foreign site could let its name resolve to this machine (DNS rebinding) and read the page.
         """

@@ -107,7 +107,7 @@ class StrategyFacade(OfGuest):
 
 
 class AcceleratorFacade(OfGuest):
-    """The device."""
+    """The `trainer.accelerator` of a Lightning callback in callsheet's loop; it provides device statistics."""
 
     OF = "Lightning's Accelerator"
 
@@ -380,7 +380,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def accelerator(self) -> AcceleratorFacade:
-        """The device."""
+        """The accelerator."""
         return self._accelerator
 
     @property

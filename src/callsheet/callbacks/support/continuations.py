@@ -22,7 +22,7 @@ _NOT_FINITE = "the model's outputs are NaN or infinite"
 _CANNOT_SAMPLE = re.compile(r"probability tensor contains")
 """The start of the error message of `torch.multinomial`.
 
-It is needed for models whose `generate` does not call the model itself.
+It identifies NaN or infinite logits in models whose `generate` does not call the module, so that no hook can check them.
 """
 
 

@@ -12,11 +12,11 @@ from callsheet.callbacks.support.destinations import Destination, NotDelivered, 
 
 
 def why_not_delivered(notification: Notification, destination: Destination, *, timeout: float, retries: int) -> str:
-    """Send a notification, with retries after errors that may pass. Return why it was not delivered, or an empty string.
+    """Send a notification, with retries after errors that may be temporary. Return why it was not delivered, or an empty string.
 
     Args:
         timeout: seconds for each attempt.
-        retries: the number of further attempts after errors that may pass.
+        retries: the number of further attempts after errors that may be temporary.
     """
     why = ""
     for attempt in range(retries + 1):

@@ -31,7 +31,7 @@ _PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 @dataclass(frozen=True)
 class Address:
-    """A checked address to send to, as the user wrote it. Its secrets stay in the environment.
+    """A checked address of notifications. It stores what the user wrote; secrets are read from the environment only when needed.
 
     Args:
         to: `https://...`, `slack:https://...` or `mailto:...`; with `url_env`, `webhook` or `slack`.
@@ -123,7 +123,7 @@ class NotDelivered(Exception):
 
 @dataclass(frozen=True)
 class Notification:
-    """A message to send: a title, more lines, and the facts as plain data."""
+    """A message to send: a title, more lines, and the same facts as plain data for webhooks."""
 
     title: str
     more: str = ""

@@ -76,7 +76,7 @@ class StepFlops:
 
     def __init__(self) -> None:
         self.rate: float | None = None
-        """FLOPs for each number in a batch."""
+        """FLOPs for each number (token, pixel) in a batch."""
         self.precision = ""
         """The precision of most counted FLOPs."""
         self.trouble = ""
@@ -84,11 +84,11 @@ class StepFlops:
         self.is_guessing = False
         """Whether `guess` should be called at the end of the next forward pass."""
         self.is_done = True
-        """Whether nothing is left to find out in this process."""
+        """Whether FLOPs and precision are known, or known to be impossible to count, so that nothing is measured any more."""
         self.counter: OperationCounter | None = None
         """The counter of the current step."""
         self.by_tokens = False
-        """Whether the numbers in the batches are the tokens that the run counts anyway.
+        """Whether the numbers in the batches turned out to be the tokens that the run counts anyway.
 
         Batches and steps then need not be reported.
         """
@@ -98,7 +98,10 @@ class StepFlops:
         self.begin_run(None)
 
     def begin_run(self, model: Any, *, needs_precision: bool = False) -> None:
-        """Prepare for training `model` in this process; None means that the run has ended."""
+        """Prepare for training `model` in this process.
+
+        None means that the run has ended, so the reference to the model is dropped.
+        """
         self.stop()
         self._reported = flops_reported_by(model)
         self.by_tokens &= self._reported is None
@@ -112,11 +115,11 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether, from now on, only batches need to be reported, but not steps and forward passes."""
+        """Whether, from now on, only `fetched` must be called, and no longer the methods for steps and forward passes."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
-        """Report that a batch of the next step was fetched."""
+        """Record that a batch of the next step was fetched."""
         if self._reported is None:
             self._fetched += numbers_in(batch)
             return
@@ -128,7 +131,7 @@ class StepFlops:
         self._fetched = self._fetched + flops
 
     def begin_step(self) -> None:
-        """Report that the step's first forward pass comes next."""
+        """Record that the step's first forward pass comes next, and start counting if this step is counted."""
         self._steps += 1
         self._numbers, self._fetched = self._fetched if self._reported is not None else self._fetched or 1, 0
         self._waiting = self._waiting + self._numbers
@@ -145,7 +148,7 @@ class StepFlops:
             self.counter.__enter__()  # type: ignore[no-untyped-call]
 
     def end_step(self) -> None:
-        """Report that the last backward pass of a counted step has ended."""
+        """Record that the last backward pass of a counted step has ended, and stop counting."""
         counter = self.stop()
         if counter is not None:
             self._take(counter)
@@ -171,7 +174,10 @@ class StepFlops:
         return counter
 
     def guess(self, model: Any, outputs: Any) -> None:
-        """Guess the precision of a step that cannot be counted. It is a half precision if an output or a parameter has one."""
+        """Guess the precision of a step whose FLOPs cannot be counted.
+
+        It is float16 or bfloat16 if an output or a parameter has that dtype.
+        """
         self.is_guessing = False
         seen = [*tensors_in(outputs), *(model.parameters() if isinstance(model, nn.Module) else ())]
         halves = [_HALF[tensor.dtype] for tensor in seen if tensor.dtype in _HALF]
@@ -191,7 +197,7 @@ class StepFlops:
             self.trouble = counter.error or "torch has no formula for any of the model's operations"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was counted."""
+        """Return the counted FLOPs, so that a resumed run need not count again."""
         waiting = float(self._waiting)
         return {"rate": self.rate, "precision": self.precision, "waiting": waiting, "by_tokens": self.by_tokens}
 

@@ -132,7 +132,7 @@ def _give_plain_outputs(model: nn.Module) -> None:
 
 @contextmanager
 def _failing_as(what: str) -> Iterator[None]:
-    """Turn errors inside into a CheckpointError that begins with `what`."""
+    """Within this context, convert errors into a CheckpointError whose message begins with `what`."""
     try:
         yield
     except Exception as error:

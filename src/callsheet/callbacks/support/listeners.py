@@ -18,14 +18,14 @@ _MAX_BYTES = 65536  # read at most this much of the list
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
-    """Add to the list that `name` reads `file`. Raise OSError if the list cannot be written."""
+    """Record in the list that the callback `name` reads the trigger file `file`. Raise OSError if the list cannot be written."""
     path = Path(file).absolute()
     is_inside = path.parent.resolve() == Path(folder).resolve()
     _write(Path(folder), {**listeners_in(folder), name: path.name if is_inside else str(path)})
 
 
 def withdraw(folder: str | os.PathLike[str], name: str) -> None:
-    """Remove `name` from the list. Raise OSError if the list cannot be written."""
+    """Remove the callback `name` from the list. Raise OSError if the list cannot be written."""
     listed = listeners_in(folder)
     if listed.pop(name, None) is not None:
         _write(Path(folder), listed)

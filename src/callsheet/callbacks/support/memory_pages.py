@@ -1,4 +1,4 @@
-"""HTML pages that show a snapshot of the device's memory, drawn in another process."""
+"""HTML pages that show a snapshot of the device's memory, written by another process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ With the first name, the page would stay blank.
 
 
 class MemoryPages(Callback):
-    """Draws pages from snapshots on disk.
+    """Renders memory snapshots on disk as HTML pages, in a process of its own.
 
     This takes seconds, in which it holds the interpreter lock, and several times the snapshot's memory.
     """
@@ -29,21 +29,21 @@ class MemoryPages(Callback):
     lane_options = LaneOptions(deadline=120.0)
 
     def draw_memory(self, ctx: Context, path: Path, is_logged: bool) -> None:
-        """Draw the pages of the snapshot in `path`, and log them if `is_logged`."""
+        """Render the memory snapshot at `path` as HTML pages, and log them if `is_logged`."""
         for page in render_memory(path):
             if is_logged:
                 ctx.log_file(f"memory/{page.name}", page)
 
 
 class Drawing:
-    """Draws pages while training continues. Its process runs from the first snapshot until `end`."""
+    """Renders HTML pages while training continues. Its process runs from the first snapshot until `end`."""
 
     def __init__(self) -> None:
         self._manager = CallbackManager([MemoryPages()], costs="off")
         self._has_begun = False
 
     def begin(self, ctx: Context, path: Path) -> None:
-        """Start drawing the snapshot in `path`. On rank 0, log the snapshot and later its pages."""
+        """Start rendering the snapshot at `path`. On rank 0, log the snapshot and later its pages."""
         is_logged = ctx.run.is_world_process_zero
         if is_logged:
             ctx.log_file(f"memory/{path.name}", path)
@@ -51,7 +51,7 @@ class Drawing:
         self._manager.notify_loggers("draw_memory", ctx, path=path.absolute(), is_logged=is_logged)
 
     def end(self, ctx: Context) -> None:
-        """Wait up to two minutes until all pages are drawn and logged."""
+        """Wait up to two minutes until all pages are written and logged."""
         if self._has_begun:
             self._has_begun = False
             self._manager.drain(ctx)

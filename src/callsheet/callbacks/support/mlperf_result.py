@@ -89,7 +89,7 @@ def now_ms() -> int:
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that can be read from a run after its first step, by the rules' names.
+    """Return the values that can be read from a run after its first step, under the names of MLPerf's rules.
 
     The batch size comes first, because the rules require this.
 
@@ -140,7 +140,7 @@ def device_name(device: str) -> str:
 
 
 def accuracy_keys(benchmark: str) -> tuple[str, ...]:
-    """Return the names of the metric in the rules of this benchmark."""
+    """Return the names that MLPerf's rules give to this benchmark's quality metric."""
     return ("eval_accuracy", "averaged_validation_loss") if benchmark == "flux1" else ("eval_accuracy",)
 
 

@@ -119,7 +119,7 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 
 def coloured(numbers: Tensor) -> Tensor:
-    """Return classes as colours, in one more dimension. Ignored pixels are grey."""
+    """Return class numbers as RGB colours, in an additional last dimension. Ignored pixels are grey."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
 

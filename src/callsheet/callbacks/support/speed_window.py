@@ -1,4 +1,4 @@
-"""What was completed in the last batches, and the seconds of training that it took."""
+"""A sliding window of what was completed in the last batches, and of the seconds of training for it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class SpeedWindow:
         self._points: deque[_Point] = deque()
 
     def begin(self, now: Timestamp) -> None:
-        """Start measuring, unless there are points already."""
+        """Add the first log boundary, unless the window has one already."""
         if not self._points:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Return whether anything was trained between the last point and `now`."""
+        """Return whether anything was trained between the window's last log boundary and `now`."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:
-        """Return the number of tokens since the last point, over all ranks."""
+        """Return the number of tokens since the last log boundary of the window, over all ranks."""
         return now.token - self._points[-1].token
 
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
@@ -65,7 +65,7 @@ class SpeedWindow:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the points as plain data."""
+        """Return the window's log boundaries as plain data."""
         return {"points": [list(point) for point in self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

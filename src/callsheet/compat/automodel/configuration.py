@@ -121,7 +121,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the fields of callsheet's configuration that AutoModel has no key for. They are given under the key `callsheet`."""
+    """Return the fields under the key `callsheet`: those of callsheet's configuration for which AutoModel has no key."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)

@@ -108,7 +108,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The recipe as callbacks see it, with the scheduler that has its intervals."""
+    """The recipe that callbacks receive. Its step scheduler has the recipe's validation and checkpoint intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -217,14 +217,14 @@ class BaseRecipe:
 
 
 class _TellsRecipe(AutoModelGuest):
-    """Calls the recipe's callbacks with the recipe itself as the argument."""
+    """A guest that calls the recipe's AutoModel callbacks with the recipe itself, not a facade, as the argument."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return a facade, with AutoModel's intervals if the recipe has them."""
+        """Return the object that callbacks receive as the recipe, with AutoModel's intervals if the recipe has them."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

@@ -69,7 +69,7 @@ def is_loader(given: Any) -> bool:
 
 
 class _Cut:
-    """The first batches of a dataloader."""
+    """A dataloader cut to its first batches."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -115,7 +115,7 @@ def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
 
 
 def _own(function: Any) -> Any:
-    """Return a function that is not one of the defaults of Composer's DataSpec."""
+    """Return the function if the user passed one of their own. Return None for a default of Composer's DataSpec."""
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 

@@ -83,7 +83,7 @@ class HuggingFaceModel(ComposerModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return what the metrics are updated with: the logits with `use_logits`, otherwise the model's outputs."""
+        """Return the values with which metrics are updated: the logits with `use_logits`, otherwise the model's outputs."""
         if batch.get("mode") is not None:
             raise NotSupported(
                 f"a batch with mode={batch['mode']!r} is not supported, unlike in Composer: generate in a callback, such as callsheet.callbacks.Generate"

@@ -23,7 +23,7 @@ class InMemoryLogger(LoggerDestination):
         self._state: Any = None
 
     def init(self, state: Any, logger: Any) -> None:
-        """Keep the state, whose timestamp each value gets."""
+        """Store the state. Each logged value gets its timestamp."""
         self._state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _LAZY = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
-"""These need torchmetrics and transformers."""
+"""The names that are imported only when they are used, because they need torchmetrics and transformers."""
 
 
 class ComposerModel(nn.Module):
@@ -60,7 +60,7 @@ class ComposerModel(nn.Module):
 
 
 class ModelTask(Task):
-    """The task of such a model: the loss in training, and only the metrics in evaluation, as in Composer."""
+    """The callsheet task of a `ComposerModel`: the loss in training, and only the metrics in evaluation, as in Composer."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -29,7 +29,7 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
     """Make `package.<submodule>` importable, with names that raise `NotSupported` when they are used.
 
-    The values say what to do instead.
+    The values are the hints of these errors, which say what to do instead.
     """
     for path, instead in submodules.items():
         whole = f"{package}.{path}"

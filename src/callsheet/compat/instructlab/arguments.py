@@ -13,7 +13,10 @@ from callsheet.errors import ConfigError
 
 
 class DistributedBackend(Enum):
-    """The backend that shards the model. The recipe decides: DDP, or FSDP if `parallel` is `fsdp`."""
+    """The backend that shards the model, as in InstructLab.
+
+    The recipe decides instead: it uses DDP, or FSDP if `parallel` is `fsdp`.
+    """
 
     FSDP = "fsdp"
     DEEPSPEED = "deepspeed"

@@ -51,7 +51,7 @@ class Training(Finetune):
     """The recipe, with a learning rate schedule over all steps of the training."""
 
     args: TrainingArgs | None = None
-    """None if the run is only opened, not trained."""
+    """None if an existing run is only opened, for example to export it, and not trained."""
 
     def read_data(self) -> None:
         """Read the data, and set the scheduler from the number of steps."""

@@ -68,7 +68,7 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
     """Return `forward_step_func` as the function of model and batch that the recipe expects.
 
-    It may have a state as an argument before the iterator.
+    The function may take Megatron's state as its first argument, before the iterator.
     """
     if not callable(forward_step_func):
         raise ConfigError(

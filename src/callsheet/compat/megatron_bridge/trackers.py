@@ -16,7 +16,7 @@ from callsheet.core.optional import load
 from callsheet.core.ranks import read_ranks
 
 NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
-"""Maps callsheet's names to Megatron's. Of a loss, the part of the name after the dataset's name is kept."""
+"""Maps callsheet's metric names to Megatron's. A loss keeps the part of its name after the dataset's name."""
 
 
 class Trackers(Callback):

@@ -136,7 +136,10 @@ class DescriptorCapture:
         return self._pipes[descriptor] == _identity(descriptor)
 
     def _put_back(self, descriptor: int) -> None:
-        """Restore the target that the descriptor had before. Captures that have been closed since are skipped."""
+        """Restore the target that the descriptor had before.
+
+        If that target belonged to another capture that is closed by now, restore that capture's own target instead.
+        """
         passed = [self]
         while (under := passed[-1]._under[descriptor]) is not None and under._is_closed:
             passed.append(under)

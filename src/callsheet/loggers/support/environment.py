@@ -125,7 +125,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 def _asked(folder: Path, *question: str) -> str | None:
-    """Return the answer of git. Return None if there is no git, no repository, or no answer in time."""
+    """Return the output of a git command. Return None if there is no git or no repository, or if git does not answer in time."""
     # The user's hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}
     try:

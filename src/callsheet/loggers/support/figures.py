@@ -1,4 +1,4 @@
-"""Formats figures for people."""
+"""Formats numbers, durations and results for output that people read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from callsheet.core.context import Context
 
 
 def place(ctx: Context) -> str:
-    """Return the position in training: `epoch 2  step 120`."""
+    """Format the position in training: `epoch 2  step 120`."""
     return f"epoch {ctx.epoch}  step {ctx.step}"
 
 
 def clock(seconds: float) -> str:
-    """Return a duration: `1:02:05`."""
+    """Format a duration in seconds: `1:02:05`."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def short(rate: float) -> str:
-    """Return a rate in about three digits: `0.5`, `12.3`, `1,234`."""
+    """Format a rate with about three digits: `0.5`, `12.3`, `1,234`."""
     return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
 
 

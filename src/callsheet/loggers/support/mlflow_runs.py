@@ -80,7 +80,10 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Set the run with this id to RUNNING and return it. If it no longer exists, log a warning and return None."""
+    """Resume the MLflow run with this id: set it to RUNNING and return it.
+
+    If the run no longer exists, log a warning and return None.
+    """
     try:
         run = client.get_run(run_id)
     except mlflow.MlflowException as error:

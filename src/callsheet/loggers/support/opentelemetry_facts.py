@@ -9,7 +9,7 @@ from callsheet.core.context import Context
 
 
 def about(ctx: Context) -> dict[str, Any]:
-    """Return the context's available fields as span attributes."""
+    """Return those fields of the context that are available now as attributes of a span."""
     facts: dict[str, Any] = {"callsheet.step": ctx.step, "callsheet.epoch": ctx.epoch}
     if ctx.has("eval_name"):
         facts["callsheet.dataset"] = ctx.eval_name

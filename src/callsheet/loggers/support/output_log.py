@@ -103,7 +103,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return the visible text of a complete line. Return None if the line contained only codes."""
+    """Return the text that a terminal would show for a complete line. Return None if the line has only control codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -120,7 +120,7 @@ CLOSED = b"\0"
 
 
 class _Source:
-    """A descriptor of the watched process. What is written to it goes to its original target and to the log."""
+    """A file descriptor of the captured process. What is written to it goes to its original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name

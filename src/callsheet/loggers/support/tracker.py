@@ -81,7 +81,7 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether the state can be read without waiting for the lane.
+        """Whether `state_dict` can be called without waiting until the lane has handled its events.
 
         This is so if the run is open and the subclass adds no state.
         """

@@ -28,9 +28,9 @@ class ByteFiles:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
         pattern: which files in the folder and below it, such as `*.py`.
         sequence_length: bytes per window.
-        validation_percent: the percentage of files for validation. The name of a file decides about it, so that the split is
-            always the same.
-        test_percent: the same for the test after training.
+        validation_percent: the percentage of files for validation. A file's name decides whether it is one of them, so that the
+            split is always the same.
+        test_percent: the percentage of files for the test after training.
         validation_windows: how many windows are used for validation, and for the test, spread evenly over their files.
     """
 
@@ -124,7 +124,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `length` tokens. Of all windows every `step`-th is used, but at most `most`."""
+    """A token sequence as windows of `length` tokens. Every `step`-th window is used, and at most `most` of them."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

@@ -18,7 +18,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = "`messages`, or `prompt` and `completion`, or `text`"
 
 PLAIN = "plain"
-"""The value of `chat_template` that means no template."""
+"""The value of `chat_template` for which no chat template is used."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -184,7 +184,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """Render a template, and reject the row if the template raises an error."""
+    """Return the rendered chat template, and reject the row at `place` if the template raises an error."""
     from jinja2 import TemplateError
 
     try:
@@ -212,7 +212,7 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
 
 
 def _there(row: Row) -> Row:
-    """Return the row without values that are None.
+    """Return the row without keys whose value is None.
 
     Parquet files have every column in every row, and every key in every message.
     """

@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """Functions with a docstring, as conversations.
+    """Functions with a docstring, as rows of a conversation.
 
     The user gives the module and the signature, and the assistant answers with the docstring's first line.
     """
@@ -44,7 +44,7 @@ class Documented(Table):
 class Docstrings:
     """The documented functions of a folder of Python files.
 
-    Some files are held out. The name of a file decides about it, so that the split is always the same.
+    Some files are held out for validation. A file's name decides whether it is one of them, so that the split is always the same.
 
     Args:
         folder: None is the standard library of the running Python, without its tests.

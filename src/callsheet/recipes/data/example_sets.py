@@ -48,7 +48,7 @@ class ExampleSets:
             for name, some in rows.items()
         }
         self.collate: Any = Pack(pad_id, flat=flat) if packing else Padding(pad_id)
-        """Makes a batch of samples of any of the datasets."""
+        """A DataLoader's `collate_fn` for all of the datasets: it makes a batch of samples."""
 
     def dataset(self, name: str) -> Any:
         """Return the samples of a dataset: examples, or packed rows."""

@@ -76,11 +76,11 @@ class ImageText:
         return self._example(row, place, pixels=True, is_question=False)
 
     def look(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the same example as a call does, but read only the headers of its image files."""
+        """Return the same example as `__call__`, but read only the headers of its image files."""
         return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the example of a row without its answer. If the row ends with an answer, that is left out."""
+        """Return the example of a row without its last answer, for a model to answer. The row need not have an answer."""
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:

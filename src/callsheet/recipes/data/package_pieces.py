@@ -30,7 +30,7 @@ class PackagePieces:
         characters: characters per piece.
         most_pieces: the maximum number of pieces of a package in each part; they are evenly spread over its files.
         validation_percent: the percentage of files for validation, at least one of each package.
-        test_percent: the same for the test after training.
+        test_percent: the percentage of files for the test after training.
     """
 
     folder: str | None = None
@@ -126,5 +126,5 @@ class Pieces(Table):
         return {"text": text, "label": label}
 
     def place(self, index: int) -> str:
-        """File and character."""
+        """Return the place of a row for messages: its file, and the character at which it begins."""
         return self._pieces[index][2]

@@ -16,14 +16,14 @@ from callsheet.recipes.data.padding import filled
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 _ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
-"""Tolerances for differences of logits, relative to the largest logit, for fp32 weights and for others.
+"""The allowed differences of logits in `check_kept_apart`, relative to the largest logit: for fp32 weights, and for others.
 
-The first is between rows of one shape, the second between rows of several shapes.
+Each pair has the limit for rows of one shape and that for rows of several shapes.
 """
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the examples of each row of `room` tokens, by best fit decreasing.
+    """Return which examples to pack into each row of `room` tokens, by the best-fit-decreasing algorithm.
 
     The longest examples come first. Each is put into the row where it leaves the least room.
     """

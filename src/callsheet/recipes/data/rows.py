@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""The beginnings of the names of files that hold a split."""
+"""For each split, the prefixes of the names of files that hold it, such as `train`."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
@@ -165,7 +165,7 @@ class LineTable(Table):
         return _parsed(content[start : end if end >= 0 else len(content)], self.place(index))
 
     def place(self, index: int) -> str:
-        """Return file and line number, counted from 1."""
+        """Return the row's file and its line number, counted from 1."""
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Prepared(Dataset[Any]):
-    """The converted rows of a table; each is converted when it is read."""
+    """The rows of a table, each converted when it is read."""
 
     def __init__(self, table: Table, transform: Transform) -> None:
         self.table = table
@@ -223,7 +223,7 @@ class Prepared(Dataset[Any]):
 
 
 class PreparedStream(IterableDataset[Any]):
-    """The converted rows of a stream."""
+    """The rows of a stream, each converted when it is read."""
 
     def __init__(self, stream: Stream, transform: Transform) -> None:
         self._stream = stream

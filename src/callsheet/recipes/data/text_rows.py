@@ -77,9 +77,9 @@ class TextSets:
         return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
 
     def unigram(self, name: str) -> float | None:
-        """Return the cross-entropy of a dataset's tokens under the counts of the training tokens, each plus one (Laplace).
+        """Return the unigram baseline: the cross-entropy of a dataset's tokens under the counts of the training tokens.
 
-        Return None for a stream.
+        One is added to each count (Laplace's rule). Return None for a stream.
         """
         if not {"train", name} <= self._tokens.keys():
             return None

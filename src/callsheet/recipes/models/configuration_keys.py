@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Check the values from which a configuration was made.
+    """Check the keyword arguments from which a configuration was made.
 
     Raises:
         ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.

@@ -24,10 +24,10 @@ BYTE_TOKENIZER = "bytes"
 """The name of the tokenizer that needs no file."""
 
 CLASSIFIES = "ForSequenceClassification"
-"""The end of the names of models with a classification head."""
+"""The suffix of the class names of transformers models with a classification head."""
 
 _HUB_SECONDS = 10.0
-"""How long the hub may take to answer before only copies on this machine are used."""
+"""How many seconds the hub may take to answer before only copies on this machine are used."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -254,7 +254,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
-    """Return a hint for the user; for other errors the packages' own message."""
+    """Return why a model cannot be loaded, as a hint for known errors and as the package's own message for others."""
     give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
     if (folder := Path(name)).is_dir():
         if not (folder / "config.json").is_file() and what == "model":

@@ -26,7 +26,7 @@ TOWERS = {
     "projector": ("multi_modal_projector", "connector", "aligner", "visual.merger", "mm_projector", "embed_vision", "qformer"),
     "language_model": ("language_model", "text_model"),
 }
-"""The words that `freeze` accepts, and the names of these modules in models or in their `model`."""
+"""The words that `freeze` accepts, and for each the names of these modules in a model or in its attribute `model`."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def image_token_id(owner: Any) -> int | None:
-    """Return the id of the token that stands for a piece of an image in a processor or configuration.
+    """Return the id of the token that represents a patch of an image in a processor or configuration.
 
     Return None if there is none.
     """
@@ -222,7 +222,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the name prefixes of the parameters that `word` refers to."""
+    """Return the prefixes of the names of the parameters to which `word`, such as `vision_tower`, refers."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

@@ -46,7 +46,10 @@ class ClassificationTask(Task):
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
-        """Return the total weight of the samples, over which the loss is a mean; without weights, their number."""
+        """Return the total weight of the batch's samples, by which the loss is divided.
+
+        Without class weights, it is their number.
+        """
         labels = batch["labels"]
         weights = self._on(labels)
         return len(labels) if weights is None else weights[labels].sum()

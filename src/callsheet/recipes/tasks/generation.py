@@ -74,5 +74,5 @@ def continuations(
 
 
 def passages(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return prompts with their continuations, ready to be printed."""
+    """Return prompts with their continuations as text to print."""
     return [f"--- {prompt!r} continued ---\n{prompt}{written}\n" for prompt, written in rows]

@@ -49,7 +49,10 @@ class TokenCounts:
 
 
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each learnt token, the token before it and the token itself. The first token of an example is never learnt."""
+    """Return, for each learnt token, the token before it and the token itself.
+
+    Every learnt token has one before it, because the first token of an example is never learnt.
+    """
     is_learnt = examples.is_learnt.copy()
     is_learnt[examples.starts] = False
     places = np.flatnonzero(is_learnt)

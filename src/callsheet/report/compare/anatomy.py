@@ -38,7 +38,7 @@ def anatomy(runs: Sequence[tuple[str, RunFolder]]) -> list[dict[str, Any]]:
 
 
 def _measured(run: RunFolder) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return seconds per step and share of the step, by kind and name."""
+    """Return the seconds per step and the share of the step's time, by kind (span or callback) and name."""
     steps, whole = 0, 0.0
     totals: dict[str, float] = {}
     names = _spans_of_a_step()

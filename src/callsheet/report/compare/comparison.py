@@ -15,12 +15,12 @@ from callsheet.report.run_folder import RunFolder
 
 SEED = "seed"
 _IN_NAMES = ("settings", "callbacks")
-"""The groups of settings that name a group of runs."""
+"""The groups of settings whose values can name a group of runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison: its name in it, the group that it belongs to, and what was read of it."""
+    """One run of a comparison: its name there, its group, and the data that was read from its folder."""
 
     name: str
     group: str
@@ -33,7 +33,7 @@ class Comparison:
     """Runs side by side. The first group is the baseline.
 
     Args:
-        runs: what was read of them, in the order in which they are shown.
+        runs: the data that was read from each run's folder, in the order in which the runs are shown.
         group_by: `seed` makes one group of all runs whose settings are the same but for seeds; the name of a setting makes one group for each
             of its values; None makes each run a group.
 
@@ -132,7 +132,7 @@ def _run(each: Compared) -> dict[str, Any]:
 
 
 def _unique(names: list[str], paths: list[str]) -> list[str]:
-    """Return the names, and the paths of runs that have the same name."""
+    """Return a unique name for each run: its name, or its path if several runs have that name."""
     return [path if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
 
 

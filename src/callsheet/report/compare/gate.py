@@ -18,10 +18,10 @@ class Condition:
     """A condition on how much a metric differs from the baseline's: `validation/loss > +0.01`, `tokens_per_second < -5%`.
 
     Args:
-        text: as it was given.
-        metric: its name.
+        text: the condition as the user wrote it.
+        metric: the metric's name.
         of_best: whether the best value is compared, not the last: `best(validation/loss) > +0.01`.
-        is_above: whether a difference above the limit fails; else one below it.
+        is_above: whether a difference above the limit fails the condition; otherwise one below the limit does.
         limit: the limit, as a fraction if it `is_relative`.
         is_relative: whether it was given in per cent of the baseline's value.
     """
@@ -64,7 +64,7 @@ def judge(
     Args:
         condition: the condition.
         baseline, other: the values of the runs of each side.
-        name: of the other side, for the line.
+        name: the name of the other run or group, for the line.
 
     Raises:
         ConfigError: a run does not have the metric; the message names the closest one.

@@ -22,7 +22,7 @@ from callsheet.report.run_folder import image_bytes
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "compare.js")
 
 _PAGE_BYTES = 10_000_000
-"""How large a page may become by its images. What is not an image is limited by the numbers below, for any number of runs."""
+"""The maximum size of a page's images. All other parts of a page are limited by the numbers below, for any number of runs."""
 _POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
 _DIGITS = 6
 _VALUE_ROWS, _SETTINGS_LENGTH, _PROBLEMS_OF_ONE = 4_000, 600_000, 20
@@ -30,7 +30,10 @@ _EVALUATED, _EVALUATIONS_OF_ONE, _CHECKPOINTS, _CHECKPOINTS_OF_ONE = 20_000, 100
 _TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
 
 _SLOWER, _NOTICEABLE = 0.05, 0.005
-"""A span or callback is marked if its time changed by more than the first share of itself, and the second share of the step."""
+"""The two thresholds above which a span or callback is marked as changed.
+
+Its time must change by more than the first fraction of itself, and more than the second fraction of the step's time.
+"""
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
 
 
 def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Return the curves of each metric, one for each run that has it, the families of their charts, and how many metrics do not fit."""
+    """Return the curves of each metric (one per run that has it), their charts by family, and how many metrics do not fit."""
     points = [points_of(each.run) for each in comparison.runs]
     names = dict.fromkeys(name for each in points for name in without_doubles(each) if not name.startswith("time/"))
     splits = dict.fromkeys(split for each in comparison.runs for split in splits_of(each.run))
@@ -168,7 +171,7 @@ def _curve(steps: Sequence[int], values: Sequence[float], most: int) -> dict[str
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the table, losses and what concerns the whole run before what does not fit, and how many do not."""
+    """Return the rows of the table that fit, losses and values of the whole run first, and how many do not fit."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []
@@ -261,7 +264,7 @@ def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
-    """Return what is known of the run's checkpoints, and the latest of them."""
+    """Return a summary of the run's checkpoints, and the latest of them."""
     kept = [info for info in each.run.checkpoints if not info["is_undone"]]
     sizes = [info["size_bytes"] for info in kept if isinstance(info.get("size_bytes"), (int, float))]
     saving = each.values.get("checkpoint_save_seconds")

@@ -9,7 +9,7 @@ from typing import Any
 from callsheet.report.run_folder import RunFolder
 
 _OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
-"""Settings that name the run or its place. They differ between any two runs and say nothing."""
+"""Settings that name the run or its folder. They always differ between two runs, so they are not compared."""
 _DEEPEST = 20
 _LONGEST = 300  # characters of one value
 
@@ -18,7 +18,7 @@ GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 
 
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return what the run was started with, as text by dotted name, in the groups `GROUPS`."""
+    """Return the settings with which the run was started, as text by dotted name, in the groups `GROUPS`."""
     given = {**run.hyperparameters, **run.config}
     listed = {name: given.pop(name) for name in ("callbacks", "loggers") if isinstance(given.get(name), Sequence)}
     named = {key: value for key, value in _flat(given) if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
@@ -50,7 +50,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     """Return the settings that differ, by group and name: the value of each run, empty where it has none.
 
     Args:
-        runs: of each run what `settings` returned.
+        runs: the result of `settings` for each run.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for group in GROUPS:

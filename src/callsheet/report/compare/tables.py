@@ -23,11 +23,11 @@ _LATEX = str.maketrans(
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 Table = tuple[str, list[str], list[list[str]]]
-"""A title, the heads of the columns, and the rows."""
+"""One table: a title, the column headers, and the rows."""
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
-    """Return the tables of a comparison. CSV has the values alone, one row for each metric and group, with all digits.
+    """Return the tables of a comparison as text. CSV has only the table of values: one row per metric and group, with all digits.
 
     Args:
         comparison: the comparison.

@@ -1,4 +1,4 @@
-"""The final and best values of runs, the speed and cost of their steps, and how sure a difference is."""
+"""The final and best values of runs, the speed and duration of their steps, and how significant differences are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_SECONDS = "step_seconds"
 
 _LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "mse", "mae", "rmse")
 _NOT_COMPARED = ("time/", "lr/", "system/")
-"""Families whose last values say nothing of how good a run is."""
+"""Families of metrics, such as speeds, whose last value does not show how good a run is."""
 _SKIPPED_RECORDS = 1  # the first steps allocate and compile
 
 
@@ -54,10 +54,10 @@ class Difference:
 
     Args:
         baseline: the baseline's value, the mean over its runs.
-        absolute: the value less the baseline's.
+        absolute: the value minus the baseline's.
         relative: the same as a fraction of the baseline's; NaN if that is 0.
         margin: half the width of the difference's 95 % confidence interval (Welch); NaN if nothing is known of the spread.
-        p: the two-sided p-value of Welch's t-test; NaN likewise.
+        p: the two-sided p-value of Welch's t-test; NaN if nothing is known of the spread.
         source: where the spread comes from: the `seeds`, or the measurements `within` single runs; empty if it is unknown.
     """
 
