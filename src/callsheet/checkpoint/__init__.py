@@ -1,6 +1,6 @@
 """Checkpoints: sealed folders of JSON and safetensors.
 
-Many ranks can write one, any number of ranks can read it, and reading it runs no code from it.
+Many ranks can write a checkpoint together, any number of ranks can read it, and no code from its files is run.
 """
 
 from callsheet.core.optional import needed_by

@@ -27,7 +27,7 @@ class AsyncWriter:
     the thread has a lower priority than training.
 
     Args:
-        group: a gloo group that nothing else uses while a checkpoint is written; None for one process.
+        group: a gloo process group that nothing else uses while a checkpoint is written; None for a single process.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -79,11 +79,11 @@ class AsyncWriter:
 
     @property
     def is_done(self) -> bool:
-        """Return whether this rank has nothing left to write. Other ranks may still be writing. This never waits."""
+        """Return whether this rank has finished writing. Other ranks may still be writing. This never waits."""
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
-        """Wait for the checkpoint that was begun last, and return its seal.
+        """Wait for the checkpoint that was begun last, and return its seal (the content of its manifest).
 
         Raises `CheckpointError` if it could not be written or none was begun, and `TimeoutError` after `timeout` seconds.
         """
@@ -96,7 +96,7 @@ class AsyncWriter:
         return self._written.result()
 
     def close(self) -> None:
-        """Finish writing and release the buffers. Raises as `begin` does. This can be called twice."""
+        """Finish writing and release the buffers. Raises the same errors as `begin`. This can be called twice."""
         try:
             self._settle()
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _NICENESS = 5
-"""This is added to the niceness of the process.
+"""How much lower the priority of the disk thread is than that of the process, as an increase of its niceness.
 
 A higher value would make a save very slow if many processes compete for the processor.
 """
@@ -27,7 +27,7 @@ def disk_thread(name: str) -> ThreadPoolExecutor:
 
 
 def begin_deletion(delete: Callable[[], None]) -> None:
-    """Call `delete` in a thread, because deleting a large file takes longer than copying it."""
+    """Call `delete` in a thread, so that the caller need not wait: deleting a large file takes longer than copying it."""
     global _deleter  # made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
@@ -36,7 +36,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that were begun. Call this before using their space or their names again."""
+    """Wait for the deletions that `begin_deletion` started. Call this before using their space or their names again."""
     for each in tuple(_deletions):  # another thread may begin one
         each.result()
 

@@ -24,7 +24,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """The documents, the tensors by their names in the checkpoint, and the part of each tensor that this rank holds."""
+    """What one rank saves: JSON documents, tensors by their names in the checkpoint, and which part of each it holds."""
 
     state: Json
     local: Json
@@ -35,7 +35,7 @@ class Draft:
     @classmethod
     @torch.no_grad()  # otherwise a DTensor's shard would have a graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
-        """Return the draft of a state.
+        """Split the state of this rank into JSON documents and tensors.
 
         Raise `CheckpointError` for values that are not plain data, and for a tensor that a file cannot hold.
         """
@@ -49,8 +49,9 @@ class Draft:
         return cls(state, document, plain_info(info), tensors, parts)
 
     def plan(self) -> SavePlan:
-        """Return what torch's distributed checkpoint (DCP) plans for this rank: the shard of a DTensor, and the whole of any
-        other tensor.
+        """Return what this rank saves, as a plan of torch's distributed checkpoint (DCP).
+
+        It is the shard of a DTensor, and the whole of any other tensor.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self.tensors)
@@ -65,7 +66,7 @@ class Draft:
 
 
 class Kind(NamedTuple):
-    """The properties that a buffer shares with the tensors that can be copied into it.
+    """The dtype, size and other properties that a host buffer shares with the tensors that can be copied into it.
 
     The buffer for a tensor on a GPU is page-locked.
     """
@@ -76,16 +77,16 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
-        """Return the kind of buffer that a tensor needs."""
+        """Return the kind of host buffer that a copy of the tensor needs."""
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:
-        """Allocate a buffer of this kind."""
+        """Allocate a host buffer of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.is_pinned)
 
 
 class Staging:
-    """Buffers on the host that are reused for every copy. A copy is valid until the next one is made."""
+    """Host buffers into which tensors are copied, and which are reused. A copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Kind, Tensor]] = []

@@ -115,7 +115,9 @@ def _of_transformers(model: nn.Module, path: str | os.PathLike[str]) -> tuple[di
 
 @torch.no_grad()
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of the state by name, and for each additional name of a tied tensor the name under which it is stored.
+    """Return the tensors of the model's state by name, and the names of tied tensors.
+
+    For each additional name of a tied tensor, the second dict holds the name under which the tensor is stored.
 
     Tensors are tied if they are the same object. Memory addresses would not show this for shards, because a shard may be empty.
     """

@@ -1,4 +1,4 @@
-"""Opens, finds, clears and deletes the folders of checkpoints."""
+"""Opens checkpoint folders, finds them, and removes their files."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A sealed folder: its path or URL, and its manifest."""
+    """A committed checkpoint: the path or URL of its folder, and its manifest."""
 
     path: str
     seal: Seal
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the checkpoint's folder, without its parents."""
         return os.path.basename(self.path)
 
     @property
     def step(self) -> int:
-        """The step in the manifest's info, or -1."""
+        """The step that the manifest's info contains, or -1."""
         step = self.seal.info.get("step")
         return step if type(step) is int else -1
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """How many ranks wrote the checkpoint."""
         return self.seal.world_size
 
 
 class Found(NamedTuple):
-    """The checkpoints under a root, newest first; other folders, with the reason why each is not a checkpoint; and what killed
-    writers left.
+    """What is under a root folder: checkpoints, newest first; other folders, each with the reason why it is not a checkpoint.
+
+    Also what killed writers left.
     """
 
     checkpoints: list[Checkpoint]
@@ -54,7 +55,7 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a path of this machine, or at a URL such as `s3://bucket/run`.
+    """Return an object to access the folder at a local path or at a URL such as `s3://bucket/run`.
 
     Raises `CheckpointError` for a URL whose protocol is unknown or needs a package that is not installed.
     """
@@ -94,7 +95,7 @@ def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Seal:
-    """Return the manifest of the checkpoint at `path`, checked against its own digest only.
+    """Return the manifest of the checkpoint at `path`. Only the manifest's own digest is checked, not the files.
 
     Raise `Unsealed` if it is not valid.
     """
@@ -102,7 +103,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Seal:
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, or the rest of one whose writer or deleter was killed.
+    """Delete a checkpoint, or what is left of one because its writer or deleter was killed.
 
     The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint. Raises `CheckpointError`
     if the folder is not that of a checkpoint or is a link, and if the disk reports an error.
@@ -114,7 +115,9 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete what a killed writer or deleter left. Call this only if no other process can be writing to the folder.
+    """Delete what a killed writer or deleter left.
+
+    Call this only if no other process can be writing to the folder.
 
     Raises `CheckpointError` for any other folder, and if the disk reports an error.
     """
@@ -125,7 +128,7 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Call `delete_checkpoint` or `delete_abandoned` on a thread; `finish_deletions` waits for it.
+    """Call `delete_checkpoint` or, if `is_abandoned`, `delete_abandoned` on a thread; `finish_deletions` waits for it.
 
     An error is logged as a warning.
     """
@@ -140,7 +143,7 @@ def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) ->
 
 
 def point_latest(path: str | os.PathLike[str]) -> None:
-    """Write the name of the sealed checkpoint `path` to the file `latest` beside it.
+    """Write the name of the committed checkpoint `path` to the file `latest` beside it.
 
     The file is for people and scripts; callsheet does not read it.
     """
@@ -150,9 +153,9 @@ def point_latest(path: str | os.PathLike[str]) -> None:
 
 
 def cleared(folder: Folder, overwrite: bool) -> Seal | None:
-    """Create the folder if needed, and remove everything from it except a sealed checkpoint.
+    """Create the folder if needed, and remove everything from it except a committed checkpoint.
 
-    Return that checkpoint's seal, or None.
+    Return the seal (manifest) of that checkpoint, or None.
 
     Raises `CheckpointError` if the folder holds anything that must not be removed.
     """
@@ -171,7 +174,7 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
 
 
 def clear(folder: Folder) -> None:
-    """Remove everything that the folder's manifest does not list, except the marker.
+    """Remove everything in the folder that its manifest does not list, except the marker file `checkpoint.txt`.
 
     If there is no manifest, remove everything else.
     """
@@ -184,7 +187,7 @@ def clear(folder: Folder) -> None:
 
 
 def remove(folder: Folder) -> None:
-    """Remove the folder. The manifest is removed first, and the marker last."""
+    """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
         folder.sync()  # otherwise a crash could restore the manifest without its files
@@ -195,7 +198,7 @@ def remove(folder: Folder) -> None:
 
 
 def _is_draft(folder: Folder) -> bool:
-    """Return whether the folder has no manifest, and is empty or has callsheet's marker.
+    """Return whether the folder has no manifest, and is empty or has the marker file `checkpoint.txt`.
 
     Such a checkpoint was never committed, or its deletion has begun.
     """

@@ -29,7 +29,7 @@ _MANY_ELEMENTS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """The file of a chunk, with its dtype and size."""
+    """The file that holds a chunk (a part of a tensor), with the chunk's dtype and size."""
 
     file: str
     dtype: torch.dtype
@@ -38,20 +38,21 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The description of the tensors that DCP's planner needs, and the location of each chunk by the tensor's name and the
-    chunk's offsets.
+    """The content of `index.json`: for DCP's planner the description of the tensors, and for each chunk its location.
+
+    A chunk is identified by the tensor's name and the chunk's offsets.
     """
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[tuple[str, torch.Size], ShardLocation]
 
     def metadata(self, names: Iterable[str]) -> Metadata:
-        """Return DCP's metadata of these tensors."""
+        """Return the metadata of these tensors in the form that torch's distributed checkpoint (DCP) uses."""
         return Metadata({name: self.tensors[name] for name in names})
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """Return the index for the plans of all ranks. Each plan is written to `file_of(rank)`.
+    """Return the content of `index.json` for the save plans of all ranks. Each plan is written to the file `file_of(rank)`.
 
     Raise `CheckpointError` if a part of a tensor is missing.
     """
@@ -73,7 +74,7 @@ def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> 
 
 
 def read_index(content: bytes, files: Mapping[str, FileSeal], source: str) -> Index:
-    """Return the index from the bytes of `source`. `files` are the files that the manifest lists.
+    """Return the index that `content`, the bytes of the file `source`, holds. `files` are the files that the manifest lists.
 
     Raises `CheckpointError` if the chunks of a tensor do not cover it exactly or do not fit into those files. The message names
     the first such tensor.
@@ -133,7 +134,7 @@ def _size(values: list[Any], dimensions: int) -> torch.Size:
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Return whether chunks overlap.
+    """Return whether any chunks of a tensor overlap.
 
     The chunks are sorted along the dimension with the most cuts, so that FSDP shards are compared only with their neighbours.
     """

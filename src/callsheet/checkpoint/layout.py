@@ -23,26 +23,26 @@ LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one of the two sets of files that may be in a folder."""
+    """File names of a checkpoint. A folder may hold two sets of files, which have different names."""
 
     infix: str
 
     @property
     def state(self) -> str:
-        """The name of the shared document."""
+        """The file name of the state that all ranks share."""
         return f"state{self.infix}.json"
 
     @property
     def index(self) -> str:
-        """The name of the index."""
+        """The file name of the index of tensors."""
         return f"index{self.infix}.json"
 
     def local(self, rank: int) -> str:
-        """Return the name of a rank's own document."""
+        """Return the file name of the state that only this rank has."""
         return f"local-{rank:05d}{self.infix}.json"
 
     def shard(self, rank: int) -> str:
-        """Return the name of the file with a rank's tensors."""
+        """Return the file name of the tensors that this rank wrote."""
         return f"shard-{rank:05d}{self.infix}.safetensors"
 
 
@@ -50,14 +50,14 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of names that these files have. Return None if they are not the files of a checkpoint."""
+    """Return the set of file names that these files have. Return None if they are not the files of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 
 SHARED = "state."
-"""The prefix of the name of every shared tensor."""
+"""The prefix of the names of tensors in the state that all ranks share."""
 
 
 def own(rank: int) -> str:
-    """Return the prefix of the names of a rank's own tensors."""
+    """Return the prefix of the names of tensors in the state that only this rank has."""
     return f"local-{rank:05d}."

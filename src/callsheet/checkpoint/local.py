@@ -28,7 +28,7 @@ _HINTS = {
 
 
 class LocalFolder(Folder):
-    """See `Folder`."""
+    """A folder on a disk of this machine; see `Folder` for its methods."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -122,7 +122,7 @@ class LocalFolder(Folder):
 
 @contextlib.contextmanager
 def os_errors(verb: str, path: Path) -> Iterator[None]:
-    """Convert an `OSError` to a `CheckpointError` with the path, the reason and a hint."""
+    """Convert an `OSError` inside the `with` block to a `CheckpointError` with the path, the reason and a hint."""
     try:
         yield
     except OSError as error:
@@ -135,7 +135,7 @@ def _size(found: os.stat_result) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    """Sync a folder. Do nothing on systems that cannot do this (Windows, some network disks)."""
+    """Make the entries of a folder durable (fsync). Do nothing on systems that cannot do this (Windows, some network disks)."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)

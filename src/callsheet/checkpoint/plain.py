@@ -50,7 +50,7 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def plain_copy(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state that shares no objects with it. Raise `CheckpointError` if a checkpoint cannot hold it."""
+    """Return a deep copy of a state. Raise `CheckpointError` if a checkpoint cannot hold the state."""
     document, tensors = flatten(tree)
     for name, tensor in tensors.items():
         check_storable(name, local_part(tensor))
@@ -64,7 +64,7 @@ def dump(document: Json) -> bytes:
 
 
 def parse(content: bytes, source: str) -> Json:
-    """Return the JSON value in the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
+    """Return the JSON value in `content`, the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
     try:
         return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ def parse(content: bytes, source: str) -> Json:
 
 
 def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree that `flatten` has split. Tied tensors become one tensor again.
+    """Return the state tree that `flatten` split into `document` and `tensors`. Tied tensors become one tensor again.
 
     Raises `CheckpointError` with the path if the document was not made by `flatten`, or a tensor is missing.
     """
@@ -80,7 +80,10 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattening:
-    """One walk over a tree. It holds the tensors found so far, and the containers that enclose the current value."""
+    """One pass of `flatten` over a state tree.
+
+    It holds the tensors found so far, and the containers that enclose the current value.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -147,7 +150,7 @@ class _Flattening:
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two tensors if storing one of them is enough for both."""
+    """Return a key that is equal for two tensors that are the same view of the same storage, so that one is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)  # such a tensor has no address or a meaningless one
     if type(tensor) is DTensor:

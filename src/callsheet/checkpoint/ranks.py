@@ -22,7 +22,7 @@ class RankLost(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The errors of the ranks that failed, by rank."""
+    """The errors of the ranks on which `act` failed, by rank."""
 
     reasons: dict[int, str]
 
@@ -36,7 +36,7 @@ class _Failed:
 
 
 class RankGroup:
-    """The ranks of a gloo group, or this process alone if the group is None.
+    """The ranks that write or read a checkpoint: those of a gloo process group, or this process alone if the group is None.
 
     Its methods are collectives: every rank must call them, in the same order.
     """
@@ -76,13 +76,13 @@ class RankGroup:
         return answered
 
     def together(self, act: Callable[[], T]) -> T:
-        """Run `act` on all ranks. Return this rank's result after all ranks have succeeded."""
+        """Run `act` on all ranks. Return this rank's result once all ranks have succeeded."""
         given: list[T] = []
         self.exchange(lambda: given.append(act()), lambda done: done)
         return given[0]
 
     def all(self, value: bool) -> bool:
-        """Return whether the value is true on all ranks. This takes one reduction."""
+        """Return whether `value` is true on all ranks. This takes one reduction."""
         if self._group is None:
             return value
         flag = torch.tensor(int(value))

@@ -25,12 +25,15 @@ from callsheet.checkpoint.tensors import Entry, read_header, read_rows
 from callsheet.errors import CheckpointError
 
 Target = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""Called with a shared tensor's name, size and dtype; returns the tensor or DTensor to fill, or None for a new one."""
+"""A function that selects where a tensor of the shared state is read to.
+
+It is called with the tensor's name, size and dtype, and returns the tensor or DTensor to fill, or None for a new one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The content of a checkpoint: the shared tree, this rank's own tree, and the seal."""
+    """The content of a checkpoint: the state that all ranks share, the state of this rank, and the seal (manifest)."""
 
     shared: Any
     local: Any
@@ -38,12 +41,12 @@ class Loaded:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The manifest's info."""
+        """The data that was stored in the manifest when the checkpoint was written."""
         return self.seal.info
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """How many ranks wrote the checkpoint."""
         return self.seal.world_size
 
 
@@ -79,7 +82,7 @@ def read_checkpoint(
 
 
 def _verified(folder: Folder, ranks: RankGroup) -> Seal:
-    """Return the seal, after checking those files that this rank must check."""
+    """Return the seal (manifest), after checking the digests of those files that this rank must check."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
         raise CheckpointError(
@@ -98,7 +101,7 @@ def _the_same(seals: list[Seal]) -> list[Seal]:
 
 
 class _Reading:
-    """What one rank reads. It is first planned and checked against the files, and then filled."""
+    """The parts of a checkpoint that one rank reads. They are first planned and checked against the files, and then read."""
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
@@ -125,7 +128,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read the planned parts into the tensors."""
+        """Read the planned parts from the files into the tensors."""
         for name, items in self._items.items():
             with self._folder.open(name) as file:
                 for item, entry in sorted(items, key=lambda found: found[1].start):
@@ -144,9 +147,9 @@ class _Reading:
             raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
 
     def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
-        """Return what to read from each file.
+        """Return the parts that this rank must read, for each file.
 
-        DCP's planner derives this from the saved chunks. It is checked against the headers of the files.
+        DCP's planner derives the parts from the saved chunks. They are checked against the headers of the files.
         """
         items: dict[str, list[tuple[ReadItem, Entry]]] = defaultdict(list)
         headers: dict[str, dict[str, Entry]] = {}
@@ -166,7 +169,7 @@ class _Reading:
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Read the rows that contain the item. If possible, read them directly into the destination."""
+    """Read the rows that contain the part `item` of a tensor. If possible, read them directly into `destination`."""
     start, count = (item.storage_offsets[0], item.lengths[0]) if entry.size else (0, 1)
     size = torch.Size((count, *entry.size[1:]) if entry.size else ())
     is_direct = destination.shape == size and destination.dtype == entry.dtype and destination.is_contiguous()

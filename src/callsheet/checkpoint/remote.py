@@ -12,7 +12,7 @@ from callsheet.errors import CheckpointError
 
 
 class RemoteFolder(Folder):
-    """See `Folder`. A file is durable as soon as the store has accepted it.
+    """A folder in a store that fsspec accesses; see `Folder`. A file is durable as soon as the store has accepted it.
 
     Args:
         files: the fsspec file system.
@@ -90,7 +90,7 @@ class RemoteFolder(Folder):
             self._files.rmdir(self._root)
 
     def sync(self) -> None:
-        """Do nothing, because in a store a file's name is durable as soon as the file is."""
+        """Do nothing. In an object store, a file's name is durable as soon as the file is."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{plain_name(self.path, name)}"
@@ -107,7 +107,8 @@ class RemoteFolder(Folder):
 
 @contextlib.contextmanager
 def _errors(verb: str, path: str) -> Iterator[None]:
-    """Convert any error of a store to a `CheckpointError`, whichever library raises it, such as botocore or aiohttp."""
+    """Convert an error inside the `with` block to a `CheckpointError`, whichever library raises it, such as botocore or aiohttp.
+    """
     try:
         yield
     except CheckpointError:

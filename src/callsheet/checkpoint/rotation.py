@@ -18,9 +18,9 @@ _CLAIMS = "checkpoint_claims"  # in `ctx.user_state`: for each checkpoint, oldes
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If `ctx.checkpoint` was requested under the name `by`, add a claim, and drop the claims beyond `keep`.
+    """If `ctx.checkpoint` was requested under the name `by`, add a claim (so that it is kept), and drop the claims beyond `keep`.
 
-    Return whether it was requested under that name.
+    Return whether the checkpoint was requested under that name.
 
     Claims on checkpoints that are not finite are dropped first, so that they do not push out good ones. After them, the oldest
     are dropped. With `keep=None` no claim is dropped.
@@ -42,7 +42,7 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
 
 
 def held_by(ctx: Context, by: str) -> list[str]:
-    """Return the checkpoints that are claimed under the name `by`, oldest first.
+    """Return the paths of the checkpoints that are kept for the callback named `by`, oldest first.
 
     Checkpoints that were deleted by hand are left out.
     """
@@ -51,17 +51,17 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Drop all claims, because they belong to another run."""
+    """Drop all claims on checkpoints, because they belong to another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 
 def is_of_run(ctx: Context, path: str) -> bool:
-    """Return whether `path` is in the run's checkpoint folder."""
+    """Return whether the checkpoint `path` is in the run's checkpoint folder."""
     return _name(ctx, path) != _whole(path)
 
 
 def _name(ctx: Context, path: str) -> str:
-    """Return the path relative to the run's checkpoint folder, because that folder may move.
+    """Return the path relative to the run's checkpoint folder, so that it stays valid if that folder moves.
 
     A path outside the folder is returned as absolute.
     """
@@ -73,7 +73,7 @@ def _path(ctx: Context, name: str) -> str:
 
 
 def _whole(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path, or the URL."""
+    """Return `path` as an absolute path. Return a URL unchanged."""
     name = os.fspath(path)
     return name.rstrip("/") if "://" in name else Path(name).absolute().as_posix()
 

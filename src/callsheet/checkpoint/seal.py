@@ -29,13 +29,13 @@ _MANY_RANKS = 1 << 24
 class Unsealed(CheckpointError):
     """The folder has no manifest, or one that does not match its own digest, so it is not a checkpoint.
 
-    A killed writer leaves such a folder.
+    A writer that was killed leaves such a folder.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A manifest: the files by name, how many ranks wrote them, and when they were sealed (seconds since the epoch)."""
+    """The content of a manifest: the files by name, how many ranks wrote them, and when it was written (seconds since 1970)."""
 
     kind: str
     world_size: int
@@ -45,7 +45,7 @@ class Seal:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files in the manifest, in bytes."""
+        """The size in bytes of all files that the manifest lists, together."""
         return sum(file.size_bytes for file in self.files.values())
 
 
@@ -69,8 +69,8 @@ def write_seal(
 ) -> Seal:
     """Write the manifest, which makes `folder` a checkpoint. All files must be written and durable.
 
-    `info` may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an existing manifest is replaced
-    atomically.
+    `info` is stored in the manifest. It may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an
+    existing manifest is replaced atomically.
 
     Raises `CheckpointError` if the folder is sealed already, a file is missing or has another size, or the disk reports an error.
     """
@@ -93,7 +93,7 @@ def write_seal(
 
 
 def manifest_of(folder: Folder) -> Seal:
-    """Return the manifest. It is checked against its own digest, but not against the files.
+    """Return the manifest of the checkpoint in `folder`. Only its own digest is checked, not the files that it lists.
 
     Raises `Unsealed` if there is no valid manifest, and `CheckpointError` if it cannot be read or parsed.
     """
@@ -116,7 +116,7 @@ def manifest_of(folder: Folder) -> Seal:
 
 
 def seal_of(folder: Folder) -> Seal:
-    """Return the manifest, checked against the files.
+    """Return the manifest of the checkpoint in `folder`, after checking the files that it lists.
 
     All files must exist, be regular files, and have the right size. Digests are not checked.
 

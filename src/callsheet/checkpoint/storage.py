@@ -17,7 +17,7 @@ _PIECE = 1 << 22  # bytes
 
 @dataclass(frozen=True, slots=True)
 class FileSeal:
-    """One file: its size, and the SHA-256 of its content in hexadecimal."""
+    """The size of a file, and the SHA-256 of its content in hexadecimal, as a manifest stores them."""
 
     size_bytes: int
     sha256: str
@@ -30,7 +30,7 @@ class Folder(Protocol):
     """
 
     path: str
-    """The path or URL, for messages."""
+    """The folder's path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
         """Return the folder `name` inside this one. It need not exist."""
@@ -57,7 +57,7 @@ class Folder(Protocol):
         """Create the folder and its parents."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> FileSeal:
-        """Write a new file durably, and return its seal. If writing fails, remove what was written."""
+        """Write a new file durably, and return its size and digest. If writing fails, remove what was written."""
 
     def replace(self, name: str, content: bytes) -> FileSeal:
         """Replace a file atomically, so that a reader sees either the old or the new one."""
@@ -66,13 +66,13 @@ class Folder(Protocol):
         """Open a regular file for reading. Links are not followed, and a pipe does not make this wait."""
 
     def remove(self, name: str) -> None:
-        """Remove an entry and everything in it."""
+        """Remove a file or a folder in this folder, with everything in it."""
 
     def remove_itself(self) -> None:
         """Remove the folder, which must be empty."""
 
     def sync(self) -> None:
-        """Make the folder's entries durable."""
+        """Make the names of the files in the folder durable (fsync)."""
 
 
 def plain_name(folder: str, name: str) -> str:
@@ -83,7 +83,7 @@ def plain_name(folder: str, name: str) -> str:
 
 
 def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
-    """Yield the chunks and compute their digest. At the end, append the seal to the list `seal`."""
+    """Yield the chunks unchanged while computing their digest. At the end, append their size and digest to the list `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk)
@@ -93,7 +93,7 @@ def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
 
 
 def measure(folder: Folder, name: str) -> FileSeal:
-    """Return the seal of an existing file."""
+    """Read an existing file, and return its size and digest."""
     seal: list[FileSeal] = []
     with folder.open(name) as file:
         for _ in digested(iter(lambda: file.read(_PIECE), b""), seal):
@@ -102,12 +102,15 @@ def measure(folder: Folder, name: str) -> FileSeal:
 
 
 def verify(folder: Folder, name: str, expected: FileSeal) -> None:
-    """Check the digest of a sealed file by reading it piece by piece. Raise `CheckpointError` if the file has changed."""
+    """Check that a file has the size and digest in the manifest, by reading it piece by piece. Raise `CheckpointError` if not."""
     _compare(folder, name, measure(folder, name), expected)
 
 
 def read_verified(folder: Folder, name: str, expected: FileSeal) -> bytes:
-    """Return the content of a sealed file. The file is read only once, so the returned bytes are the ones that were checked."""
+    """Return the content of a file, after checking it against the size and digest in the manifest.
+
+    The file is read only once, so the returned bytes are the ones that were checked.
+    """
     with folder.open(name) as file:
         content = file.read(expected.size_bytes + 1)
     _compare(folder, name, FileSeal(len(content), hashlib.sha256(content).hexdigest()), expected)

@@ -53,7 +53,7 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file. `start` is the position of its first byte."""
+    """The description of one tensor in a safetensors file. `start` is the position of its first byte."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -73,7 +73,7 @@ def write_tensors(
 
     Args:
         metadata: strings for the file's header.
-        data: an iterable of the tensors in the order of `file_order`; given if each tensor should be made only when it is
+        data: an iterable of the tensors in the order of `file_order`, to use if each tensor should be made only when it is
             written.
         look: called with the name and each piece of a tensor before that piece is written. Pieces are flat and on the CPU.
 
@@ -101,7 +101,7 @@ def write_tensors(
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names sorted by the size of their dtypes, largest first.
+    """Return the names in the order in which a file holds the tensors: by the size of their dtypes, largest first.
 
     In this order, each tensor is aligned in a memory-mapped file.
     """
@@ -153,7 +153,7 @@ def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry
 
 
 def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
-    """Fill `rows`, which is contiguous and on the CPU, with a tensor's rows from `start` on.
+    """Fill `rows` with the rows of a tensor in a file, from row `start` on. `rows` must be contiguous and on the CPU.
 
     A tensor without dimensions is read whole.
     """
@@ -167,7 +167,7 @@ def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU. The tensor must be kept alive as long as the memory is used."""
+    """Return the memory of a contiguous CPU tensor as bytes. The tensor must be kept alive as long as the memory is used."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -194,7 +194,7 @@ def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> 
 
 
 def _are_finite(parts: list[Tensor]) -> bool:
-    """Return whether all elements are finite. All parts must be on one device.
+    """Return whether all elements of these tensors are finite. All must be on one device.
 
     If the sum is finite, all elements are, and computing it takes a tenth of the time of `isfinite`. The sum of finite numbers
     can overflow, so if the sum is not finite, `isfinite` decides.

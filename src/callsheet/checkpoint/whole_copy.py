@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""The prefixes of the attributes that `fully_shard` sets on modules."""
+"""The prefixes of the attributes that torch's `fully_shard` sets on modules."""
 
 
 @torch.no_grad()
@@ -41,7 +41,10 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
 
 
 def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a sharded model, which `copy.deepcopy` does not support. The attributes that make it sharded are left out."""
+    """Copy a model that `fully_shard` has sharded, which `copy.deepcopy` does not support.
+
+    The attributes that make the model sharded are left out.
+    """
     copies = [(module, _unsharded(type(module))) for module in model.modules()]
     made = [(module, kind.__new__(kind)) for module, kind in copies]
     memo.update((id(module), empty) for module, empty in made)
@@ -65,8 +68,8 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether the hook is one of torch or callsheet that synchronizes ranks.
+    """Return whether the forward hook is one of torch or callsheet that synchronizes the ranks.
 
-    In a copy on one rank, it would wait for the other ranks.
+    In a copy of the model on one rank, the hook would wait for the other ranks.
     """
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "callsheet."))

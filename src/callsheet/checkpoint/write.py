@@ -68,7 +68,7 @@ def write_checkpoint(
 
 
 class Writing:
-    """The work of writing one checkpoint, on one rank."""
+    """One rank's part of the work of writing one checkpoint."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Writing:
         return self._draft.plan()
 
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
-        """On rank 0, choose the file names and the tensors that each rank writes.
+        """On rank 0, choose the file names, and which tensors each rank writes.
 
         DCP divides among the ranks the tensors that several of them hold.
         """
@@ -129,7 +129,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files. Return them, and whether all tensors in them were good."""
+        """Write this rank's files. Return their sizes and digests, and whether all tensors in them have valid values."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -143,12 +143,12 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Check a piece that is being written, unless an earlier piece was not good."""
+        """Check the values of a piece of a tensor that is being written, unless an earlier piece was not valid."""
         if self._is_good is not None and not self._is_bad_here and name.startswith(SHARED):
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED), piece)
 
     def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
-        """On rank 0, seal what all ranks have written."""
+        """On rank 0, write the manifest for the files that all ranks have written."""
         files = {name: file for by_rank, _ in written for name, file in sorted(by_rank.items())}
         info, replaces = self._draft.info, self._old is not None
         if self._is_good is not None:
@@ -162,7 +162,9 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans without names that rank 0 does not know. Raise `CheckpointError` if the shared trees differ.
+    """Return the plans without names of tensors that rank 0 does not know.
+
+    Raise `CheckpointError` if the shared trees differ.
 
     The document is that of rank 0. A rank whose shard is empty cannot detect tied DTensors, so its plan contains all of them.
     """

@@ -1,4 +1,4 @@
-"""The failures of a launch, which are reported in the launching process."""
+"""The failures of the ranks in a launch, which `launch` reports in the process that called it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ class RankFailure:
     traceback: str = ""
     at: float = 0.0
     is_of_others: bool = False
-    """Whether the rank could not reach the others. The cause is then probably a failure of another rank."""
+    """Whether the rank failed because it could not reach other ranks. The cause is then probably a failure of another rank."""
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """The sort key: first the ranks that failed, then those that could not reach them, then those that were terminated.
+        """The sort key, which puts the probable cause first.
+
+        The order is: ranks that failed, ranks that could not reach others, ranks that were terminated.
 
         Each group is sorted by time.
         """
@@ -53,9 +55,9 @@ class RankFailure:
 
 
 class LaunchError(CallsheetError, RuntimeError):
-    """A launch failed on some rank.
+    """A launch failed on at least one rank.
 
-    The message begins with the rank that failed first; `failures` holds all failures, in that order.
+    The message begins with the rank that failed first; `failures` holds the failures of all ranks, the first one first.
     """
 
     def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:
@@ -69,7 +71,7 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return what the worker sends to the launching process. Called in the worker."""
+    """Return the description of an error that the worker sends to the launching process."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -80,7 +82,10 @@ def report_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
-    """Return the failure, with the source lines of code that was defined in a notebook. Called in the launching process."""
+    """Return the `RankFailure` for the report of a worker. Called in the launching process.
+
+    Source lines of code that was defined in a notebook are added.
+    """
     return RankFailure(
         rank, exitcode, report["error"], _with_source(report["traceback"]), float(report["at"]), bool(report["is_of_others"])
     )
@@ -101,7 +106,7 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _with_source(text: str) -> str:
-    """Add the source lines of the code that the worker could not read."""
+    """Add source lines to a traceback, for code that the worker could not read, such as that of a notebook."""
     lines = text.splitlines()
     found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

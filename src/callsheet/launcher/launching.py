@@ -162,7 +162,7 @@ def launch(
 
 
 class _Specs(DefaultLogsSpecs):
-    """The files for the workers' output, and the environment of each rank."""
+    """Tells torch's elastic launcher the files for the workers' output, and the environment of each rank."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
@@ -174,7 +174,7 @@ class _Specs(DefaultLogsSpecs):
             self._variables["PYTHONUNBUFFERED"] = "1"  # pass lines on at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Set the environment of the ranks. Torch calls this before each attempt.
+        """Set the environment of the ranks. Torch calls this before each attempt to start them.
 
         Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
         dead ranks. New ranks would then fail to connect if the function makes a process group itself.
@@ -214,7 +214,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """Return the results that the ranks wrote to their files, and the failures of the other ranks."""
+    """Return the results that the ranks wrote to their files, and the failures of the ranks without a result."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)
@@ -232,7 +232,7 @@ def _collected(
 
 
 def _kill_the_rest(folder: Path) -> None:
-    """Kill workers that torch no longer knows, because a signal came while it started or ended them."""
+    """Kill workers that torch's launcher has lost track of, because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
         with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its process id may be in use again
@@ -242,7 +242,7 @@ def _kill_the_rest(folder: Path) -> None:
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """Restore the signal handlers after the block.
+    """Restore the signal handlers of this process after the `with` block.
 
     Torch's launcher does not restore them, so they would stay in a notebook.
     """
@@ -284,7 +284,7 @@ def _check(ranks: int, machines: int, restarts: int, grace: float) -> None:
 
 
 def _takes_callbacks(fn: Callable[..., Any], args: Sequence[Any], callbacks: list[Callback]) -> bool:
-    """Return whether the callbacks are passed to `fn`. Raise ConfigError for a call that cannot work."""
+    """Return whether `fn` has a parameter `callbacks`. Raise ConfigError if `fn` cannot be called with these arguments."""
     if not callable(fn):
         raise ConfigError(f"launch() needs a function or a recipe, and {fn!r} is neither")
     try:

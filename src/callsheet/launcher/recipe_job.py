@@ -17,7 +17,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
 
 Job = tuple[Callable[..., Any], tuple[Any, ...], list[Callback]]
-"""The function, its arguments, and its callbacks."""
+"""What each rank calls: a function, its arguments, and its callbacks."""
 
 _OF_EVERY_RECIPE = ("config", "callbacks", "loggers", "resolved")
 
@@ -39,7 +39,9 @@ class Launchable(Protocol):
 
 
 def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str], callbacks: Iterable[Callback]) -> Job:
-    """Return what the ranks call: the function, arguments and callbacks for a recipe file or for a recipe made in Python.
+    """Return the function, arguments and callbacks with which the ranks run a recipe.
+
+    The recipe is given as a file or name, or as an object that was made in Python.
 
     Raises:
         ConfigError: there is no such recipe, a value is invalid, or the recipe is set up already.
@@ -60,9 +62,9 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
-    """Make the recipe from its resolved configuration and run it; called on a rank.
+    """Construct a recipe from its resolved configuration and run it. Called on each rank.
 
-    Environment variables have no effect.
+    Environment variables do not override the configuration.
     """
     from callsheet.cli.recipe import values_of
 
@@ -75,7 +77,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """Make the recipe again and run it; called on a rank."""
+    """Construct the same recipe as in the launching process, and run it. Called on each rank."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -85,5 +87,5 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the names of the constructor's arguments that only this kind of recipe has. Each is also an attribute."""
+    """Return the names of the constructor's arguments that this recipe class has and the base class lacks."""
     return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]

@@ -1,4 +1,4 @@
-"""A launched worker: unpacks its payload, calls the function, and writes its result or error."""
+"""A worker process of a launch: unpacks its payload, calls the function, and writes the result or error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
 PID = "pid-"
-"""The prefix of the files that list the workers that are running."""
+"""The prefix of the names of files that tell which workers are running. Each name ends with a process id."""
 
 _LOOK_SECONDS = 0.5
 
@@ -27,7 +27,7 @@ def result_name(rank: int, attempt: int) -> str:
 
 
 def main() -> None:
-    """Run one rank. The exit code says whether it failed."""
+    """Run the function on one rank of a launch. The exit code says whether it failed."""
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
-    """Open the payload and call the function. Return the exit code, and the encoded result or error."""
+    """Rebuild the payload and call the function. Return the exit code, and the encoded result or error."""
     try:
         unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
     except KeyboardInterrupt:
@@ -51,7 +51,7 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
 
 
 def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
-    """Call the function. Return what `_answer` returns."""
+    """Call the function. Return the exit code, and the encoded result or error."""
     call: dict[str, Any] = unpacked.extra
     try:
         if call["takes_callbacks"]:
@@ -71,11 +71,11 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
 
 
 class _Watch(threading.Thread):
-    """Ends this worker if the process that launched it has ended or abandoned it.
+    """A thread that ends this worker if the process that launched it has ended or has abandoned it.
 
-    It uses SIGTERM first, so that the worker can save.
+    The worker first gets SIGTERM, so that it can save a checkpoint.
 
-    Torch's launcher does not do this: its workers continue when it is killed.
+    Torch's launcher does not do this: if the launcher is killed, its workers continue.
     """
 
     def __init__(self, folder: Path, launcher: int, grace: float) -> None:
@@ -84,7 +84,7 @@ class _Watch(threading.Thread):
         self._never_set = threading.Event()
 
     def run(self) -> None:
-        """Wait until the launching process is gone, then end this process."""
+        """Wait until the launching process has ended, then end this process."""
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)

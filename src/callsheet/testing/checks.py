@@ -1,4 +1,7 @@
-"""The conformance checks on one rank: each takes a subject and a folder, and raises `Found` or the exception of the run."""
+"""The conformance checks on one rank.
+
+Each takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _HALF = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
-    """The callback takes its options by name, and can be rebuilt from its `CallbackSpec` in JSON, with its state."""
+    """Check that the callback takes its options by name, and can be rebuilt from its `CallbackSpec` in JSON, with its state."""
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
@@ -71,9 +74,9 @@ def constructs(subject: Subject, folder: Path) -> None:
 
 
 def registers(subject: Subject, folder: Path) -> None:
-    """A manager accepts the callback, and two callbacks with different names.
+    """Check that a manager accepts the callback, and two callbacks with different names.
 
-    Without a state, it also accepts two without names.
+    If the callback has no state, the manager must also accept two callbacks without names.
     """
     CallbackManager([subject.make()])
     CallbackManager(_named(subject))
@@ -82,9 +85,9 @@ def registers(subject: Subject, folder: Path) -> None:
 
 
 def two_work_in_one_run(subject: Subject, folder: Path) -> None:
-    """Two callbacks with different names work in one run.
+    """Check that two callbacks of the class with different names work in one run.
 
-    Otherwise the second is rejected when the run starts, by a message with both names.
+    If they cannot, an error with both names must reject the second one when the run starts.
     """
     both = _named(subject)
     try:
@@ -96,7 +99,7 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 
 
 def fits_twice(subject: Subject, folder: Path) -> None:
-    """The callback continues when `fit` is called again after an evaluation. In another run it acts like a new one.
+    """Check that the callback continues when `fit` is called again after an evaluation.
 
     It logs no warning twice.
     """
@@ -121,7 +124,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """A run that never trained, one that trained, and one whose set-up failed can be closed twice."""
+    """Check that a run can be closed twice, whether it trained, never trained, or failed during set-up."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
@@ -136,7 +139,8 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """An exception that is raised anywhere during a run leaves it unchanged, and the callback does not fail after it."""
+    """Check that an exception that is raised during a run leaves the run unchanged, and that the callback does not fail after it.
+    """
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),
@@ -150,7 +154,10 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
 
 
 def is_preemptive(subject: Subject, folder: Path) -> None:
-    """A run ends if a callback requests a stop. A run that is preempted saves a checkpoint, ends, and can be resumed."""
+    """Check that a run with the callback can be stopped, and preempted and resumed.
+
+    A stop request ends the run. A preempted run saves a checkpoint, ends, and can be resumed.
+    """
 
     def stop(ctx: Context) -> None:
         ctx.control.stop("for the test", replicated=True)
@@ -179,9 +186,9 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
 
 def resumes(subject: Subject, folder: Path) -> None:
-    """After a save and a resume, the callback acts bit for bit as in a run without interruption.
+    """Check that after a save and a resume, the callback acts bit for bit as in a run without interruption.
 
-    A new callback may also be added to a resumed run.
+    It must also be possible to add a new callback to a resumed run.
     """
     with Scene(subject, _new(folder), subject.make()) as whole:
         whole.fit()
@@ -191,9 +198,9 @@ def resumes(subject: Subject, folder: Path) -> None:
 
 
 def is_neutral(subject: Subject, folder: Path) -> None:
-    """Training is the same bit for bit with and without the callback.
+    """Check that training is the same bit for bit with and without the callback.
 
-    The callback draws no random numbers unless it declares `draws_random`.
+    The callback must draw no random numbers unless it declares `draws_random`.
 
     Training is not compared for callbacks of the phases `change` and `decide`, whose purpose is to affect it.
     """
@@ -211,7 +218,7 @@ def is_neutral(subject: Subject, folder: Path) -> None:
 
 
 def leaves_nothing(subject: Subject, folder: Path) -> None:
-    """A run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
+    """Check that a run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
     _things_after(subject, folder, subject.make(), fails=False)  # the first run triggers imports and caches that stay for good
@@ -261,7 +268,7 @@ def _made_bare(trainer: MakesTrainer) -> _Bare:
 
 
 _bare = cache(_made_bare)
-"""Returns the run without callbacks for a trainer; it is made once for each trainer."""
+"""Return the results of a run without callbacks, for comparison. The run is made once for each function that makes a trainer."""
 
 
 def _nobody() -> Callback:
@@ -269,7 +276,7 @@ def _nobody() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """Return what differs from the run without callbacks."""
+    """Return what differs between the run `watched` and the run without callbacks."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -282,7 +289,7 @@ def _new(folder: Path) -> Path:
 
 
 def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
-    """Return the callback's spec in JSON, and its state as it would be read from a checkpoint."""
+    """Return the callback's spec as JSON, and its state as it would be read from a checkpoint."""
     data = CallbackSpec.of(callback).to_dict()
     state = data.pop("state", {})
     try:
@@ -305,7 +312,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Check a run that `error` ends at that event and step, if the run reaches them."""
+    """Check that a run with the callback ends as it should if `error` is raised at this event and step."""
 
     def fail(ctx: Context) -> None:
         raise error
@@ -364,7 +371,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """Run, and return what is attached to the model afterwards, and the model itself."""
+    """Make a run, and return what is attached to the model after it, and a weak reference to the model."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

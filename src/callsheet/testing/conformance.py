@@ -23,19 +23,19 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """A check: called with a factory or a `Subject`, and a folder to write to."""
+    """A conformance check: a function of a factory or `Subject`, and of a folder to write to."""
 
     __name__: str
 
     def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if that cannot be checked."""
+        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if this cannot be checked."""
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Use one thread while the block runs, because more are slower for so small a model.
+    """Limit torch to one thread while the `with` block runs, because more threads are slower for so small a model.
 
-    Restore the random states of the process afterwards.
+    Restore the random states of the process after the block.
     """
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def _apart() -> Iterator[None]:
 
 
 def _check(check: Callable[[Subject, Path], None]) -> Check:
-    """Return a check that adds the names of the callback and the check to an error."""
+    """Return a check whose errors name the callback and the check."""
 
     @wraps(check)
     def run(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
@@ -76,8 +76,10 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
 
 
 def runs_on_ranks(subject: Subject, folder: Path) -> None:
-    """On two ranks, the outcome and the records are the same on both, the callback does not change training, and the run can be
-    resumed.
+    """Check that the callback works on two ranks.
+
+    The outcome and the records must be the same on both, the callback must not change training, and it must be possible to resume
+    the run.
     """
     for error in find_on_ranks([subject], folder):
         if error is not None:
@@ -106,7 +108,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Run all checks of `CONFORMANCE` on a callback. They are short real runs on the CPU, the last one on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback. The checks are short real runs on the CPU, the last one on two ranks.
 
     Args:
         what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it must

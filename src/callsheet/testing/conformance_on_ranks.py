@@ -38,7 +38,7 @@ _HINT = "limit only writing to one rank, let every rank reach each collective, a
 def check_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> None:
-    """Run the check on ranks for these callbacks, one after the other in one set of processes.
+    """Run the conformance check on several ranks for these callbacks, one after the other in one set of processes.
 
     Args:
         factories: the factories of the callbacks, importable in another process.
@@ -61,7 +61,10 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Return the error of each callback, in their order, or None if it passes. Each callback can then have its own test."""
+    """Return the conformance error of each callback on several ranks, in the order of `factories`, or None if it passes.
+
+    Each callback can then have its own test.
+    """
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
@@ -79,7 +82,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """The results of a callback on one rank; `found` says why it does not pass."""
+    """The results of a run with one callback on one rank. `found` says why the callback does not pass."""
 
     found: str = ""
     steps: int = 0
@@ -88,7 +91,7 @@ class _End:
 
 
 def _packed(subject: Subject) -> bytes:
-    """Return the subject pickled for another process."""
+    """Return the subject as a pickle, to be sent to another process."""
     try:
         return pickle.dumps(subject)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -106,7 +109,7 @@ def _packed(subject: Subject) -> bytes:
 
 
 def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
-    """Start the ranks, and wait as long as they keep finishing callbacks. Return the message of a crash."""
+    """Start the ranks, and wait as long as they keep finishing callbacks. Return the error message if the ranks crashed."""
     last, moment, failed_at = 0, time.monotonic(), 0.0
     with RankProcesses(_on_this_rank, world_size, packed, str(folder), first) as ranks:
         while any(process.exitcode is None for process in ranks.processes):
@@ -123,7 +126,7 @@ def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout
 
 
 def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
-    """Run one rank: write a file for each callback, and stop at the first that does not pass."""
+    """Run the check on one rank: write a result file for each callback, and stop at the first callback that does not pass."""
     bare: dict[Any, dict[str, Tensor]] = {}
     for number in range(first, len(packed)):
         end = _End()
@@ -177,7 +180,10 @@ def _path(folder: Path, number: int, rank: int) -> Path:
 
 
 def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
-    """Return what every rank found, for each callback. It is None if the rank did not finish the callback."""
+    """Return what every rank found, for each callback.
+
+    A result is None if the rank did not finish the callback.
+    """
     return [
         [
             pickle.loads(path.read_bytes()) if (path := _path(folder, number, rank)).exists() else None
@@ -188,7 +194,7 @@ def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_E
 
 
 def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
-    """Return why a callback with these results does not pass; empty if it passes."""
+    """Return a message that says why a callback with these results does not pass; empty if it passes."""
     for rank, end in enumerate(ends):
         if end is not None and end.found:
             return f"on rank {rank} {end.found}"
@@ -206,7 +212,7 @@ def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
 
 
 def _difference(one: _End, other: _End) -> str:
-    """Return the first difference between the records.
+    """Return the first difference between the metrics records of two ranks.
 
     Even times must be equal, because ranks that decide by a record must see the same values.
     """

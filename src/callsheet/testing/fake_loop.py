@@ -1,4 +1,7 @@
-"""A loop without training. It fires the events of a whole run with given losses, and carries out the requests of callbacks."""
+"""A loop without training, for tests of callbacks.
+
+It fires the events of a whole run with given losses, and carries out the requests of callbacks.
+"""
 
 from __future__ import annotations
 
@@ -115,17 +118,17 @@ class FakeLoop:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome of the run; None before its end."""
+        """How the run ended; None before its end."""
         return self._run.ctx.run.outcome
 
     @property
     def steps(self) -> int:
-        """The number of steps, including those before a resume."""
+        """The number of steps that were run, including those before a resume."""
         return self._run.state.timestamp.batch
 
     @property
     def stopped_because(self) -> str:
-        """The reason of the callback that requested the stop; empty if none did."""
+        """The reason that a callback gave when it requested to stop; empty if none did."""
         request = self._run.control.stop_requested
         return request.why if request is not None else ""
 
@@ -133,7 +136,7 @@ class FakeLoop:
         """Fire the events of the whole run, and return the loop itself.
 
         Raises:
-            BaseException: what a callback raised, or one of `raises`; `on_exception` is fired before.
+            BaseException: what a callback raised, or one of `raises`; `on_exception` is fired before that.
         """
         run = self._run
         try:

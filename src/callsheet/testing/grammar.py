@@ -24,7 +24,10 @@ class GrammarError(CallsheetError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A regular expression over names. `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`."""
+    """A regular expression over the names of spans and points.
+
+    `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`.
+    """
 
     kind: str
     name: str = ""
@@ -32,7 +35,7 @@ class Order:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether the empty sequence matches."""
+        """Whether the expression matches the empty sequence."""
         if self.kind == "then":
             return all(part.may_be_empty for part in self.parts)
         if self.kind == "or":
@@ -40,7 +43,7 @@ class Order:
         return self.kind in ("empty", "many")
 
     def after(self, name: str) -> Order:
-        """Return the expression for what may follow `name`."""
+        """Return the expression for what may follow after `name`."""
         if self.kind == "name":
             return EMPTY if self.name == name else NONE
         if self.kind == "or":
@@ -54,7 +57,7 @@ class Order:
         return NONE
 
     def first(self) -> set[str]:
-        """Return the names that may come next."""
+        """Return the names that may come first in a sequence that matches."""
         if self.kind == "name":
             return {self.name}
         if self.kind == "then" and not self.parts[0].may_be_empty:
@@ -82,7 +85,7 @@ def _either(*parts: Order) -> Order:
 
 @lru_cache
 def read_order(text: str) -> Order:
-    """Parse an `order` of the lifecycle's table.
+    """Parse an `order` of the lifecycle's table, a regular expression over names.
 
     Raises:
         ValueError: a bracket is missing, or an operator is misplaced.
@@ -162,7 +165,7 @@ class GrammarChecker:
         self._count = 0
 
     def check(self, event: str) -> None:
-        """Check the next event.
+        """Check that the event may come next.
 
         Raises:
             GrammarError: the event cannot come here.
@@ -196,11 +199,11 @@ class GrammarChecker:
         self._follow_windows(event, depth)
 
     def readable(self, event: str) -> frozenset[str]:
-        """Return the fields that are available at `event`, which has just been fired."""
+        """Return the fields that callbacks may read at `event`, which was fired last."""
         return frozenset(ALWAYS) | self._windows.keys()
 
     def finish(self) -> None:
-        """Check that the sequence is complete.
+        """Check that the sequence of events may end here.
 
         Raises:
             GrammarError: spans are still open.
@@ -221,7 +224,7 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Open and close windows; `depth` is the number of spans that were open before the event.
+        """Update which fields are available; `depth` is the number of spans that were open before the event.
 
         A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
         an epoch, whose window no step closes.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 PATIENCE = 5.0
-"""Seconds that a thread or a process may take to end."""
+"""How many seconds a thread or a process may take to end after a run."""
 _HOOKS = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dict|post_accumulate_grad)_?\w*hooks?$")
 
 
@@ -31,7 +31,7 @@ _HOOKS = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dic
 class Surroundings:
     """A snapshot of the things in a process that a run can leave behind.
 
-    `settings` are things that a process has only once, such as `sys.stdout`. `variables` are the environment variables.
+    `settings` are settings that a process has only once, such as `sys.stdout`. `variables` are the environment variables.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -42,19 +42,19 @@ class Surroundings:
 
     @classmethod
     def now(cls) -> Surroundings:
-        """Take a snapshot now."""
+        """Return a snapshot of this process now."""
         gc.collect()  # objects that nothing refers to do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
 def settings_left(before: Surroundings) -> list[str]:
-    """Return the settings that differ from `before`."""
+    """Return the settings of the process that are different from those in `before`."""
     now = _settings()
     return [f"{name} is {_short(now[name])}, but was {_short(was)}" for name, was in before.settings.items() if now[name] != was]
 
 
 def more_left(before: Surroundings) -> list[str]:
-    """Return the threads, processes, open files and environment variables that were not there `before`.
+    """Return the threads, processes, open files and environment variables that did not exist in the snapshot `before`.
 
     This waits a while for them to end.
     """
@@ -135,7 +135,7 @@ def _processes() -> tuple[psutil.Process, ...]:
 
 
 def _files() -> Counter[str]:
-    """Return the open descriptors by path.
+    """Return how often each path is open in this process.
 
     Pipes and sockets are listed by type, because their numbers differ. The result is empty on systems that do not list
     descriptors.

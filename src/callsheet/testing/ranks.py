@@ -32,7 +32,7 @@ class RankEnd:
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, was killed or did not end in time; the message holds the tracebacks."""
+    """A rank raised an error, was killed, or did not end in time. The message holds the tracebacks."""
 
 
 class RankProcesses:
@@ -68,7 +68,10 @@ class RankProcesses:
         self.processes[rank].kill()
 
     def wait(self, timeout: float) -> list[RankEnd]:
-        """Wait up to `timeout` seconds until all ranks have ended, and return how. A rank that still runs has no exit code."""
+        """Wait up to `timeout` seconds until all ranks have ended, and return how each rank ended.
+
+        A rank that still runs has no exit code.
+        """
         deadline = time.monotonic() + timeout
         found: dict[int, RankEnd] = {}
         while len(found) < len(self.processes) and time.monotonic() < deadline:
@@ -95,7 +98,7 @@ class RankProcesses:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Return what `function(*arguments)` returns on each of `world_size` ranks; see `RankProcesses`.
+    """Run `function(*arguments)` on each of `world_size` ranks, and return the results by rank; see `RankProcesses`.
 
     Raises:
         RanksFailed: a rank raised, was killed, or was still running after `timeout` seconds.

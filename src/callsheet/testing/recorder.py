@@ -12,7 +12,7 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One recorded event: step, epoch, the number of completed batches, and the fields that were available at it."""
+    """One recorded event: its name, step, epoch, the number of completed batches, and the fields that were available."""
 
     event: str
     step: int

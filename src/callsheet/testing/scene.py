@@ -1,4 +1,4 @@
-"""One run with a callback under test, and its results."""
+"""Makes one run with a callback under test, and keeps its results for the conformance checks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """A function that makes the same trainer each time. The trainer trains for at least 10 steps, evaluates, and makes metrics records.
+    """A function that returns equal trainers at all calls: they train for at least 10 steps, evaluate, and make metrics records.
 
-    It receives `folder` as `runs_folder`, and `resume`. The name of its run is always the same.
+    The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
 
     def __call__(self, folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer: ...
@@ -41,7 +41,7 @@ class MakesTrainer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A callback under test. Use this if a factory alone does not say enough.
+    """A callback under test, with details for the checks. Use this if a factory alone is not enough.
 
     Args:
         make: makes a new callback at each call.
@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name of the class that the factory makes, or the factory's name if it fails."""
+        """The name of the callback's class, or of the factory if the factory fails."""
         if isinstance(self.make, type):
             return self.make.__name__
         try:
@@ -66,7 +66,7 @@ class Subject:
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
-        """Return whether this metric, or field of the state, must be the same in two equal runs."""
+        """Return whether this metric, or this entry of the callback's state, must be the same in two equal runs."""
         return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK, *self.varies))
 
 
@@ -79,7 +79,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """What a check found, with a hint."""
+    """Raised by a check: what is wrong with the callback, and a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -91,16 +91,17 @@ class Planted(Exception):
 
 
 class Scene:
-    """One run. The `with` statement makes the trainer and closes it.
+    """A run with a callback under test. The `with` statement makes the trainer and closes it.
 
     Args:
         subject: the callback under test.
         folder: the folder of this run; for a resume, the folder of the earlier run.
-        callbacks: the callbacks of the run. A `Moments` is added before them and a `Watch` after them.
+        callbacks: the callbacks of the run. A `Moments` (acts at fixed events) is added before them and a `Watch` (records the
+            results) after them.
         at: the event and step at which `act` is called.
         act: a function that is called once.
         resume: the checkpoint to resume from.
-        checking: as in `CallbackManager`.
+        checking: passed to `CallbackManager`.
 
     Raises:
         Found: the lifecycle does not allow the events, or a callback failed and was isolated.
@@ -120,11 +121,11 @@ class Scene:
         self.watch, self.moments = Watch(), Moments(self.folder, *at, act)
         self.subject, self.callbacks = subject, callbacks
         self.weights: dict[str, Tensor] = {}
-        """The final weights."""
+        """The weights of the model at the end of the run."""
         self.states: list[dict[str, Any]] = []
-        """The final states of the callbacks."""
+        """The states of the callbacks at the end of the run."""
         self.warnings: Counter[str] = Counter()
-        """Warnings and errors that were logged, with their counts."""
+        """The warnings and errors that were logged during the run, with their counts."""
         self._resume = resume
         self._manager = CallbackManager(checking=checking)
         self._manager.register("*", self.moments.record, phase="change")
@@ -159,11 +160,11 @@ class Scene:
 
     @property
     def comes_to(self) -> tuple[int, str]:
-        """Return the number of steps that the run made, and its outcome."""
+        """Return how many steps the run made, and its outcome."""
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train until `until`. Without it, train to the end."""
+        """Train until the duration `until`. Without it, train to the end."""
         self.trainer.fit(until or self._longest)
         return self
 
@@ -187,7 +188,7 @@ class _Listener(logging.Handler):
 def difference_of_records(
     subject: Subject, one: Sequence[tuple[int, dict[str, str]]], other: Sequence[tuple[int, dict[str, str]]]
 ) -> str:
-    """Return the first difference between the records of two runs. Only values that are compared count.
+    """Return the first difference between the metrics records of two runs, as text. Values that vary from run to run are ignored.
 
     The result is empty if there is none.
     """
@@ -205,7 +206,7 @@ def difference_of_records(
 
 
 def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first difference between two states. Only values that are compared count.
+    """Return the first difference between two callback states, as text. Values that vary from run to run are ignored.
 
     The result is empty if there is none.
     """

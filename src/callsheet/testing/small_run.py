@@ -16,10 +16,10 @@ from callsheet.core.manager import CallbackManager
 from callsheet.trainer import Trainer
 
 STEPS = 10
-"""The number of steps of the small run."""
+"""The number of training steps of the small run."""
 
 SAVED_AT = 3
-"""The step after which a checkpoint is requested.
+"""The step of the small run after which a checkpoint is requested.
 
 It is inside an epoch, between two metrics records, and between two evaluations.
 """
@@ -29,9 +29,9 @@ FIRED_AT = (2, 7)
 
 
 class SmallModel(nn.Module):
-    """A model from four numbers to one, with `body`, `norm`, `dropout` and `head`.
+    """A model from four inputs to one output, with the modules `body`, `norm`, `dropout` and `head`.
 
-    It draws random numbers, and training changes its buffers.
+    Its dropout draws random numbers, and training changes the buffers of its norm.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,9 @@ class SmallModel(nn.Module):
 
 
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """Return the same trainer of a `SmallModel` each time, on the CPU, with microbatches, a scheduler, clipping, records and evaluation.
+    """Return a trainer of a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, records and evaluation.
+
+    All trainers that it returns are equal.
 
     It trains for 10 steps in epochs of 6, makes a metrics record every 2 steps and evaluates `validation` every 4. On several ranks,
     which share the data, an epoch has fewer steps.
@@ -89,9 +91,9 @@ def small_batches() -> DataLoader[tuple[Tensor, ...]]:
 
 
 class Moments:
-    """Acts at fixed events of a small run, before all other callbacks. It requests a checkpoint, and logs something.
+    """Triggers things at fixed events of a small run, before all other callbacks: requests a checkpoint, and logs values.
 
-    It is called at every event.
+    Its method `record` is called at every event.
 
     Args:
         folder: the folder for the file that is logged.
@@ -107,7 +109,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Act if this is the time to act."""
+        """Call `act`, request a checkpoint or log values, if this is the event and step for it."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
@@ -141,7 +143,7 @@ class Watch:
         self.outcome = ""
 
     def record(self, ctx: Context) -> None:
-        """Record the event."""
+        """Record the event, with the values that are compared between runs."""
         event = str(ctx.event)
         self.events.append(event)
         if event == "on_train_step_end":
@@ -168,5 +170,5 @@ def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def steps_of(records: Sequence[tuple[int, dict[str, str]]], *, after: int) -> list[tuple[int, dict[str, str]]]:
-    """Return the records of steps after `after`."""
+    """Return the metrics records that were made after step `after`."""
     return [record for record in records if record[0] > after]

@@ -85,7 +85,7 @@ def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script
 
 
 class Encoder:
-    """Encodes one value, with everything in it."""
+    """Encodes one value and everything in it as plain data, tensors and pickles."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self.needs_script = False
@@ -96,7 +96,7 @@ class Encoder:
         self._callbacks: set[int] = set()
 
     def encoded(self, value: Any, at: str) -> Any:
-        """Return `value` as plain data. `at` is its place, for error messages."""
+        """Return `value` as plain data. `at` is its path inside the whole value, for error messages."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes):
             return value
@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Return one pickle of everything that cannot be expressed as data. Objects that are shared stay shared.
+        """Return one pickle of all objects that cannot be expressed as data. Objects that are shared stay shared.
 
         The result is empty if there is nothing to pickle.
         """
@@ -162,7 +162,7 @@ class Encoder:
         }
 
     def _callback(self, callback: Callback, at: str) -> Any:
-        """Encode how the callback was made, the settings on it, and its current state."""
+        """Return the data from which a callback is rebuilt: its constructor's arguments, its settings, and its current state."""
         self._number(callback)
         self._callbacks.add(id(callback))
         label = label_of(callback)
@@ -230,7 +230,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes one value, with everything in it."""
+    """Decodes one value and everything in it."""
 
     def __init__(self, script: str, pickles: list[Any]) -> None:
         self._script = script
@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the value that was encoded."""
+        """Return the value of which `value` is the encoded form."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
@@ -325,7 +325,7 @@ _UNFINISHED = object()
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a state with its tensors in host memory, as in a checkpoint."""
+    """Return a state with its tensors copied to host memory, as in a checkpoint."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) is dict:

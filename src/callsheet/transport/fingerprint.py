@@ -26,7 +26,8 @@ from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 
 Node = list[Any]
-"""`[type, text]`, `[type, {name: node}]`, or `["same", path]` for an object that occurred before."""
+"""The description of one object: `[type, text]`, `[type, {name: node}]`, or `["same", path]` for an object that occurred before.
+"""
 
 IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
@@ -38,13 +39,13 @@ _UNSEEN = "cannot be inspected"
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
-    """Return the fingerprint of each value, including everything in it."""
+    """Return a description of each value and everything in it, to compare the values with those of another process."""
     fingerprinter = _Fingerprinter()
     return {name: fingerprinter.node_of(value, name) for name, value in values.items()}
 
 
 def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str]:
-    """Return the differences, one line each. A line has the path and the kind of difference, but never the values."""
+    """Return the differences between two fingerprints, one line each."""
     return [line for name in here for line in _compare(here[name], there[name], name)]
 
 
@@ -195,7 +196,7 @@ class _Fingerprinter:
 
 
 def arguments_of(callback: Callback) -> dict[str, Any]:
-    """Return the constructor's arguments by name."""
+    """Return the arguments with which the callback was constructed, by name."""
     args, kwargs = callback._arguments
     signature = inspect.signature(type(callback).__init__)
     found: dict[str, Any] = {}
@@ -215,7 +216,9 @@ def _is_value(value: Any) -> bool:
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a user's class, which may have changed since the class was imported.
+    """Yield the attributes of a user's class, by name.
+
+    They are compared because they may have changed since the class was imported.
 
     Of a method, only its qualified name is used.
     """

@@ -32,7 +32,7 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """Return the path at which `find` returns exactly this class or function; empty if there is none.
+    """Return the import path at which `find` returns exactly this class or function; empty if there is none.
 
     A path `__main__.Name` is in the script that was started.
     """
@@ -56,7 +56,7 @@ def path_of(thing: object) -> str:
 
 
 def name_of(kind: Any) -> str:
-    """Return the name of a class or function.
+    """Return the qualified name of a class or function.
 
     It is the same in a process that runs the script as in one that imports it.
     """
@@ -71,10 +71,10 @@ def name_of(kind: Any) -> str:
 
 
 def find(path: str, script: str) -> Any:
-    """Return the class or function at `path`, which `path_of` returned in a process that ran `script`.
+    """Return the class or function at `path`. `path_of` returned the path, in a process that ran the file `script`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such class or function.
     """
     module, _, name = path.partition(".")
     if module != MAIN:
@@ -91,7 +91,7 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """Return the script as a module.
+    """Return the module of the script.
 
     If this process runs the script, it is the running module. Otherwise the script is imported, without its `__main__` part.
     """
@@ -116,5 +116,5 @@ def main_module(script: str) -> ModuleType:
 
 
 def become(script: str) -> None:
-    """Make the script this process's `__main__`, as in the process that ran it."""
+    """Import the script as this process's `__main__` module, as it is in the process that ran it."""
     sys.modules[MAIN] = main_module(script)

@@ -20,27 +20,27 @@ from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportErr
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"
-"""The environment variables of a process that receives a payload. They are removed from the environment when they are read."""
+"""The environment variable that passes the key of a payload to a process. It is removed from the environment when it is read."""
 
 is_sent = False
-"""Whether this process was started for a payload, by `launch` or for a preflight check."""
+"""Whether `launch` or a preflight check started this process to receive a payload."""
 is_opening = False
-"""Whether this process is opening the payload, which imports the script."""
+"""Whether this process is rebuilding the payload now, which imports the user's script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Callbacks as bytes. `post` sends them."""
+    """Callbacks encoded as bytes, to be sent to other processes with `post`."""
 
     names: tuple[str, ...]
-    """The labels of the callbacks."""
+    """The names of the callbacks, for messages."""
     content: bytes = field(repr=False)
 
     @contextmanager
     def post(self) -> Iterator[dict[str, str]]:
-        """Write the payload for one launch.
+        """Write the payload to a file for one launch, while the `with` block runs.
 
-        Yield the environment variables that the processes need, and delete everything at the end.
+        Yield the environment variables that the receiving processes need. Delete the file at the end of the block.
 
         Example:
             ```python
@@ -109,20 +109,21 @@ def unpack() -> list[Callback]:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A payload that has arrived."""
+    """The content of a payload, rebuilt in the process that received it."""
 
     callbacks: list[Callback]
     extra: dict[str, Any]
     folder: Path
     key: Key
     launcher: int
-    """The process id of the sender."""
+    """The id of the process that sent the payload."""
 
 
 def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False) -> Unpacked:
-    """Return what was sent to this process.
+    """Rebuild and return the payload that was sent to this process.
 
-    With `is_ours`, the process exists only for this payload, and uses the sender's `sys.path`, `sys.argv` and `__main__`.
+    With `is_ours`, callsheet started the process only for this payload. The process then uses the sender's `sys.path`, `sys.argv`
+    and `__main__`.
 
     Raises:
         TransportError: see `unpack`.

@@ -22,7 +22,7 @@ from callsheet.transport.sealed import TransportError, read_private, write_priva
 
 START = Path(__file__).with_name("start.py")
 SECONDS = 300.0
-"""The longest time for importing the script and the callbacks' modules."""
+"""The longest time that the check may take to import the script and the callbacks' modules."""
 
 _ANSWER = "preflight"
 _MOST = 20  # differences in the message
@@ -30,7 +30,7 @@ _LAST = 15  # lines of output in the message
 
 
 def command(module: str) -> list[str]:
-    """Return the command line of a fresh interpreter that runs the `main` of one of callsheet's modules."""
+    """Return the command line that runs the `main` of one of callsheet's modules in a fresh interpreter."""
     return [sys.executable, "-P", str(START), module]
 
 
@@ -38,7 +38,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     """Rebuild what was posted under `variables` in a fresh interpreter, and compare it with the original.
 
     Raises:
-        TransportError: it cannot be rebuilt, or differs; the message names what differs and says what to do.
+        TransportError: the payload cannot be rebuilt, or differs; the message names what differs and says what to do.
     """
     here = fingerprint(values)
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
@@ -81,7 +81,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
 
 
 def main() -> None:
-    """In the fresh interpreter, rebuild the payload and answer with its fingerprint."""
+    """Rebuild the payload in the fresh interpreter, and send its fingerprint to the process that started the check."""
     from callsheet.transport.payload import open_payload  # imported here, to avoid a circular import
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -98,14 +98,14 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because nobody waits for the answer then."""
+    """End this process when its parent has ended, because nobody waits for the result of the check then."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def _described(error: BaseException) -> str:
-    """Return the error as text, with its place if that is outside callsheet."""
+    """Return the error as text, with the line that raised it if that is outside callsheet."""
     lines = traceback.format_exception_only(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     if frames and Path(frames[-1].filename).parent != Path(__file__).parent:

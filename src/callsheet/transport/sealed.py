@@ -23,7 +23,7 @@ from typing import Self
 from callsheet.errors import CallsheetError
 
 LARGEST = 256 * 2**20
-"""The largest size in bytes; larger data belongs in its own file."""
+"""The largest size in bytes of a payload. Larger data belongs in a file of its own."""
 
 _MAGIC = b"callsheet sealed 1\n"
 _LAUNCH, _KIND, _MAC = 16, 16, 32  # bytes
@@ -39,19 +39,22 @@ class TransportError(CallsheetError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a launch: its id, and a secret that is in no file, on no command line and in no message."""
+    """The key with which the files of one launch are signed: the launch's id, and a secret.
+
+    The secret is in no file, on no command line and in no message.
+    """
 
     launch: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> Self:
-        """Return a new random key."""
+        """Return a key with a new random secret, for a new launch."""
         return cls(secrets.token_bytes(_LAUNCH), secrets.token_bytes(_SECRET))
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key from what `text()` returned.
+        """Return the key that `text` holds, which `Key.text` returned.
 
         Raise a `TransportError`, which does not repeat the text, if it is not a key.
         """
@@ -66,12 +69,12 @@ class Key:
         return cls(raw[:_LAUNCH], raw[_LAUNCH:])
 
     def text(self) -> str:
-        """Return the key as text, for the environment of the workers."""
+        """Return the key as text, for an environment variable of the workers."""
         return (self.launch + self.secret).hex()
 
 
 def seal(key: Key, kind: str, content: bytes) -> bytes:
-    """Return `content`, signed with its kind and the key's launch."""
+    """Return `content` with a signature, its kind, and the id of the key's launch."""
     signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
     return signed + hmac.digest(key.secret, signed, "sha256")
 
@@ -99,7 +102,7 @@ def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file that only this user may read or write, whatever the umask."""
+    """Write a new file that only this user may read or write, whatever the umask is."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
@@ -187,7 +190,7 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed."""
+    """Remove the folders of launchers that were killed before they could do so."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
