@@ -117,7 +117,7 @@ class CheckpointSaver(Callback):
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Keep the checkpoint if this saver requested it, and delete old ones."""
+        """Add the checkpoint to those of this saver if the saver requested it, and delete old ones."""
         self._take(ctx)
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:

@@ -23,10 +23,10 @@ _WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # how many checkpoints of the l
 class DiskSpaceGuard(Callback):
     """Warn when the disk that holds the checkpoints runs full, and stop while there is room for a last checkpoint.
 
-    One rank of each machine checks the disk at log boundaries and before a checkpoint; all ranks stop together. The limit for the
-    warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of one, whichever
-    is larger. The warning is given once, and again if there was enough room in between. If the checkpoints are at a URL, the disk
-    of the run's folder is checked.
+    One rank of each machine checks the disk when a metrics record is made and before a checkpoint; all ranks stop together. The
+    limit for the warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of
+    one, whichever is larger. The warning is given once, and again if there was enough room in between. If the checkpoints are at
+    a URL, the disk of the run's folder is checked.
 
     A run that starts below the limit for stopping stops at its first record, when no work can be lost.
 

@@ -19,7 +19,7 @@ class EarlyStopper(Callback):
     """Stop training, on all ranks together, when a metric of the evaluation has not improved for a while.
 
     A value is better if it is more than `min_delta` below the best so far, or, if `mode` is `"max"`, more than that above it. NaN
-    and infinity are never better, so they use up patience. Standalone evaluations are ignored, and so are evaluations that
+    and infinity are never better, so they use up patience. Evaluations outside training are ignored, and so are evaluations that
     skipped the dataset. The best value and the used part of the patience survive a resume. A run that is resumed after its
     patience ran out ends before its first step; raise `patience` to continue it. To use several stoppers, give each its own
     `name`.
@@ -59,7 +59,7 @@ class EarlyStopper(Callback):
         self._is_warned = self._is_resumed = False
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the values of an earlier run."""
+        """Discard the values of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:

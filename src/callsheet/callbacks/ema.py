@@ -100,7 +100,7 @@ class EMA(Callback):
             del _OF[ctx.model]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the average of an earlier run."""
+        """Discard the average of an earlier run."""
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:

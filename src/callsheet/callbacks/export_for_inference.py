@@ -97,7 +97,7 @@ class ExportForInferenceCallback(Callback):
         self._is_leaving = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Forget the input and the state of an earlier run."""
+        """Discard the input and the state of an earlier run."""
         self._sample, self._is_leaving = self._given, False
         if self._save_path is None and ctx.run.folder is None:
             raise ConfigError(f"the run has no folder to export to; give {label_of(self)} a save_path=")

@@ -101,7 +101,7 @@ class Generate(Callback):
             logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the times of an earlier run."""
+        """Discard the times of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:

@@ -15,7 +15,7 @@ class History(Callback):
 
     `history["train/loss"]` lists the values of that metric in the records, in order, and `history.steps("train/loss")` their
     steps. `records` holds a pair of step and values for each record. `evaluations` holds a pair of step and results by dataset
-    for each evaluation, except standalone ones. The history is the same on all ranks. It survives a resume, and steps that are
+    for each evaluation within training. The history is the same on all ranks. It survives a resume, and steps that are
     trained again appear only once. A new run begins with an empty history.
 
     Args:
@@ -57,11 +57,11 @@ class History(Callback):
         return [step for step, _ in self._column(name)]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the history of an earlier run."""
+        """Discard the history of an earlier run."""
         self.records, self.evaluations = [], []
 
     def on_log(self, ctx: Context) -> None:
-        """Keep the record, with the values that callbacks have added."""
+        """Store the metrics record, with the values that callbacks have added to it."""
         self.records.append((ctx.record.step, dict(ctx.record.values)))
         self._forget_old()
 

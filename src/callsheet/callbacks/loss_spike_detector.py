@@ -58,7 +58,7 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the losses of an earlier run."""
+        """Discard the losses of an earlier run."""
         self._window.clear()
         self._count = 0
 

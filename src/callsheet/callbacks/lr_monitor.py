@@ -11,7 +11,7 @@ _RECORDED = "train/learning_rate"  # the first group's rate, which is in every t
 
 
 class LRMonitor(Callback):
-    """Add the learning rate of every parameter group to every record.
+    """Add the learning rate of every parameter group to every metrics record.
 
     It adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name` or its index. The value is the rate of the last
     step before the record, which is the same on every rank.

@@ -26,7 +26,7 @@ _DEVICE = {
 
 
 class MemoryMonitor(Callback):
-    """Add the memory that training uses to every record, on the rank where it is largest.
+    """Add the memory that training uses to every metrics record, on the rank where it is largest.
 
     All values are in bytes, except for the counts. On every device it adds `memory/resident` and `memory/peak_resident`, the
     resident memory of the process. On CUDA it also adds `memory/allocated` (by tensors), `memory/active` (including memory that
@@ -34,7 +34,7 @@ class MemoryMonitor(Callback):
     and the counts `memory/alloc_retries` (the cache was emptied to find room) and `memory/ooms`. Each is the maximum over the
     ranks. If the monitor has a `name`, it replaces `memory`.
 
-    It reads the allocator's own counters at log boundaries only. Nothing waits for the device, and no peak is reset.
+    It reads the allocator's own counters only when a metrics record is made. Nothing waits for the device, and no peak is reset.
     """
 
     collective = True

@@ -38,8 +38,8 @@ class MLPerfCallback(Callback):
     built. `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that
     did not reach it. After the first step, the checker already reads the file as it would be if the target had been reached. So
     an invalid result ends the run at once, and not days later. A resumed run writes no result, because it was not timed from its
-    start, but still stops at the target. Standalone evaluations are ignored. Without a benchmark there is nothing to do, and a
-    warning says so. To use several, give each its own `name`.
+    start, but still stops at the target. Evaluations outside training are ignored. Without a benchmark there is nothing to do,
+    and a warning says so. To use several, give each its own `name`.
 
     Args:
         benchmark: one of the rules' benchmarks, such as `"llama31_8b"`.

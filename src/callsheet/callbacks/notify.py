@@ -35,9 +35,10 @@ class Notify(Callback):
     (seconds since 1970) and `metrics`; for a rule that became true, also its `rule`; for a failure, also `exception` with `type`,
     `message`, `span` and `rank`. Slack and mail receive the text.
 
-    Notifications are sent from a lane, so training does not wait for them. A checkpoint, which records what was sent, and the end
-    of the run wait for as long as the attempts for one notification may take. A notification that cannot be delivered is logged
-    and dropped. Only rank 0 sends notifications. If another rank fails, rank 0 reports what it knows about the failure.
+    Notifications are sent from a background thread (a lane), so training does not wait for them. A checkpoint, which records what
+    was sent, and the end of the run wait for as long as the attempts for one notification may take. A notification that cannot be
+    delivered is logged and dropped. Only rank 0 sends notifications. If another rank fails, rank 0 reports what it knows about
+    the failure.
 
     Addresses are often secrets: `url_env` and `password_env` name environment variables that hold them. For an address in `to`, the log
     and the run's records show only the host, but a configuration file that contains it does not hide it. To use several, give each its
@@ -155,7 +156,7 @@ class Notify(Callback):
         self._notify(ctx, "failure", f"failed {where}: {kind}", more, exception=facts)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Ignore later records, which belong to standalone evaluations. Warn of metrics that no record had."""
+        """Ignore later records, which belong to evaluations after training. Warn of metrics that no record had."""
         self._is_training = False
         for name in {name for name, _, _ in self._rules.values()} - self._values.keys():
             logger.warning("%s: no record of the run had the metric %r of a rule", label_of(self), name)

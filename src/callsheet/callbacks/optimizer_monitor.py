@@ -61,7 +61,7 @@ class OptimizerMonitor(Callback):
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Forget the list of parameters.
+        """Discard the cached list of parameters.
 
         The list is kept during an epoch because finding the parameters takes longer than computing their norms.
         """

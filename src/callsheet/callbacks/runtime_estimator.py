@@ -16,7 +16,7 @@ _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class RuntimeEstimator(Callback):
-    """Add an estimate of the remaining time to every record. The time includes evaluations and checkpoints.
+    """Add an estimate of the remaining time to every metrics record. The time includes evaluations and checkpoints.
 
     It adds `time/remaining_estimate` in seconds. In another unit, the name contains the unit, such as
     `time/remaining_estimate_hours`. If the estimator has a `name`, the name is used instead of `time`. All ranks log the estimate

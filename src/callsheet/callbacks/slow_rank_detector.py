@@ -26,14 +26,14 @@ class SlowRankDetector(Callback):
     The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP they also wait
     in the forward pass, where the slow rank has the shortest time: use `fetch` there.
 
-    Adds to every record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of their
-    mean time per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by that median; and
+    Adds to every metrics record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of
+    their mean time per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by that median; and
     `slow_rank/<stage>/slowest`, the number of the slowest rank. If the detector has a `name`, the name is used instead of
     `slow_rank`. A warning is logged if a rank is slower than `factor` allows in `patience` records in a row, and again only after
     the rank was normal in between. The number of records in a row survives a resume.
 
-    Nothing waits for the device: on CUDA the forward pass is timed by events, which are read at log boundaries. With one rank the
-    detector does nothing.
+    Nothing waits for the device: on CUDA the forward pass is timed by events, which are read when a metrics record is made. With
+    one rank the detector does nothing.
 
     Args:
         factor: the limit, as a multiple of the median (with two ranks, of the faster rank's time).

@@ -21,7 +21,7 @@ _BATCHES = ("on_fetch_end", "on_forward_backward_start")  # events that are mute
 
 
 class SpeedMonitor(Callback):
-    """Add the speed of training, over a sliding window, to every record.
+    """Add the speed of training, over a sliding window, to every metrics record.
 
     Adds `throughput/batches_per_second`, `throughput/samples_per_second`, `throughput/tokens_per_second` and
     `throughput/flops_per_second`, each summed over all ranks, and also per rank as `throughput/device/...`. Rates of samples and

@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 
 
 class SystemMetricsMonitor(Callback):
-    """Add metrics of the machines to every record. Each value is the maximum over the ranks.
+    """Add metrics of the machines to every metrics record. Each value is the maximum over the ranks.
 
     Of the machine: `system/cpu_percent` (all cores busy are 100), `system/load` (runnable processes per core, over a minute),
     `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and, in bytes
@@ -29,8 +29,8 @@ class SystemMetricsMonitor(Callback):
     `system/gpu_percent`, `system/gpu_memory_used` in bytes (by all processes), `system/gpu_temperature` in degrees Celsius,
     `system/gpu_power` in watts. Values that a system does not provide are left out. If the monitor has a `name`, it replaces `system`.
 
-    It measures at log boundaries only. Because a measurement takes a millisecond, it skips boundaries that are close together, and their
-    records repeat the last values. Percentages and rates cover the time between two measurements.
+    It measures only when a metrics record is made. Because a measurement takes a millisecond, records that are close together
+    repeat the last values. Percentages and rates cover the time between two measurements.
 
     Args:
         seconds: the shortest time from one measurement to the next; 0 measures at every record.

@@ -21,9 +21,9 @@ class ThresholdStopper(Callback):
     """Stop training, on all ranks together, when a metric of a record or an evaluation reaches a value.
 
     The values that are compared are those that the loggers receive, reduced over the ranks. NaN never reaches the threshold. In
-    mode `"max"` plus infinity reaches it, in mode `"min"` minus infinity. Standalone evaluations are ignored. A run that was
-    stopped here and is resumed ends before its first step, unless the threshold has changed. To use several stoppers, give each
-    its own `name`.
+    mode `"max"` plus infinity reaches it, in mode `"min"` minus infinity. Evaluations outside training are ignored. A run that
+    was stopped here and is resumed ends before its first step, unless the threshold has changed. To use several stoppers, give
+    each its own `name`.
 
     Args:
         monitor: a name in the records, such as `"train/loss"`, or `<dataset>/<metric>` of the evaluation.
@@ -60,7 +60,7 @@ class ThresholdStopper(Callback):
         self._other_metrics: set[str] | None = set()  # names seen so far; None once the metric was found, or a warning was given
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget the values of an earlier run."""
+        """Discard the values of an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -104,7 +104,7 @@ class ThresholdStopper(Callback):
             self._other_metrics = None
 
     def on_train_end(self, ctx: Context) -> None:
-        """Ignore later evaluations, which are standalone."""
+        """Ignore later evaluations, which are not part of training."""
         self._is_training = False
 
     def _note(self, names: Any, value: float | None) -> None:

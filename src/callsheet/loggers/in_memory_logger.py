@@ -75,7 +75,7 @@ class InMemoryLogger(Logger):
         self._keep(self.tables.setdefault(name, []), (ctx.step, list(columns), [list(row) for row in rows]))
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Keep the images if `images` is True."""
+        """Store the images if the argument `images` is True."""
         if self._keeps_images:
             from callsheet.loggers.support.pixels import as_pixels  # needs numpy
 
@@ -85,7 +85,7 @@ class InMemoryLogger(Logger):
         self.files[name] = path
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Keep the latest report."""
+        """Store the latest report of costs, replacing the previous one."""
         self.costs = report
 
     def _keep(self, kept: list[Any], what: Any) -> None:

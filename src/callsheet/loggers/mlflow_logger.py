@@ -46,11 +46,11 @@ class MLflowLogger(Tracker):
     for example after a resume, its param keeps the first value, and the tag `changed.<name>` has the latest. Tables are
     `tables/<name>/<step>.csv`, files `files/<name>`.
 
-    Everything is sent from a lane, so training does not wait for it. Unless the environment says otherwise, a request times out
-    after `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a pause. So if a server
-    is unavailable for a while, the lane spends at most a tenth of its time on attempts, and no record is lost. The end of the run
-    waits at most four times `timeout` plus 5 seconds. MLflow itself reads credentials from `MLFLOW_TRACKING_USERNAME`,
-    `..._PASSWORD` or `..._TOKEN`.
+    Everything is sent from a background thread (a lane), so training does not wait for it. Unless the environment says otherwise,
+    a request times out after `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a
+    pause. So if a server is unavailable for a while, the lane spends at most a tenth of its time on attempts, and no record is
+    lost. The end of the run waits at most four times `timeout` plus 5 seconds. MLflow itself reads credentials from
+    `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN`.
 
     Args:
         tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`. None uses MLflow's own setting, or else `mlflow.db` next

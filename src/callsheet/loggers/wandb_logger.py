@@ -25,8 +25,8 @@ _EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED:
 class WandBLogger(Tracker):
     """Log records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`, which each record has.
 
-    All calls of W&B are made from a lane, so training does not wait for them, and `wandb.run` exists shortly after training has begun.
-    The end of the run takes at most 5 seconds more than `timeout`.
+    All calls of W&B are made from a background thread (a lane), so training does not wait for them, and `wandb.run` exists
+    shortly after training has begun. The end of the run takes at most 5 seconds more than `timeout`.
 
     A resume continues the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are trained again appear
     twice, because W&B counts its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger

@@ -44,32 +44,32 @@ class CallbackRunner:
         self.callbacks = callbacks or []
 
     def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_train_start` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_train_start(recipe, **kwargs)
 
     def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_train_batch_end` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_train_batch_end(recipe, **kwargs)
 
     def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_validation_end` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_validation_end(recipe, **kwargs)
 
     def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_save_checkpoint` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_save_checkpoint(recipe, **kwargs)
 
     def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_exception` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_exception(recipe, **kwargs)
 
     def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-        """See `Callback`."""
+        """Call `on_train_end` of every callback, in order."""
         for callback in self.callbacks:
             callback.on_train_end(recipe, **kwargs)
 

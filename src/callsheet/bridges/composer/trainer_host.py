@@ -373,7 +373,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         return {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the states until the run begins, because Composer has loaded everything only then."""
+        """Store the states until the run begins, because Composer has loaded everything only then."""
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:

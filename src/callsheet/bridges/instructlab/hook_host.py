@@ -203,13 +203,13 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
-        """Start the epoch's span."""
+        """Fire the start of an epoch."""
         run.go_to(context)
         run.driver.start("epoch")
 
     @in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
-        """Start the step's span."""
+        """Fire the start of a step."""
         run.go_to(context)
         self._is_between = False
         run.began, run.loss, run.has_stepped = time.perf_counter(), None, False

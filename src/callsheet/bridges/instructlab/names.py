@@ -83,7 +83,7 @@ class TrainerCallback:
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments, so that each rank can create the callback."""
+        """Store the constructor's arguments, so that each rank can create the callback."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)

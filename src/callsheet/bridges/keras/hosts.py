@@ -195,7 +195,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
-        """Start the epoch's span."""
+        """Fire the start of an epoch."""
         now = run.state.timestamp
         if epoch != now.epoch:  # fit(initial_epoch=...)
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)

@@ -187,7 +187,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, state: State, unit: Any) -> None:
-        """Start the epoch's span."""
+        """Fire the start of an epoch."""
         self._place.begin()
         self._is_exhausted = False
         run.driver.start("epoch")

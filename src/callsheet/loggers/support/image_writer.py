@@ -1,4 +1,4 @@
-"""Writing PNG images to files, in a lane."""
+"""Writes PNG images to files on a background thread (a lane)."""
 
 from __future__ import annotations
 

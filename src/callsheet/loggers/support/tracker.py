@@ -52,7 +52,7 @@ class Tracker(Logger):
     """
 
     lane: Lane = "background"
-    """A tracker may be slow or unavailable, so it runs in a lane and training does not wait for it.
+    """A tracker may be slow or unavailable, so it runs on a background thread (a lane), and training does not wait for it.
 
     A subclass can choose `inline` if that is necessary.
     """
