@@ -50,7 +50,10 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info` as it will be read back. Raise `CheckpointError` if it is not plain data or contains a tensor."""
+    """Return a copy of `info` as it would be read back from a manifest.
+
+    Raise `CheckpointError` if it is not plain data or contains a tensor.
+    """
     document, tensors = flatten(dict(info))
     if tensors:
         raise CheckpointError(f"info.{next(iter(tensors))}: a manifest cannot hold a tensor; give its .item()")

@@ -71,7 +71,7 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return the description of an error that the worker sends to the launching process."""
+    """Return the description of an error that the worker sends to the launching process. Called in the worker."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],

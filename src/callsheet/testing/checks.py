@@ -101,7 +101,9 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 def fits_twice(subject: Subject, folder: Path) -> None:
     """Check that the callback continues when `fit` is called again after an evaluation.
 
-    It logs no warning twice.
+    In another run, the callback must act like a new one.
+
+    It must log no warning twice.
     """
     used, fresh = subject.make(), subject.make()
     with Scene(subject, _new(folder), used) as scene:
@@ -139,8 +141,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """Check that an exception that is raised during a run leaves the run unchanged, and that the callback does not fail after it.
-    """
+    """Check that an exception raised during a run reaches the caller unchanged, and that the callback does not fail after it."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),

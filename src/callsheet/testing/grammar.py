@@ -134,7 +134,7 @@ def read_order(text: str) -> Order:
 
 
 class GrammarChecker:
-    """Checks events one by one, and knows which may come next and which fields are available.
+    """Checks events one by one against the lifecycle: which event may come next, and which fields are available.
 
     Args:
         orders: the order inside those spans in which it differs from the lifecycle's, as in a host that fetches batches ahead.

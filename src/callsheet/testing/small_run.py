@@ -129,8 +129,10 @@ class Moments:
 
 
 class Watch:
-    """Records the results of a run bit for bit: its events, each step's loss, every record and evaluation, and the paths of its
-    checkpoints.
+    """Records the results of a run bit for bit.
+
+    The results are its events, each step's loss, every metrics record and evaluation, and the paths of its checkpoints. The
+    method `record` is called at every event.
 
     It is called at every event.
     """

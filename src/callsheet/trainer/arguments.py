@@ -28,11 +28,11 @@ from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
 
 _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
-"""Arguments that may differ between ranks. Callbacks are compared only if they need all ranks."""
+"""Arguments of the Trainer that may differ between ranks. Callbacks are compared only if they must run on all ranks."""
 
 
 def duration(given: str | int | Time, epochs_per_round: int | None, argument: str = "max_duration") -> Time:
-    """Return how long to train.
+    """Return `max_duration` as a Time.
 
     A number without a unit is rejected, because some frameworks would count epochs and others batches.
     """
@@ -58,7 +58,10 @@ def duration(given: str | int | Time, epochs_per_round: int | None, argument: st
 
 
 def log_boundary(given: str | int | Time) -> Interval:
-    """Return how often a metrics record is made. Only units that advance between log boundaries are valid."""
+    """Return `log_interval` as an Interval, which says how often a metrics record is made.
+
+    Only units that advance between log boundaries are valid.
+    """
     every = Interval.of("log_interval", given)
     if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
         raise ConfigError(
@@ -112,7 +115,7 @@ def _shows_progress(callback: Callback) -> bool:
 
 
 def check_run_name(run_name: str | None, resume: object) -> None:
-    """Raise ConfigError for a name that cannot be used for a folder, or for `resume="auto"` without a name."""
+    """Raise ConfigError if `run_name` cannot be used for a folder, or is missing although `resume="auto"` needs it."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
     if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
@@ -122,9 +125,9 @@ def check_run_name(run_name: str | None, resume: object) -> None:
 
 
 def new_name() -> str:
-    """Return a name for a run that was given none.
+    """Return a name for a run for which the user gave none.
 
-    It is the time with random digits, because two runs may begin within a second.
+    The name is the time with random digits, because two runs may begin within a second.
     """
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
@@ -137,7 +140,7 @@ def run_info(
     device: torch.device,
     config: Mapping[str, Any] | None,
 ) -> RunInfo:
-    """Return what is known about a run before it begins."""
+    """Return the `RunInfo` of a new run: its name, folders, ranks and device."""
     return RunInfo(
         name,
         config=dict(config or {}),
@@ -150,9 +153,9 @@ def run_info(
 
 
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
-    """Return the device of this rank.
+    """Return the device that this rank uses.
 
-    `auto` is CUDA if it is available. `cuda` with several ranks is the rank's own device.
+    `auto` means CUDA if it is available. `cuda` with several ranks means the rank's own CUDA device.
     """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given == "auto" else given)
@@ -209,7 +212,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return the value if it is None or a number above zero, which must be whole if `kind` is int.
+    """Return `value` if it is None or a number above zero, which must be whole if `kind` is int.
 
     Raise ConfigError for any other value.
     """
@@ -221,15 +224,15 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
-    """Return the dataloaders by name. A single one is named `validation`."""
+    """Return the evaluation dataloaders by name. If only one is given, its name is `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
-    """Return the optimizer, or the one that its factory makes from the trainable parameters.
+    """Return the optimizer. If a factory is given, call it with the trainable parameters.
 
-    Raise ConfigError if it cannot be used.
+    Raise ConfigError if the optimizer cannot be used.
     """
     optimizer = given
     if not isinstance(given, Optimizer):
@@ -251,7 +254,8 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """Return the scheduler, or the one that its factory makes from the optimizer. Raise ConfigError if it cannot be used."""
+    """Return the scheduler. If a factory is given, call it with the optimizer. Raise ConfigError if the scheduler cannot be used.
+    """
     if optimizer is None:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given

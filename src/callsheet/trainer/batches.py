@@ -19,7 +19,7 @@ from callsheet.trainer.data.strategies import CountSamples
 
 
 class TrainBatches:
-    """The training batches, epoch by epoch, and the position in them.
+    """The training batches, epoch by epoch, and the run's position in them.
 
     With the position, a resumed run gets the same batches as a run without interruption.
 
@@ -43,7 +43,7 @@ class TrainBatches:
     ) -> None:
         self._world = world or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
         self.seed = seed
-        """The seed of order and augmentation. After a resume, it is that of the resumed run."""
+        """The seed of the order and augmentation of the data. After a resume, it is the seed of the run that was resumed."""
         self._shard = shard
         self._count_samples = count_samples
         self._loader: Iterable[Any] | None = None
@@ -52,7 +52,7 @@ class TrainBatches:
         self._epoch: Iterator[Any] | None = None  # the current epoch
         self._resumed: Mapping[str, Any] | None = None  # the loaded state, until its epoch begins
         self.taken = 0
-        """How many batches of the current epoch this rank has trained on, including fillers. The loop counts them."""
+        """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
     @property
     def loader(self) -> Iterable[Any] | None:
@@ -78,7 +78,7 @@ class TrainBatches:
 
     @property
     def length(self) -> int | None:
-        """How many batches a rank trains on in an epoch, if that is known."""
+        """How many batches a rank trains on in an epoch; None if that is not known."""
         return self._sharing.length if self._sharing is not None else None
 
     @property
@@ -107,12 +107,12 @@ class TrainBatches:
         return self._epoch
 
     def end_epoch(self) -> None:
-        """End the epoch. After this, there is no position in it to return to."""
+        """End the epoch. After this, a checkpoint stores no position within an epoch."""
         self._epoch = None
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's random states and the position in the epoch, as plain data and tensors."""
+        """Return this rank's random states and its position in the epoch, as plain data and tensors."""
         if self._resumed is not None:  # no batch has been drawn since the state was loaded
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
@@ -126,7 +126,9 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to the saved position when the next epoch begins. The random states are restored after the data has been opened.
+        """Load what `state_dict` returned. Training continues at the saved position when the next epoch begins.
+
+        The random states are restored after the data has been opened.
 
         The position may have been saved with another world size. The random states are then those of one of its ranks.
         """
@@ -166,7 +168,8 @@ class TrainBatches:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device. Containers are copied; objects that have no device are returned unchanged."""
+    """Return the batch with its tensors on the device. Containers are copied; objects that have no device are returned unchanged.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
@@ -177,5 +180,5 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def like(container: Any, values: list[Any]) -> Any:
-    """Return `values` in a list or tuple of the same type as `container`, which may be a named tuple."""
+    """Return `values` as a list or tuple of the same type as `container`, which may be a named tuple."""
     return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)

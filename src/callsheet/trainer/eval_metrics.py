@@ -12,10 +12,10 @@ from callsheet.trainer.tasks import Task
 
 
 class EvalMetrics:
-    """Updates torchmetrics batch by batch, and computes them at the end. With several ranks, the end is a collective.
+    """Updates torchmetrics batch by batch, and computes their results at the end. With several ranks, the end is a collective.
 
-    A filler is not counted. But a rank that has seen only fillers still needs states of the same types as those of the other
-    ranks.
+    A filler (a batch that only keeps the ranks in step) is not counted. But a rank that has seen only fillers still needs states
+    of the same types as those of the other ranks.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class EvalMetrics:
         self._is_empty = self._is_empty and is_filler
 
     def result(self) -> dict[str, float]:
-        """Return every metric as a float.
+        """Compute the metrics, and return each as a float.
 
         Raises:
             ConfigError: a metric is not a scalar.
@@ -54,9 +54,9 @@ class EvalMetrics:
 
 
 def _forget(metric: Any) -> None:
-    """Reset a metric, but keep empty tensors in its list states.
+    """Reset a metric, but keep an empty tensor in each of its list states.
 
-    They keep the type, which an empty list would lose.
+    The empty tensors keep the dtype, which an empty list would lose.
     """
     for state, default in metric._defaults.items():
         if isinstance(default, list):

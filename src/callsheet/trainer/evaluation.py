@@ -45,7 +45,7 @@ class Evaluator:
 
 
 def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
-    """Return the evaluators by name. A single one is named `validation`."""
+    """Return the evaluators by name. If only one is given, its name is `validation`."""
     named = given if isinstance(given, Mapping) else {"validation": given}
     for name in named:
         if not isinstance(name, str) or not name or "/" in name:
@@ -60,7 +60,7 @@ def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator
 
 
 class Schedule:
-    """Decides when one evaluator is due. It is due at its interval and at the end of training, but at most once per step."""
+    """Decides when one dataset is evaluated: at its interval and at the end of training, but at most once per step."""
 
     def __init__(self, every: Interval | None) -> None:
         self.every = every
@@ -68,7 +68,7 @@ class Schedule:
         self._last_step = 0
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
-        """Return whether the evaluator is due at the boundary after `step`."""
+        """Return whether the evaluation is due at the boundary after `step`."""
         return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
     def done(self, step: int, state: TrainState) -> None:
@@ -80,7 +80,7 @@ class Schedule:
         return self.every.index(state.timestamp, state.elapsed) if self.every is not None else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return which evaluations have been done."""
+        """Return when the last evaluation was done, as plain data."""
         return {"passed": self._passed, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -118,7 +118,7 @@ class Evaluation:
     ) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self.results: dict[str, dict[str, float]] = {}
-        """The latest results of each evaluator, by name."""
+        """The latest losses and metrics of each evaluator, by the evaluator's name."""
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.ctx = main.sibling(self.metrics)
@@ -158,15 +158,15 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader, or of the one that the factory returns. This is a collective.
+        """Return this rank's part of the dataloader. If a factory is given, call it. This is a collective.
 
         Raises:
-            ConfigError: it cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
+            ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
         """
         return self._share(made(loader, argument, may_be_empty=self._world.size > 1), argument)
 
     def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
-        """Return this rank's part.
+        """Return this rank's part of the dataloader `whole`.
 
         A single process uses the dataloader itself, unless its workers keep random states from one evaluation to the next.
         """
@@ -192,7 +192,8 @@ class Evaluation:
     def done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that these evaluators are done.
 
-        This must not be called before the evaluation, because a checkpoint that is saved before it must not say so.
+        Call this only after the evaluation, because a checkpoint that is saved before it must still contain the evaluation as
+        due.
         """
         ctx.control.done("evaluate")
         self.undone = None
@@ -200,7 +201,7 @@ class Evaluation:
             self.schedules[name].done(ctx.step, ctx.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which evaluations have been done, their results, and which one was still due."""
+        """Return which evaluations have been done, the latest results, and which evaluation is still due."""
         return {
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "results": {name: dict(result) for name, result in self.results.items()},
@@ -209,7 +210,8 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Evaluators that are added later receive their part of it."""
+        """Load what `state_dict` returned. Evaluators that are added later receive their part of the state when they are added.
+        """
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
@@ -249,7 +251,7 @@ class Evaluation:
         return results
 
     def take(self) -> dict[str, float]:
-        """Return the values that were logged since the last call, for a metrics record."""
+        """Return the values that were logged during evaluation since the last call, for a metrics record."""
         logged, self._logged = self._logged | self.metrics.take(), {}
         return logged
 
@@ -322,7 +324,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run every batch of this rank's part, or stop at a signal. All ranks run the same number of steps."""
+        """Run the model on every batch of this rank's part, or stop at a signal. All ranks run the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():
@@ -340,7 +342,7 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """Set the model to evaluation mode and update the context.
+        """Set the model to evaluation mode and update the context while the `with` block runs.
 
         At the end, even after an exception, restore the modes of the modules and the random states.
         """

@@ -69,7 +69,7 @@ class TrainLoop:
         self._epochs_per_round = epochs_per_round
 
     def run(self) -> None:
-        """Train the remaining rounds and epochs."""
+        """Train the remaining rounds and epochs of the run."""
         ctx, spans, state, boundaries = self._ctx, self._spans, self._ctx.state, self._boundaries
         ctx.model.train()
         try:
@@ -215,7 +215,9 @@ class TrainLoop:
         return batch is not _END
 
     def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
-        """Return all batches of the step that begins with `ctx.batch`, and whether the epoch has ended.
+        """Fetch the rest of the step that begins with `ctx.batch`.
+
+        Return all batches of the step, and whether the epoch has ended.
 
         Return no batches if a signal came while they were fetched, and they can be fetched again after a resume. That is so in a
         single process whose dataloader has no state of its own.
@@ -238,13 +240,13 @@ class TrainLoop:
         return Fetched(self._ctx.batch)
 
     def _accumulate(self, batches: int) -> None:
-        """Use the number of batches per step that a callback requested during the last step."""
+        """Change the number of batches per step to `batches`, if a callback requested this during the last step."""
         self.gradient_accumulation_steps = batches
         self._ctx.control.accumulation = None
         self.set_epoch_length()
 
     def set_epoch_length(self) -> None:
-        """Set the epoch's number of steps, if the length of the data is known."""
+        """Store how many steps an epoch has in the run's state, if the length of the data is known."""
         ctx, length = self._ctx, self._batches.length
         if length is not None:
             left = max(0, length - self._batches.taken)
@@ -255,7 +257,7 @@ class TrainLoop:
         return self._epochs_per_round is not None and self._ctx.state.timestamp.epoch_in_round >= self._epochs_per_round
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current number of batches per step."""
+        """Return the current number of batches per step, for a checkpoint."""
         return {"accumulate": self.gradient_accumulation_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

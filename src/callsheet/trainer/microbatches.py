@@ -57,13 +57,13 @@ def _part(batch: Any, where: slice) -> Any:
 
 
 def _is_structure(batch: Any) -> bool:
-    """Return whether the batch is a list or tuple of things to split, rather than a list of one value per sample."""
+    """Return whether the batch is a list or tuple of several inputs to split, rather than a list with one value per sample."""
     return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
 @dataclass(slots=True)
 class Fetched:
-    """One fetched batch.
+    """One batch that was fetched for a step, with its sample counts.
 
     A rank that has run out of data gets a filler instead, which has no weight.
 
@@ -135,7 +135,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The weight of this rank's mean; see the class."""
+        """The weight of this rank's mean relative to those of the other ranks; see the class."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -154,9 +154,9 @@ class MicrobatchPlan:
         return None if any(count is None for count in counted) else sum(counted)
 
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
-        """Return the loss on which `backward` is called.
+        """Return the loss of a microbatch, scaled so that `backward` can be called on it.
 
-        Its gradients add up to those of the step's mean; the ranks average them.
+        Over all microbatches, the gradients add up to those of the step's mean loss. The ranks average them.
         """
         if share is not None:
             loss = loss * share
@@ -184,7 +184,7 @@ def trained_on(losses: Losses) -> Tensor:
 
 
 def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
-    """Return the step's means with the losses of one more microbatch added, detached.
+    """Return the step's mean losses, with the losses of one more microbatch added (detached from the graph).
 
     `loss` was trained on; `losses` are all losses of the task.
     """

@@ -24,7 +24,7 @@ KINDS = ("auto", "single", "ddp", "fsdp")
 _STATE_PER_PARAMETER = 4
 """The memory of weights, gradients and the optimizer's two moments together, as a multiple of the weights' memory."""
 _ROOM_FOR_STATE = 0.6
-"""The fraction of a device's memory that this state may take. The rest is for activations."""
+"""The fraction of a device's memory that weights, gradients and optimizer state may take. The rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Parallel:
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
     def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
-        """Return `single`, `ddp` or `fsdp`. `frozen` are additional models that must fit on the device.
+        """Return how the model is distributed: `single`, `ddp` or `fsdp`.
+
+        `frozen` are additional models that must fit on the device.
 
         Raises:
             ConfigError: the kind does not fit the number of ranks.
@@ -97,10 +99,10 @@ class ParallelModel:
         self.kind = parallel.resolved(model, world, device, frozen)
         self._model = model
         self.module: Any = model
-        """The module that a task calls."""
+        """The module that a task calls in the forward pass."""
         self._wrapped: Any = model
         self.forward_meets = False
-        """Whether the ranks synchronize in every forward pass. All ranks must then run the same number of them."""
+        """Whether the ranks synchronize in every forward pass. If so, all ranks must run the same number of forward passes."""
         self._meet = True
         for beside in frozen:
             beside.eval().requires_grad_(False)
@@ -144,7 +146,7 @@ class ParallelModel:
     def gradients_meet(self, meet: bool) -> None:
         """Set whether the next forward and backward pass reduces the gradients over the ranks.
 
-        Only the last one of a step does.
+        Only the last backward pass of a step does so.
         """
         if meet == self._meet:
             return
@@ -180,7 +182,7 @@ def _size(model: nn.Module) -> int:
 
 
 def _same_on_all_ranks(model: nn.Module) -> None:
-    """Broadcast rank 0's weights.
+    """Broadcast the model's weights from rank 0 to all ranks.
 
     Without this, each rank would shard a model with its own initial weights, and the shards would not fit together.
     """
@@ -190,7 +192,7 @@ def _same_on_all_ranks(model: nn.Module) -> None:
 
 
 def _share_statistics(model: nn.Module) -> None:
-    """Broadcast rank 0's running statistics at every forward pass.
+    """Broadcast running statistics, such as those of BatchNorm, from rank 0 at every forward pass.
 
     DistributedDataParallel does this too, but `fully_shard` does not synchronize buffers.
     """
@@ -218,7 +220,7 @@ def _shard(model: nn.Module, blocks: tuple[str, ...] | None, options: dict[str, 
 
 
 def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
-    """Return the modules that are sharded as units, innermost first."""
+    """Return the modules that FSDP shards as units, innermost first."""
     named = names if names is not None else tuple(getattr(model, "_no_split_modules", None) or ())
     if named:
         found = [module for module in model.modules() if type(module).__name__ in named]

@@ -34,7 +34,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
         self.casts = name in _TYPES
-        """Whether autocast is needed. It is not needed if a sharded model casts its parameters itself."""
+        """Whether the forward pass runs under autocast. This is not needed if a sharded model casts its parameters itself."""
         self._device = device
         self.scaler: Any = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._stepped = False
@@ -47,23 +47,23 @@ class Precision:
 
     @property
     def casting(self) -> AbstractContextManager[Any]:
-        """The context manager for the forward pass."""
+        """The context manager under which the forward pass runs: autocast, or one without effect."""
         return torch.autocast(self._device.type, self.type) if self.casts else _NO_CAST
 
     @property
     def casting_loss(self) -> AbstractContextManager[Any]:
-        """The context manager for the computation of the loss.
+        """The context manager under which the loss is computed: autocast, or one without effect.
 
-        It casts for a sharded model too, because the outputs have a low precision and losses need a higher one.
+        Autocast is used for a sharded model too, because the outputs have a low precision and losses need a higher one.
         """
         return torch.autocast(self._device.type, self.type) if self.type is not None else _NO_CAST
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss on which `backward` is called."""
+        """Return the loss multiplied by the loss scale of fp16. `backward` is called on the result."""
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Remove the scale from the complete gradients, so that clipping uses their true values."""
+        """Divide the complete gradients by the loss scale, so that clipping uses their true values."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -81,7 +81,7 @@ class Precision:
         return self._stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of steps since it was last changed."""
+        """Return the loss scale of fp16, and the number of steps since the scale was last changed."""
         return {"precision": self.name, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

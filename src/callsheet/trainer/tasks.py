@@ -199,7 +199,7 @@ class ForwardStepTask(Task):
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the outputs of `forward_step`, and keep the loss function that it returned for `loss`."""
+        """Return the outputs of `forward_step`. Keep the loss function that it returned, which `loss` calls."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(
@@ -245,9 +245,9 @@ def resolve_task(
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return `HuggingFaceTask.shifts_labels` for a model.
+    """Return whether this model compares its output at one token with the label of the next; see `HuggingFaceTask`.
 
-    transformers chooses the loss by the model's class; its default is a causal loss.
+    transformers chooses the loss by the model's class; the default is a causal loss.
     """
     kind = getattr(model, "loss_type", None)
     return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)

@@ -289,7 +289,7 @@ class Trainer:
                 self._load_data(train_dataloader, named_evaluators(eval_dataloader))
 
     def _prepared_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
-        """Move the model to its device; wrap, shard and compile it."""
+        """Return the model, moved to its device, wrapped, sharded and compiled as requested."""
         for model in (self.model, *self.task.frozen_models):
             model.to(self.device)
         if self._gradient_checkpointing:
@@ -324,7 +324,7 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request with which the run was complete before it was resumed with `resume="auto"`.
+        """The stop request because of which the run was already complete before it was resumed with `resume="auto"`.
 
         None if `fit` continues training.
         """
@@ -332,13 +332,13 @@ class Trainer:
 
     @property
     def eval_results(self) -> dict[str, dict[str, float]]:
-        """The latest results of each evaluator during training, by name. Empty before the first evaluation."""
+        """The losses and metrics of each evaluator from its latest evaluation, by name. Empty before the first evaluation."""
         return self._evaluation.results
 
     # --- training ---
 
     def fit(self, max_duration: str | Time | None = None) -> None:
-        """Train until `max_duration` or, if it is None, until that of the constructor.
+        """Train until `max_duration` or, if it is None, until the `max_duration` of the constructor.
 
         Another call with a longer duration continues training.
 
@@ -458,7 +458,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those of this rank alone."""
+        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those that each rank has alone."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,
@@ -505,7 +505,7 @@ class Trainer:
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
-        """Run one activity at a time.
+        """Run one activity, such as `fit`, while the `with` block runs; no second activity may run at the same time.
 
         Raise `RequestRejected` if another activity is running, and explain errors that leave this one.
         """
@@ -528,7 +528,9 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add what is known about an error to it as a note. Leave a message for the other ranks, which will miss this one.
+        """Add notes to an error that say what is known about its cause.
+
+        Also leave a message for the other ranks, which will miss this rank.
 
         If a collective failed, return the error that names the missing rank; the caller raises it instead.
         """

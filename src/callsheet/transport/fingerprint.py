@@ -45,7 +45,10 @@ def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
 
 
 def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str]:
-    """Return the differences between two fingerprints, one line each."""
+    """Return the differences between two fingerprints, one line each.
+
+    A line has the path and the kind of difference, but never the values.
+    """
     return [line for name in here for line in _compare(here[name], there[name], name)]
 
 

@@ -20,7 +20,10 @@ from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportErr
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"
-"""The environment variable that passes the key of a payload to a process. It is removed from the environment when it is read."""
+"""The environment variables through which a process receives a payload: the path of its file, and the key to read it.
+
+They are removed from the environment when they are read.
+"""
 
 is_sent = False
 """Whether `launch` or a preflight check started this process to receive a payload."""

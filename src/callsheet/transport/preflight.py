@@ -35,7 +35,7 @@ def command(module: str) -> list[str]:
 
 
 def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-    """Rebuild what was posted under `variables` in a fresh interpreter, and compare it with the original.
+    """Start a new interpreter with the environment `variables`, rebuild the payload there, and compare it with the original.
 
     Raises:
         TransportError: the payload cannot be rebuilt, or differs; the message names what differs and says what to do.

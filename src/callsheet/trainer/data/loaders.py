@@ -48,17 +48,17 @@ _OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""The options of a DataLoader, except for dataset and order.
+"""The options of a DataLoader that a rebuilt DataLoader keeps: all except for dataset and order.
 
 `in_order` is not among them, because only its default gives a reproducible order of batches.
 """
 
 
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
-    """Return the dataloader, or call the factory that returns it.
+    """Return the dataloader. If a factory is given, call it.
 
     Raises:
-        ConfigError: it cannot be iterated over repeatedly, or is known to be empty.
+        ConfigError: the dataloader cannot be iterated over repeatedly, or is known to be empty.
     """
     if callable(loader) and not isinstance(loader, Iterable):
         loader = loader()
@@ -76,12 +76,12 @@ def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterab
 
 
 def no_batches(argument: str) -> ConfigError:
-    """Return the error for data that is known to be empty."""
+    """Return the error that is raised for a dataloader without batches."""
     return ConfigError(f"{argument} has no batches; is the dataset empty, or smaller than a batch with drop_last=True?")
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or None if it is not known."""
+    """Return the number of batches of a dataloader, or None if it is not known."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -91,7 +91,7 @@ def length_of(loader: Any) -> int | None:
 def samplers(loader: Any) -> list[Any]:
     """Return the loader's sampler, its batch sampler, and the sampler inside the batch sampler.
 
-    Those that do not exist are left out.
+    Samplers that do not exist are left out.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -104,7 +104,7 @@ def datasets(loader: Any) -> list[Any]:
 
 
 def chain_of(dataset: Any) -> list[Any]:
-    """Return the dataset, and all datasets inside it."""
+    """Return the dataset, and all datasets inside it, such as the one that a Subset wraps."""
     found = [dataset]
     while (dataset := getattr(dataset, "dataset", None)) is not None and all(dataset is not one for one in found):
         found.append(dataset)
@@ -112,7 +112,7 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the random generators of these objects, each once."""
+    """Return the torch generators in the attributes of these objects, each once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
@@ -120,7 +120,7 @@ def generators(*owners: Any) -> list[torch.Generator]:
 def set_loader_epoch(loader: Any, number: int) -> None:
     """Call `set_epoch` on samplers and datasets that have this method.
 
-    They count epochs from 0, and the Trainer counts from 1.
+    These methods count epochs from 0, and the Trainer counts from 1.
     """
     for owner in (*samplers(loader), *datasets(loader)):
         if hasattr(owner, "set_epoch"):
@@ -128,7 +128,7 @@ def set_loader_epoch(loader: Any, number: int) -> None:
 
 
 def random_state_of(loader: Any) -> dict[str, Any]:
-    """Return the states that determine the next epoch.
+    """Return the random states that determine the batches of the next epoch.
 
     These are the process's random states, those of generators in attributes of the loader, its samplers and its datasets, and the
     states of samplers that have a `state_dict`.
@@ -147,12 +147,12 @@ def generators_of(loader: Any) -> list[Any]:
 
 
 def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
-    """Restore what `generators_of` returned."""
+    """Restore the states of generators that `generators_of` returned."""
     restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), states)
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `random_state_of` returned, except for the states of samplers."""
+    """Restore the random states that `random_state_of` returned, except for the states of samplers."""
     restore_random_state(state["global"])
     restore_generators_of(loader, state["generators"])
 
@@ -182,7 +182,7 @@ def is_repeatable(sampler: Any) -> bool:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Return whether a resume uses the loader's own state.
+    """Return whether a resume uses the loader's own state, as for a StatefulDataLoader, to return to a position in an epoch.
 
     A StatefulDataLoader calls `iter` of the user's own sampler more often after a resume than without one. For such a sampler, an
     `Order` draws the order, as for a plain DataLoader.
@@ -202,7 +202,7 @@ def _stateful_samplers(loader: Any) -> list[Any]:
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """Return the objects in this process whose order may change from epoch to epoch and that have no state to restore."""
+    """Return the samplers and iterables whose order may change from epoch to epoch, and that have no state to restore."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -212,7 +212,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum of each object's attributes of plain types, which shows which of them training has changed.
+    """Return a checksum of each object's attributes of plain types, to find out which of them training has changed.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
     too.
@@ -232,15 +232,15 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Return `Class.attribute` for each attribute that differs."""
+    """Return the attributes whose checksums differ, as texts `Class.attribute`."""
     return sorted(name.partition(".")[2] for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
-    """Draw `count` batches and discard them.
+    """Draw `count` batches and discard them, to reach a position in an epoch.
 
     Raises:
-        ConfigError: there are fewer batches.
+        ConfigError: the epoch has fewer batches.
     """
     began, is_logged = time.monotonic(), False
     for drawn in range(count):
@@ -259,14 +259,16 @@ def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
 
 
 def has_items(loader: Any) -> bool:
-    """Return whether the loader is a torch DataLoader that makes batches from the samples of a map-style dataset."""
+    """Return whether the loader is a torch DataLoader that makes batches from samples which have an index (map-style)."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
 def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Return the object from which the order is drawn, the samples per batch, and whether an incomplete last batch is dropped.
+    """Return three things: what the order is drawn from, the samples per batch, and whether an incomplete last batch is dropped.
 
-    For a batch sampler of the user, that object is the batch sampler, and the samples per batch are None.
+    The order is drawn from a sampler or a batch sampler.
+
+    If the user gave a batch sampler, the order is drawn from it, and the samples per batch are None.
     """
     batches: Any = loader.batch_sampler
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"  # torchdata has one of its own
@@ -274,17 +276,17 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def makes_own_batches(loader: Any) -> bool:
-    """Return whether the loader's class overrides iteration. A plain DataLoader could not reproduce that."""
+    """Return whether the loader's class overrides how a DataLoader iterates. A plain DataLoader could not reproduce that."""
     return any(getattr(type(loader), name).__module__ not in _MADE_BY for name in ("__iter__", "_get_iterator"))
 
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the options of this one, except for `changes`. The changes set the dataset and the order."""
+    """Return a new DataLoader with the options of `loader`, except for `changes`. The changes set the dataset and the order."""
     names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))
 
 
 def kind_of(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
-    """Return the loader's base class: torch's DataLoader or torchdata's StatefulDataLoader."""
+    """Return the class from which to rebuild the loader: torch's DataLoader or torchdata's StatefulDataLoader."""
     return next(kind for kind in type(loader).__mro__ if kind.__module__ in _MADE_BY)

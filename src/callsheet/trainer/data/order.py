@@ -12,7 +12,7 @@ from callsheet.trainer.data.loaders import drop
 
 
 class Order:
-    """Replaces a DataLoader's sampler or batch sampler, and iterates over it once per epoch.
+    """Replaces the sampler or batch sampler of a DataLoader, and iterates over the original one once per epoch.
 
     A DataLoader with workers calls `iter` of its sampler twice for its first epoch, and once for later epochs. With an `Order`,
     `begin` calls `iter` once per epoch, so that a resumed run draws the same numbers from the sampler.
@@ -29,7 +29,7 @@ class Order:
         self._checksums = array("I")  # the checksum after each batch of the epoch
 
     def begin(self, again: Callable[[], None] | None = None) -> None:
-        """Call `iter` of the sampler for an epoch.
+        """Begin an epoch: call `iter` of the sampler.
 
         Args:
             again: a function that restores the random states; given if the sampler has loaded a state. Some samplers then
@@ -48,16 +48,19 @@ class Order:
         self._drawn = self._noted(source) if self._is_checked else source
 
     def skip(self, count: int, epoch: int | None) -> None:
-        """Draw `count` batches of indices without loading samples. Raise ConfigError if there are fewer."""
+        """Draw `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer."""
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:
-        """Return the checksums from the last batch trained on up to the last batch drawn in advance, for `is_at`."""
+        """Return checksums of the batches of indices, from the last batch trained on up to the last one drawn in advance.
+
+        `is_at` uses them to check that a resumed run draws the same batches.
+        """
         first = max(taken - 1, 0)
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether the batches drawn in this epoch are the same as those drawn before `place` was saved.
+        """Return whether the batches drawn in this epoch are the same as those drawn before `place` returned these checksums.
 
         Only batches that both have drawn are compared.
         """

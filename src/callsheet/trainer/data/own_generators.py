@@ -11,7 +11,7 @@ import torch
 
 
 def own_generators(owners: Iterable[Any]) -> list[Any]:
-    """Return the generators of Python, NumPy and torch among the attributes of these objects, each once."""
+    """Return the random generators of Python, NumPy and torch in the attributes of these objects, each once."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (torch.Generator, random.Random)
     if numpy is not None:
@@ -26,7 +26,8 @@ def generator_states(generators: Sequence[Any]) -> list[Any]:
 
 
 def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Restore what `generator_states` returned. If there are more generators than saved states, the others keep their state."""
+    """Restore the states that `generator_states` returned. If there are more generators than states, the others keep their state.
+    """
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, random.Random):
             generator.setstate(state)

@@ -1,4 +1,7 @@
-"""The way `own`: each rank's dataloader already yields only that rank's part of the data. A single process uses this way too."""
+"""The strategy `own`: each rank's dataloader already yields only that rank's part of the data.
+
+A single process uses this strategy too.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The rank's own dataloader. Parts of it may be replaced, so that a resumed run gets the same batches.
+    """The rank's own dataloader. Parts of the dataloader may be replaced, so that a resumed run gets the same batches.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
@@ -51,7 +54,7 @@ class PreshardedData:
 
     Args:
         seed: the seed of augmentation in persistent workers.
-        sets_epoch: call `set_epoch` of the user's samplers and datasets. In a loop written by hand, the loop does.
+        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets. A loop written by hand calls it itself.
     """
 
     way = "own"
@@ -72,7 +75,7 @@ class PreshardedData:
         self.length = self._agreed_length()
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch, and keep the random states at its start."""
+        """Return the batches of an epoch, and keep the random states at its start."""
         if start is None:
             return self._shared_out(self._open(epoch), 0)
         restore_random_state_of(self._given, start)
@@ -84,7 +87,7 @@ class PreshardedData:
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch, in the way that the class describes."""
+        """Return the remaining batches of an epoch, as described in the docstring of the class."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
         if place["has_ended"]:  # the epoch has ended on this rank, but other ranks had more batches
@@ -118,7 +121,10 @@ class PreshardedData:
         }
 
     def left(self, taken: int) -> int | None:
-        """Return how many batches are left of the length on which the ranks agreed, or None if the length is unknown."""
+        """Return how many batches of the epoch are left, or None if the length is unknown.
+
+        The length is the one on which the ranks agreed.
+        """
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
@@ -157,7 +163,10 @@ class PreshardedData:
         return rebuilt(loader, kind_of(loader) if has_state else DataLoader, **changes)
 
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
-        """Open the dataloader. `restored` holds the random states of an epoch for which a sampler loaded its state."""
+        """Return an iterator over the dataloader for an epoch.
+
+        `restored` holds the random states of an epoch for which a sampler loaded its state.
+        """
         if epoch is not None:
             if self._sets_epoch:
                 set_loader_epoch(self._given, epoch)
@@ -179,7 +188,7 @@ class PreshardedData:
         return batches
 
     def _draw_again(self, batches: Iterator[Any], taken: int, epoch: int, now: Mapping[str, Any]) -> None:
-        """Draw the batches again that were already trained on. Warn if they may differ."""
+        """Draw and discard the batches that were already trained on. Warn if they may differ from those of the earlier run."""
         drop(batches, min(taken, 1), epoch)
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
@@ -200,7 +209,9 @@ class PreshardedData:
             )
 
     def _must_redraw(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a StatefulDataLoader without workers would only draw its stateless dataset again.
+        """Return whether the position in an epoch must be reached by drawing the batches again.
+
+        This is so if a StatefulDataLoader without workers would only draw its stateless dataset again.
 
         The caller then draws the batches itself, and checks them.
         """
@@ -262,7 +273,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the first batch of the current epoch once more, after this rank has drawn all of its batches."""
+        """Return the first batch of the current epoch once more, as a filler after this rank has drawn all of its batches."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -308,7 +319,7 @@ class _OwnBatches(SharedBatches):
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
-        """How many batches of its own this rank had; None until that is known."""
+        """How many batches this rank had, without fillers; None until its dataloader has ended."""
 
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
@@ -328,7 +339,7 @@ class _OwnBatches(SharedBatches):
         return self._first if self.is_filler else batch
 
     def _any_has(self, has: bool) -> bool:
-        """Return whether any rank has a batch."""
+        """Return whether any rank still has a batch. `has` says whether this rank has one."""
         if not self._is_agreed:
             return self._agree(has)
         if self._length is not None:

@@ -1,4 +1,4 @@
-"""The way `split`: a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples."""
+"""The strategy `split`: a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResampledData:
     """The samples of a DataLoader, split between the ranks. Their order depends only on `seed` and the epoch.
 
     The dataset is wrapped in a `SeededDataset`. The position in an epoch is the length of the part of the order that all ranks
-    together have trained on. So any number of ranks can continue from it, and a resume loads no samples to reach it.
+    together have trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
     """
 
     way = "split"
@@ -59,16 +59,16 @@ class ResampledData:
 
     @property
     def length(self) -> int:
-        """The number of global batches."""
+        """The number of global batches (the batches of all ranks together) in an epoch."""
         return self._split.count(self._sampler.length)
 
     @property
     def in_all(self) -> int:
-        """The number of samples or, if a batch sampler of the user makes the batches, the number of batches."""
+        """The number of samples in an epoch or, if a batch sampler of the user makes the batches, the number of batches."""
         return self._sampler.length
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch."""
+        """Begin an epoch and return its batches for this rank."""
         if start is not None:
             restore_random_state_of(self._given, start)
             restore_samplers(self._given, start, self._argument)
@@ -76,7 +76,10 @@ class ResampledData:
         return self._opened()
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch. Any number of ranks may have begun it. Raise ConfigError if its order has changed."""
+        """Return the remaining batches of an epoch, which any number of ranks may have begun.
+
+        Raise ConfigError if the order of the data has changed.
+        """
         self._draw(epoch, taken, place["position"])
         if place["order"] != digest(self._sampler.order):
             raise ConfigError(
@@ -86,11 +89,12 @@ class ResampledData:
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the length of the part of the order that was trained on, and a digest of the order."""
+        """Return the position in the epoch: the length of the part of the order that was trained on, and a digest of the order.
+        """
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:
-        """Return the number of global batches that are left."""
+        """Return the number of global batches that are left in the epoch."""
         return self._split.count(self._sampler.length - self._position(taken))
 
     def _position(self, taken: int) -> int:
@@ -109,9 +113,9 @@ class ResampledData:
         return _SplitBatches(iter(self._loader), self._sampler.shares())
 
     def _check_order(self) -> None:
-        """Raise ConfigError if the orders differ between ranks.
+        """Raise ConfigError if the order of the data differs between ranks.
 
-        They may, because a sampler can depend on anything, and a dataset may be growing.
+        The orders may differ, because a sampler can depend on anything, and a dataset may be growing.
         """
         found = digest(self._sampler.order)
         largest, smallest = self._world.max([found, -found])

@@ -1,4 +1,4 @@
-"""The way `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
+"""The strategy `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class RoundRobinData:
             )
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch."""
+        """Begin an epoch and return its batches for this rank."""
         if start is not None:
             restore_random_state_of(self._loader, start)
             restore_samplers(self._loader, start, self._argument)
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch, either from the dataloader's own state or by drawing again.
+        """Return the remaining batches of an epoch, found either from the dataloader's own state or by drawing again.
 
-        Any number of ranks may have begun it.
+        Any number of ranks may have begun the epoch.
         """
         keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_place:
@@ -81,7 +81,7 @@ class RoundRobinData:
         }
 
     def left(self, taken: int) -> int | None:
-        """Return how many batches this rank has left."""
+        """Return how many batches of the epoch this rank has left."""
         drawn = self._dealt.drawn if self._dealt is not None else 0
         return math.ceil((self.in_all - drawn) / self._world.size) if self.in_all is not None else None
 

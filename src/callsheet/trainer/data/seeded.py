@@ -51,7 +51,7 @@ def seed_states(number: int) -> None:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """Return the states that `seed_states` overwrites, for `restore_random_state`."""
+    """Return the random states that `seed_states` overwrites, so that `restore_random_state` can restore them."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -61,7 +61,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Seed all random states and these generators while the block runs, and restore them afterwards."""
+    """Seed all random states and these generators while the `with` block runs, and restore them afterwards."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -75,7 +75,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """A set of random states that is active inside `with stream: ...`."""
+    """A set of random states of its own, which is active inside `with stream: ...`."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -92,7 +92,7 @@ class RandomStream:
 
 
 class _Seeds:
-    """The data with which a wrapped dataset seeds its random states: the seed, the dataset's own generators, and the epoch.
+    """Seeds the random states of a wrapped dataset. It holds the seed, the dataset's own generators, and the epoch.
 
     The epoch is shared with the workers.
     """
@@ -106,16 +106,16 @@ class _Seeds:
         self._own: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also in the workers."""
+        """Set the epoch from which the random states are seeded, also in the workers."""
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """Set a flag that the loader's process can read."""
+        """Set a flag in shared memory, so that a worker can tell the loader's process that something has changed."""
         self._shared[1] = 1
 
     @property
     def is_noted(self) -> bool:
-        """Whether a worker called `note`."""
+        """Whether a worker has called `note`."""
         return bool(self._shared[1])
 
     def begin(self, *numbers: int) -> None:
@@ -177,7 +177,7 @@ class SeededDataset(Dataset[Any]):
         own["_seeds"] = _Seeds(dataset, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for which samples are loaded. Call this only between epochs of a loader."""
+        """Set the epoch whose samples are loaded next. Call this only between two epochs."""
         self._seeds.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -234,11 +234,11 @@ class SeededStream(IterableDataset[Any]):
 
     @property
     def has_changed(self) -> bool:
-        """Whether attributes of the dataset have changed between a worker's first epoch and a later one."""
+        """Whether a worker's copy of the dataset has changed its attributes between the worker's first epoch and a later one."""
         return bool(self._seeds.is_noted)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the workers draw next."""
+        """Set the epoch whose samples the workers load next."""
         self._seeds.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:

@@ -29,7 +29,7 @@ def sharing_of(
     alone: bool | None = None,
     count_samples: CountSamples | None = None,
 ) -> Sharing:
-    """Return the way in which the ranks divide the batches of this loader. This is a collective.
+    """Return the strategy by which the ranks divide the batches of this loader. This is a collective.
 
     Args:
         seed: the same on all ranks.
@@ -56,14 +56,14 @@ def sharing_of(
 
 
 class SharedLoader:
-    """An iterable over this rank's part of a loader; see `shared`."""
+    """An iterable over this rank's part of a dataloader; see `shared`."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
 
     @property
     def length(self) -> int | None:
-        """How many batches each rank gets, including fillers, if that is known."""
+        """How many batches each rank gets, including fillers; None if that is not known."""
         return self._sharing.length
 
     def __iter__(self) -> SharedBatches:
@@ -82,7 +82,7 @@ def shared(
 ) -> SharedLoader:
     """Return this rank's part of a loader that is iterated over repeatedly from its beginning, as in evaluations.
 
-    The part is the same each time, including fillers. Arguments and errors are those of `sharing_of`.
+    Each iteration yields the same batches, including fillers. Arguments and errors are those of `sharing_of`.
     """
     return SharedLoader(sharing_of(loader, world, seed, argument=argument, shard=shard, count_samples=count_samples))
 

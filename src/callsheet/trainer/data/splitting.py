@@ -17,7 +17,7 @@ from callsheet.trainer.data.seeded import mixed, seeded
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples of one global batch that one rank loads.
+    """The samples of one global batch (the batch of all ranks together) that one rank loads.
 
     If the batch has no sample for this rank, the rank loads a sample of another rank as a filler, which is not counted.
     """
@@ -28,13 +28,13 @@ class Share:
 
     @property
     def samples_here(self) -> int:
-        """How many of the samples are counted."""
+        """How many of this rank's samples are counted; a filler is not."""
         return 0 if self.is_filler else len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an order is split: into global batches of `batch_size * world_size` samples.
+    """How an order of samples is divided into global batches of `batch_size * world_size` samples.
 
     Each rank gets every n-th sample of a batch.
 
@@ -50,15 +50,15 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """How many entries of the order form one global batch."""
+        """How many samples (or, without a batch size, batches) of the order form one global batch."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
-        """Return how many global batches an order of this length has. It may also be the length of the rest of an order."""
+        """Return how many global batches there are in an order, or the rest of an order, of this length."""
         return length // self.global_size if self.drop_last else math.ceil(length / self.global_size)
 
     def shares(self, order: Sequence[Any], start: int = 0) -> Iterator[Share]:
-        """Yield this rank's shares of the order, beginning at `start`."""
+        """Yield this rank's share of each global batch, beginning at position `start` of the order."""
         for first in range(start, start + self.count(len(order) - start) * self.global_size, self.global_size):
             batch = order[first : first + self.global_size]
             part = list(batch[self.rank :: self.world_size])
@@ -70,7 +70,7 @@ class Split:
 
 
 class ShareSampler:
-    """The batch sampler of one rank, with the counts of its batches.
+    """The batch sampler of one rank, which yields the indices of the rank's samples and counts them.
 
     Args:
         source: the sampler from which the order is drawn or, if `split.batch_size` is None, a batch sampler. It must have a
@@ -83,20 +83,20 @@ class ShareSampler:
         self._seed = seed
         self.split = split
         self.order: Sequence[Any] = ()
-        """The order of the current epoch; empty before the first epoch."""
+        """The order of the samples in the current epoch; empty before the first epoch."""
         self.start = 0
 
     @property
     def length(self) -> int:
-        """The length of the current epoch's order. Before the first epoch, it is the length of the source."""
+        """The number of samples in the current epoch's order. Before the first epoch, it is the length of the source."""
         return len(self.order or self._source)
 
     def begin(self, epoch: int | None, start: int = 0) -> None:
-        """Draw the order of an epoch. Iteration begins at `start`."""
+        """Draw the order of an epoch. The next iteration begins at position `start` of the order."""
         self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
-        """Yield this rank's shares of the epoch, from its beginning."""
+        """Yield this rank's share of each global batch of the epoch, from its beginning."""
         return self.split.shares(self.order, self.start)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -109,7 +109,7 @@ class ShareSampler:
 def drawn_order(source: Any, seed: int) -> Sequence[Any]:
     """Return the order that the sampler yields after all random states and its own generators have been seeded.
 
-    The states are restored.
+    The states are restored afterwards.
     """
     if type(source) is SequentialSampler:
         return range(len(source))
@@ -122,5 +122,5 @@ def drawn_order(source: Any, seed: int) -> Sequence[Any]:
 
 
 def digest(order: Sequence[Any]) -> int:
-    """Return a 32-bit number, by which ranks can detect that their orders differ."""
+    """Return a 32-bit checksum of an order of samples, by which ranks can detect that their orders differ."""
     return zlib.crc32(repr((len(order), list(order[:256]), list(order[-256:]))).encode())

@@ -1,4 +1,4 @@
-"""The interface of the three ways to divide the data: the batches of an epoch with their counts, and a position in the epoch."""
+"""The interface of the three strategies to divide the data among the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SharedBatches(Iterator[Any]):
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self.samples_here: int | None = None
-        """How many samples of the batch are counted, 0 for a filler. None if they must be counted in the batch itself."""
+        """How many samples of the batch this rank counts, 0 for a filler. None if they must be counted in the batch itself."""
         self.samples_in_all: int | None = None
         """How many samples are counted in the batches of all ranks together. None if a collective is needed to find out."""
         self.is_filler = False
@@ -28,31 +28,31 @@ class SharedBatches(Iterator[Any]):
 
 
 class Sharing(Protocol):
-    """The interface of a way to divide one dataloader among the ranks."""
+    """The interface of a strategy to divide the batches of one dataloader among the ranks."""
 
     way: str
 
     @property
     def length(self) -> int | None:
-        """How many batches each rank gets in a whole epoch, if that is known."""
+        """How many batches each rank gets in a whole epoch; None if that is not known."""
 
     @property
     def in_all(self) -> int | None:
         """How many samples or batches of an epoch the ranks divide among them.
 
-        None if that is not known, or if they divide nothing.
+        None if that is not known, or if the ranks divide nothing because each has its own data.
         """
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Return the batches of an epoch. Epochs are counted from 1; None means an evaluation, which is the same each time.
+        """Return the batches of an epoch. Epochs are counted from 1. None means an evaluation, in which the batches never change.
 
         `start` is the dataloader's state (`random_state_of`) from a checkpoint that was saved at the end of the previous epoch.
         """
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the rest of an epoch, beginning at `place`.
+        """Return the remaining batches of an epoch, beginning at the position `place` that was saved.
 
-        Before, this rank had trained on `taken` batches, and its random states were `now`.
+        This rank had trained on `taken` batches at that position, and its random states were `now`.
         """
 
     def place(self, taken: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Sharing(Protocol):
 
 
 def empty_ranks(world: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
-    """Return the error for all ranks if some ranks have no batch. This is a collective."""
+    """Return the error to raise on all ranks if some ranks have no batch. This is a collective."""
     ranks = [rank for rank, has_none in enumerate(world.gather(is_empty)) if has_none]
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"
     return ConfigError(
