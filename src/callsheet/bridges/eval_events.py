@@ -44,9 +44,9 @@ class EvalEvents:
         self._tally = tally
         self._results = results
         self.ctx = ctx.sibling()
-        """The context of evaluations, tests and predictions."""
+        """The context that handlers of evaluations, tests and predictions receive."""
         self.spans = manager.spans(self.ctx)
-        """The spans of evaluations, tests and predictions."""
+        """The spans, such as `eval_step`, of evaluations, tests and predictions."""
         self.driver = LifecycleDriver(self.spans, {})
         """The lifecycle driver of evaluations, tests and predictions."""
         self.driver.is_barred = self._is_barred

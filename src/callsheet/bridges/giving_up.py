@@ -41,7 +41,7 @@ def is_for_user(error: BaseException) -> bool:
 def give_up(run: ObservedRun, error: Exception) -> None:
     """End the run because of a fault of its host: log the error, and fire `on_exception` and `on_run_end`.
 
-    The caller removes the host's hooks.
+    Training continues without callsheet. The caller removes the host's hooks.
 
     Raises:
         the error: the user must know about it. The run has not ended then.

@@ -110,7 +110,7 @@ class HostBase:
             self._stop(loop)
 
     def _stop(self, loop: Any) -> None:
-        """Make the framework stop its training."""
+        """Make the framework stop its training loop, because a callback requested it."""
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
@@ -119,13 +119,13 @@ class HostBase:
             method(self, self._run, *args, **given)
 
     def _finish(self) -> None:
-        """End the run, if there is one, because its training is over."""
+        """End callsheet's run, if there is one, because the framework's training is over."""
         if self._run is not None:
             self._run.finish()
             self._release()
 
     def _fail(self, error: BaseException) -> None:
-        """End the run, if there is one, because of an error that has ended training."""
+        """End callsheet's run as failed, if there is one, because an error has ended the framework's training."""
         if self._run is not None:
             try:
                 self._run.fail(error)

@@ -101,7 +101,7 @@ class Generate(Callback):
             logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the times of an earlier run."""
+        """Discard the times at which an earlier run generated texts."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -131,7 +131,7 @@ class Generate(Callback):
             self._draw(ctx)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Generate nothing more, because a preempted run has no time for it."""
+        """Skip the generation at the end of training, because a preempted run has no time for it."""
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:

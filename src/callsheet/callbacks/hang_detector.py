@@ -109,7 +109,7 @@ class HangDetector(Callback):
             self._learned.clear()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start the background thread."""
+        """Start the background thread that detects hangs."""
         self._end()
         self._run = ctx.run
         self._rank, self._state, self._pausing_until = ctx.run.rank, ctx.state, ctx.state.timestamp.batch + 1
@@ -130,7 +130,7 @@ class HangDetector(Callback):
     on_checkpoint_save_start = on_checkpoint_save_end = on_eval_step_end
 
     def on_train_end(self, ctx: Context) -> None:
-        """Stop the background thread."""
+        """Stop the background thread that detects hangs."""
         self._end()
 
     on_exception = on_run_end = on_train_end

@@ -66,7 +66,10 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # the table in use
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Handle an event of Composer. An error of a callback fails the run. If the host itself fails, training continues without it."""
+        """Handle an event of Composer. An error of a callback fails the run.
+
+        If callsheet itself fails, training continues without it.
+        """
         handler = self._handlers.get(event._value_)  # not by the event, whose hash is computed each time
         if handler is None:
             return

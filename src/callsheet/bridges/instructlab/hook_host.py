@@ -231,14 +231,14 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """Start clipping: all microbatches are done, and the step's loss is known."""
+        """Fire the start of gradient clipping: all microbatches are done, and the step's loss is known."""
         if context.loss is not None and run.has_listeners():
             run.loss = torch.tensor(context.loss)
         run.driver.start("clip_gradients")
 
     @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """End clipping. Fire the events of the optimizer's step, which is already over."""
+        """Fire the end of gradient clipping, and the events of the optimizer's step, which is already over."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 

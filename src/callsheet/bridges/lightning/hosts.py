@@ -240,7 +240,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Start the clipping, because the gradients are computed and unscaled."""
+        """Fire the start of gradient clipping, because the gradients are computed and unscaled."""
         run = self._run
         if run is None:
             return

@@ -127,12 +127,12 @@ class ClosureWatch(BackwardWatch):
     """The sum of the losses in the step so far, including the last evaluation of the closure."""
 
     def stop(self) -> None:
-        """Keep the loss of the step, and ignore later calls of `backward`."""
+        """Store the step's loss, and ignore later calls of `backward`."""
         self.keep_last()
         self.is_on = False
 
     def keep_last(self) -> None:
-        """Keep the loss of the closure's last evaluation."""
+        """Store the loss of the closure's last evaluation, replacing those of earlier ones."""
         if self.total is not None:
             self.last = self.total if self.before is None else self.before + self.total
             self.total = None
