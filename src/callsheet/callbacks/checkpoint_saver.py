@@ -113,7 +113,7 @@ class CheckpointSaver(Callback):
             ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Treat the checkpoint of a preempted run as one of the regular checkpoints, of which `keep` are kept."""
+        """Request the checkpoint of a preempted run under this saver's name, so that it counts as a regular one."""
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
