@@ -130,7 +130,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "tiny.yaml", "--batch_size", "0"], "batch_size=0: give a whole number above 0"),
         (["train", "tiny.yaml", "--model.hiden_size", "8"], "did you mean 'model.hidden_size'?"),
         (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
-        (["train", "broken.yaml"], "broken.yaml is not YAML"),
+        (["train", "broken.yaml"], "broken.yaml:1: this is not YAML"),
         (["train", "nameless.yaml"], "its key `recipe` must name one of "),
         (["train", "misspelt.yaml"], "misspelt.yaml:19: there is no key 'max_durtion'; did you mean 'max_duration'?"),
     ],
@@ -243,7 +243,7 @@ def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
+        (["pretran"], "there is no recipe or run 'pretran'; did you mean 'pretrain'?"),
         (["tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'? (callsheet show tiny.yaml --help"),
         (["tiny.yaml", "--batch_size", "0"], "batch_size=0"),
         (["tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),

@@ -30,9 +30,9 @@ _EXTRAS = {
         "cloudpickle",
         "jinja2",
     ),
-    "hf": ("transformers", "tokenizers", "datasets", "peft"),
+    "hf": ("transformers", "tokenizers", "datasets", "peft", "huggingface_hub"),
     "digits": ("sklearn",),
-    "report": ("plotly",),
+    "report": ("plotly", "scipy"),
     "opentelemetry": ("opentelemetry",),
 }
 """For each extra of this package, as in `pip install 'callsheet[train]'`, the modules that it installs.

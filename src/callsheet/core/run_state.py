@@ -27,16 +27,6 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-class FolderLoss:
-    """Whether another process has taken over the folder of a run.
-
-    The run's `RunInfo` and its copies for callbacks in lanes share one object.
-    """
-
-    def __init__(self) -> None:
-        self.is_lost = False
-
-
 @dataclass(slots=True)
 class RunInfo:
     """The run: its name, folder, configuration, and this process's ranks and device.
@@ -58,7 +48,9 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
-    _loss: FolderLoss = field(default_factory=FolderLoss, repr=False, compare=False)
+    _lost: list[bool] = field(
+        default_factory=lambda: [False], repr=False, compare=False
+    )  # a list, so that copies for lanes share it
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:
@@ -67,15 +59,15 @@ class RunInfo:
     @property
     def has_lost_folder(self) -> bool:
         """Whether another process has taken over the folder."""
-        return self._loss.is_lost
+        return self._lost[0]
 
     @has_lost_folder.setter
     def has_lost_folder(self, is_lost: bool) -> None:
-        self._loss.is_lost = is_lost
+        self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
         """Return False if the path is in the run's folder, and another process has taken over the folder. Ask before each write."""
-        if not self._loss.is_lost or self.folder is None:
+        if not self._lost[0] or self.folder is None:
             return True
         return not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.folder))
 
