@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 Over = Literal["last", "mean", "sum"]
-"""How several values that are logged before one log boundary are combined."""
+"""How several values that are logged under one name before one log boundary are combined."""
 Across = Literal["mean", "sum", "max", "same"]
-"""How the values of the ranks are combined."""
+"""How the values that the ranks log under one name are combined."""
 
 Loggable = Mapping[Any, Any]
 """Values that can be logged: a number for each name, or a one-dimensional tensor for a tuple of names.
@@ -41,7 +41,7 @@ class Accumulator(Protocol):
         """Add values; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last logged values; see `Context.logged`."""
+        """Return the last logged value of each name in a family; see `Context.logged`."""
 
 
 class LoggerLine(Protocol):
@@ -317,7 +317,10 @@ for _field in FIELDS.values():
 
 
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
-    """Compile a function that deletes these fields. It runs at every step; a loop over the names would take twice as long."""
+    """Compile a function that deletes these fields of a context. It runs at every step; a loop would take twice as long.
+
+    It runs several times in every step of a host, in which a loop over the names costs more (`benchmarks/results/shortcuts.md`).
+    """
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
     scope: dict[str, Any] = {}
     exec(f"def delete(ctx):\n{lines}    return", scope)  # the names come from the lifecycle's table

@@ -1,4 +1,7 @@
-"""Muting: a callback's handlers for an event are not called, for the rest of the run or until a step."""
+"""Muting: a callback's handlers for an event are not called, for the rest of the run or until a step.
+
+Handlers could check the step themselves, but calling them at every step costs more (`benchmarks/results/shortcuts.md`).
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class Muting:
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Cancel the scheduled unmuting of these events, because a new call of `mute` or `unmute` takes its place."""
+        """Cancel the scheduled unmuting of these events, because a new call of `mute` or `unmute` replaces it."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

@@ -57,7 +57,7 @@ class DeviceNumbers:
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return copies of the scalars that are available now, by the `id` of their tensors.
+        """Return host copies of the scalar fields that are available now, by the `id` of the original tensors.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -171,7 +171,7 @@ class SnapshotCapture:
         return deliver
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
-        """Capture the fields, and copy those that may change. The training thread calls this."""
+        """Capture the fields, and copy values that may change later. The training thread calls this."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
@@ -211,8 +211,8 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
         changing: the indices at which a value may change later, and must be copied unless it is a plain value such as a number.
         new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
 
-    The functions are generated because both run for every event in a lane, and loops over the names take three times as long. The
-    source contains only names from the lifecycle's table.
+    The functions are generated because both run for every event in a lane, and loops over the names cost more
+    (`benchmarks/results/shortcuts.md`). The source contains only names from the lifecycle's table.
     """
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
