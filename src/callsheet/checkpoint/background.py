@@ -61,7 +61,8 @@ class AsyncWriter:
     ) -> None:
         """Copy the state and begin to write it, as `write_checkpoint` does; `result` raises the errors.
 
-        If a checkpoint is still being written, wait for it. Raise its `CheckpointError`, unless `result` has already raised that.
+        If a checkpoint is still being written, wait for it. If that fails, raise its `CheckpointError`, unless `result` has
+        already raised it.
         """
         self._settle()
         if self._prepared is not None:

@@ -21,7 +21,7 @@ _deletions: list[Future[None]] = []
 def disk_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor with one thread, which on Linux has a lower priority than training.
 
-    The interpreter waits for it at its end.
+    When the interpreter exits, it waits for the thread.
     """
     return ThreadPoolExecutor(1, name, initializer=_lower_priority)
 

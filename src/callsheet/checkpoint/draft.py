@@ -92,7 +92,7 @@ class Staging:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the missing buffers and touch their pages, which takes several times as long as a copy."""
+        """Allocate the buffers that are missing, and touch their memory pages, which takes several times as long as a copy."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():

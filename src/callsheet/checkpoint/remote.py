@@ -107,8 +107,7 @@ class RemoteFolder(Folder):
 
 @contextlib.contextmanager
 def _errors(verb: str, path: str) -> Iterator[None]:
-    """Convert an error inside the `with` block to a `CheckpointError`, whichever library raises it, such as botocore or aiohttp.
-    """
+    """Convert an error inside the `with` block to a `CheckpointError`, whichever library (such as botocore) raises it."""
     try:
         yield
     except CheckpointError:

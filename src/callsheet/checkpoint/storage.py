@@ -33,10 +33,10 @@ class Folder(Protocol):
     """The folder's path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
-        """Return the folder `name` inside this one. It need not exist."""
+        """Return the folder `name` inside this folder. It need not exist."""
 
     def parent(self) -> Folder:
-        """Return the parent folder."""
+        """Return the folder that contains this folder."""
 
     def is_folder(self) -> bool:
         """Return whether the folder exists and is not a link."""
@@ -48,7 +48,7 @@ class Folder(Protocol):
         """
 
     def folders(self) -> list[str]:
-        """Return the names of the folders inside this one. Links are left out.
+        """Return the names of the folders inside this folder. Links are left out.
 
         The result is empty if the folder does not exist.
         """
@@ -76,7 +76,7 @@ class Folder(Protocol):
 
 
 def plain_name(folder: str, name: str) -> str:
-    """Return `name`. Raise `CheckpointError` if it is not the name of a file directly in the folder."""
+    """Return `name` if it is the name of a file directly in the folder. Raise `CheckpointError` if it is not."""
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not the name of a file inside a checkpoint; use plain names")
     return name

@@ -78,7 +78,7 @@ class HandlerEntry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of a handler within its event: first the phase, then the order of registration."""
+        """The sort key among the handlers of one event: first the phase, then the order of registration."""
         return PHASES.index(self.phase), self.number
 
 
@@ -119,7 +119,7 @@ class Dispatcher(Protocol):
 
 
 class CallSheet:
-    """The printable table of all handlers: event, phase, callback, ranks, lane and interval, in the order in which they are called."""
+    """The table of all handlers in the order of calls, with event, phase, callback, ranks, lane and interval."""
 
     def __init__(self, entries: tuple[HandlerEntry, ...] = ()) -> None:
         self.entries = entries

@@ -118,11 +118,11 @@ class Callback(Hooks):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called when a checkpoint is loaded."""
+        """Restore the state that `state_dict` returned. Called when a checkpoint is loaded."""
 
 
 def label_of(callback: Callback) -> str:
-    """Return the callback's name in tables, errors and checkpoints: its own, or its class's."""
+    """Return the callback's name in tables, errors and checkpoints: its `name`, or the name of its class if that is empty."""
     return callback.name or type(callback).__name__
 
 
@@ -186,7 +186,7 @@ def marks(function: Any) -> Marks:
 
 
 def one_of(what: str, word: str, words: tuple[W, ...]) -> W:
-    """Return `word` if it is one of `words`; otherwise raise a `ConfigError` that suggests the most similar one."""
+    """Return `word` if it is one of the valid `words`; otherwise raise a `ConfigError` that suggests the most similar one."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
     return words[words.index(word)]

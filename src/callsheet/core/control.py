@@ -21,7 +21,7 @@ from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 logger = logging.getLogger("callsheet")
 
 REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
-"""The methods of `Control` that make requests."""
+"""The names of the methods of `Control` with which callbacks make requests."""
 
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 """The kinds of checkpoints, the least important first.
@@ -128,12 +128,12 @@ class Control:
 
     @property
     def stop_requested(self) -> Request | None:
-        """The first request to stop training."""
+        """The first request to stop training, or None."""
         return self._stop
 
     @property
     def save_requested(self) -> Request | None:
-        """The save request that decides the kind of the checkpoint at the next boundary."""
+        """The request that decides which kind of checkpoint is saved at the next boundary, or None."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property
@@ -143,7 +143,7 @@ class Control:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the next boundary will carry out."""
+        """The evaluation request that the next boundary will carry out, or None."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:

@@ -69,7 +69,7 @@ class DispatchTable:
         self.changed()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
-        """Return spans that fire their events on `ctx` from this table."""
+        """Return the spans whose events are fired on `ctx` and read from this table."""
         spans = Spans(ctx, dispatcher)
         self._spans.append(spans)
         self.compile()
@@ -93,7 +93,7 @@ class DispatchTable:
         return self._plain[event][0] is not None
 
     def changed(self, *events: str) -> None:
-        """Recompile these events after the call sheet has changed; all of them if none is given."""
+        """Recompile these events after the call sheet has changed. Without arguments, recompile all events."""
         is_running = bool(self._spans) or self.ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
@@ -102,13 +102,13 @@ class DispatchTable:
             self.compile(events if is_compiled else EVENTS)
 
     def compile(self, events: Iterable[str] = EVENTS) -> None:
-        """Compile these events from the current entries."""
+        """Compile these events from the current call sheet entries."""
         self._plain, self._timed = self._table(self._plain, events, in_window=False), {}
         self.has_listeners.link(self._plain, events)
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Dispatch these events from the timed table inside a timing window, otherwise from the plain one."""
+        """Start or stop using the table of timed handlers for these events, depending on whether a timing window is open."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table({}, EVENTS, in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

@@ -30,12 +30,12 @@ class Span(NamedTuple):
 
     @property
     def start_event(self) -> str:
-        """The event that opens the span."""
+        """The name of the event that opens the span."""
         return f"on_{self.name}_start"
 
     @property
     def end_event(self) -> str:
-        """The event that closes the span."""
+        """The name of the event that closes the span."""
         return f"on_{self.name}_end"
 
 
@@ -186,7 +186,7 @@ POINTS: dict[str, Point] = {
 }
 
 ANYWHERE = frozenset({"on_checkpoint_published", "on_preempt", "on_exception"})
-"""Points that may occur in any span."""
+"""Events without a span that may occur inside any span."""
 
 _STEP_ENDS = {"eval": "on_eval_step_end", "test": "on_test_step_end", "predict": "on_predict_step_end"}
 _EVALUATION = tuple((f"on_{loop}_step_start", end) for loop, end in _STEP_ENDS.items())
@@ -367,11 +367,11 @@ def canonical_order() -> tuple[str, ...]:
 
 
 EVENTS: tuple[str, ...] = canonical_order()
-"""Every event, in canonical order."""
+"""The names of all events, in the order in which they occur in a run."""
 
 
 def events_within(*spans: str) -> tuple[str, ...]:
-    """Return the events of these spans and of everything inside them, in canonical order."""
+    """Return the events of these spans and of everything inside them, in the order in which they occur in a run."""
     found: set[str] = set()
     for name in spans:
         if name in POINTS:

@@ -240,7 +240,7 @@ class CallbackManager:
         return self._table.has_handlers(as_event(event))
 
     def call_sheet(self) -> CallSheet:
-        """Return the printable table of all handlers, of all ranks."""
+        """Return the table of all handlers of all ranks, which can be printed."""
         return all_entries(self._table.entries)
 
     # --- dispatch ---
@@ -250,7 +250,8 @@ class CallbackManager:
 
         Raises:
             UnknownEventError: no such event.
-            BaseException: what a callback that is not isolated raised. The handlers of phases `report` and `restore` are called first.
+            BaseException: the error of a callback that is not isolated. The handlers of phases `report` and `restore` are called
+                first.
         """
         try:
             first, rest, named, entries = self._active[event]
@@ -273,7 +274,7 @@ class CallbackManager:
             self.current = ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
-        """Return the spans that a loop uses to fire its events on `ctx`."""
+        """Return the spans with which a loop fires its events on `ctx`."""
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:

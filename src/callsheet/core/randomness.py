@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore the random states that `random_state` returned. States of libraries that this process has not imported are ignored."""
+    """Restore the states that `random_state` returned. States of libraries that this process has not imported are ignored."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     random.setstate(state["python"])
     if numpy is not None and "numpy" in state:

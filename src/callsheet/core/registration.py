@@ -109,7 +109,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of a checked callback by event. If the callback overrides `on_event`, that method handles all events."""
+    """Return the handlers of a checked callback by event. If it overrides `on_event`, that method handles all events."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):

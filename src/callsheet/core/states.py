@@ -97,7 +97,7 @@ def load_states(
 
 
 def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Callback]:
-    """Return the registered callback objects; plain functions are left out."""
+    """Return the callback objects among the registrations; plain functions are left out."""
     return {registration: registration.thing for registration in registrations if isinstance(registration.thing, Callback)}
 
 

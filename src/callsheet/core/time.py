@@ -60,8 +60,7 @@ def _number(digits: str, unit: TimeUnit, text: str) -> float:
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
-    """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError for any other text.
-    """
+    """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError if it is invalid."""
     bare = text.strip()
     if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
@@ -242,7 +241,7 @@ class Timestamp(NamedTuple):
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """Return the timestamp with these sums over the ranks added, both to the totals and to the counters within the epoch."""
+        """Return the timestamp with these counts of all ranks added, both to the totals and to the counters within the epoch."""
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds
         more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds

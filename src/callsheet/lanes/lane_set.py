@@ -76,7 +76,7 @@ class LaneSet:
 
     @property
     def dropped(self) -> dict[Registration, int]:
-        """How many events each lane has dropped in this run, including lanes that have ended."""
+        """How many events the lane of each callback has dropped in this run, including lanes that have ended."""
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:

@@ -83,8 +83,7 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(ctx, **payload)` of the callback in its process, and wait for it to return. The lane's thread calls this.
-        """
+        """Call `method(ctx, **payload)` of the callback in its process, and wait for it. The lane's thread calls this."""
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 

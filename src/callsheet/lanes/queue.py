@@ -93,7 +93,7 @@ class Lane:
         self._limit = self.options.queue
         self._looked_from = 0  # queue length at which `put` begins to call `look`; half of the limit once the thread runs
         self.items: deque[Any] = deque()
-        """The waiting items; with `overflow="latest"` each is a `_Waiting`."""
+        """The items in the queue. With `overflow="latest"`, each is wrapped in a `_Waiting`."""
         self.room = 0
         """As long as the queue is shorter than this, callers may use `items.append`, which is faster than `put`."""
         self._forgets_kinds = self.options.overflow == "latest"

@@ -105,22 +105,22 @@ class LaneControl:
 
     @property
     def stop_requested(self) -> Request | None:
-        """See `Control.stop_requested`."""
+        """The first request to stop training; see `Control.stop_requested`."""
         return self._control.stop_requested
 
     @property
     def save_requested(self) -> Request | None:
-        """See `Control.save_requested`."""
+        """The request that decides which kind of checkpoint is saved next; see `Control.save_requested`."""
         return self._control.save_requested
 
     @property
     def save_requests(self) -> tuple[Request, ...]:
-        """See `Control.save_requests`."""
+        """All requests for the next checkpoint; see `Control.save_requests`."""
         return self._control.save_requests
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """See `Control.evaluate_requested`."""
+        """The request for an evaluation at the next boundary; see `Control.evaluate_requested`."""
         return self._control.evaluate_requested
 
     @property
@@ -130,7 +130,7 @@ class LaneControl:
 
     @property
     def load_path(self) -> str | None:
-        """The checkpoint requested with `Control.load`."""
+        """The path of the checkpoint that was requested with `Control.load`."""
         return self._control.load_path
 
     def values(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ _SAME = frozenset({"control", "event", "run"})
 
 
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
-    """Return a snapshot that holds these fields."""
+    """Return a snapshot with these values as its fields."""
     made = Snapshot.__new__(Snapshot)
     made.control = control  # type: ignore[assignment]  # only the part of the control that a lane may use
     made._lane = control

@@ -67,7 +67,7 @@ class Boundaries:
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
 
     def next_step(self) -> int:
-        """Return the next step after which something can be due.
+        """Return the next step after which something can be due, such as a log, an evaluation or a checkpoint.
 
         Units other than batches advance only at log boundaries and ends of epochs.
         """
@@ -225,8 +225,9 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Whether no callback reads the record at this log boundary, and nothing has been requested since the boundary was
-        scheduled.
+        """Return whether this log boundary can be skipped.
+
+        That is so if no callback reads the metrics record, and nothing has been requested since the boundary was scheduled.
         """
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 

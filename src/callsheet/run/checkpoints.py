@@ -129,7 +129,7 @@ class Checkpoints:
         self.local: dict[str, Stateful] = {}
         """The parts of a checkpoint that each rank has for itself. They are loaded after the shared parts."""
         self.begun = 0
-        """The number of background saves that have begun."""
+        """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
         """The request that ended training, which is stored in checkpoints that are saved afterwards."""
         self._manager = manager
@@ -282,7 +282,7 @@ class Checkpoints:
             self._fire_published(_sealed(info, seal))
 
     def close(self) -> None:
-        """Let the background save finish, if it can. No event is fired, because the run is over."""
+        """Let the background save finish, if there is one. No event is fired, because the run is over."""
         finish_deletions()
         if self._writer is not None:
             self._writer.close()

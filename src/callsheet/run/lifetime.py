@@ -1,4 +1,4 @@
-"""The lifetime of a run: its start is fired once, an exception at most once, and its end exactly once, however the run ends."""
+"""The lifetime of a run. Its start is fired once, an exception at most once, and its end exactly once, however the run ends."""
 
 from __future__ import annotations
 

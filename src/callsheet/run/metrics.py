@@ -28,20 +28,20 @@ Schema = dict[str, tuple[Over, Across]]
 """Maps each logged name to how its values are combined: `over` the steps and `across` the ranks."""
 
 Names = str | tuple[str, ...]
-"""One name, or the names of the numbers in a one-dimensional tensor."""
+"""One metric name, or a tuple with a name for each number in a one-dimensional tensor."""
 
 
 class Reducer(Protocol):
     """Reduces values over the ranks. Every rank makes the same calls in the same order."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks."""
+        """Return the sum of each value over the ranks."""
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over the ranks."""
+        """Return the maximum of each value over the ranks."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
+        """Return the `value` of every rank, in the order of ranks."""
 
 
 class Series:
@@ -64,7 +64,7 @@ class Series:
         self.unweighted = 0  # number of values that were logged without a weight; each has weight 1
 
     def add(self, value: Any, weight: Any = None) -> None:
-        """Add a value."""
+        """Add a logged value, with its weight."""
         if self.over == "last":
             self.values = [value]
             return
@@ -156,7 +156,7 @@ class MetricLog:
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """Replace the series that several names share by one series for each name."""
+        """Replace the series of a tensor with several names by one series for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
@@ -292,7 +292,7 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
 
 
 def scalar(name: str, value: Any) -> Any:
-    """Return `value` as a number or a detached scalar tensor."""
+    """Return the logged `value` as a number or a detached scalar tensor. `name` is for the error message."""
     if hasattr(value, "detach"):
         if value.dim() and value.numel() == 1:
             value = value.reshape(())
@@ -355,7 +355,7 @@ def _total(values: list[Any]) -> Any:
 
 
 def _wider(value: Any) -> Any:
-    """Return `value`; a tensor of fewer than 32 bits is converted to a dtype in which it can be multiplied and summed."""
+    """Return `value`. Convert a tensor of fewer than 32 bits to a dtype in which it can be multiplied and summed."""
     return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
 
 

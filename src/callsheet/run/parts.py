@@ -37,7 +37,7 @@ class DueEvaluation:
 
 
 class EvaluationSchedule(Protocol):
-    """Says when the evaluation of one dataset is due. `every` is None if the dataset is evaluated only on request."""
+    """How often one dataset is evaluated. `every` is None if it is evaluated only on request."""
 
     every: Interval | None
 
@@ -87,7 +87,10 @@ class Stateful(Protocol):
 
 
 class CheckpointsPart(Protocol):
-    """Saves and loads checkpoints. They store the states of `shared` (the same on all ranks) and of `local` (each rank's own)."""
+    """Saves and loads checkpoints.
+
+    Checkpoints store the states of the parts in `shared` (the same on all ranks) and in `local` (each rank's own).
+    """
 
     shared: dict[str, Stateful]
     local: dict[str, Stateful]

@@ -169,7 +169,7 @@ class ProcessGroups:
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error that names the ranks at fault after a collective has failed with `error`."""
+        """Return the error to raise after a collective has failed with `error`. It names the ranks at fault."""
         first = (str(error).splitlines() or [""])[0]
         return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
 
@@ -255,7 +255,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Raise an error that names the missing rank if a collective fails."""
+        """Convert the error of a collective that fails inside the `with` block to one that names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -319,7 +319,7 @@ class _Notes:
         return kind, text
 
     def question(self) -> None:
-        """Ask all ranks whether they are present."""
+        """Ask all ranks, through the store, whether they are present."""
         self._set("who", "")
 
     def is_asked(self) -> bool:

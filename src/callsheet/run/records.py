@@ -19,7 +19,7 @@ from callsheet.run.tally import Tally
 
 
 class Records:
-    """Collects the run's metrics and counts. At each log boundary it makes a record of them that is the same on all ranks."""
+    """Collects the run's metrics and counts. At a log boundary, it makes a record of them that is the same on all ranks."""
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
@@ -125,7 +125,7 @@ class Records:
         self._manager.publish_costs(ctx)
 
     def _memory_bytes(self) -> int:
-        """Return the peak of allocated device memory since the process began. On the CPU, return the current resident memory."""
+        """Return the peak of allocated device memory since the process began. On the CPU, return the process's current memory."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return int(self._process.memory_info().rss)

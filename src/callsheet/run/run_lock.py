@@ -52,9 +52,9 @@ from callsheet.errors import RunInUseError, RunLockLostError
 logger = logging.getLogger("callsheet")
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""How long a run waits for the lock of its folder by default."""
+"""How long a run waits by default for the lock of its folder, if another process holds it."""
 HEARTBEAT_SECONDS = 10.0
-"""The interval at which the owner writes that it is alive."""
+"""The interval at which the owner of a lock writes that it is alive."""
 STALE_SECONDS = 60.0
 """After how many seconds without a new heartbeat a claim of another machine's process is ignored."""
 
@@ -104,7 +104,10 @@ class Claim:
 
 
 def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that owns the run in `folder`; None if there is none or it cannot be read. This writes nothing."""
+    """Return the claim that owns the run in `folder`; None if there is none or it cannot be read.
+
+    A claim is the content of a lock file. This function writes nothing.
+    """
     try:
         path = _path_of(Path(os.path.abspath(folder)))
         numbers = [int(name) for name in os.listdir(path) if name.isdecimal()]
@@ -157,7 +160,7 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the lock is known to be lost."""
+        """Whether another run is known to have taken over the lock."""
         return bool(self._lost)
 
     @property
@@ -208,7 +211,7 @@ class RunLock:
             )
 
     def rejection(self, owner: Owner) -> str:
-        """Return the error message for a run that did not get the lock."""
+        """Return the error message for a run that could not acquire the lock from `owner`."""
         if owner.is_in_this_process:
             return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."
         message = f"{self.folder} is being trained by {owner}. Use `--run_name` to start another run beside it."

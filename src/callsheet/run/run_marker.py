@@ -15,7 +15,7 @@ MARKER = "run.json"
 
 
 def mark_run(folder: Path, name: str) -> None:
-    """Write the marker if the folder exists and has none. If the run has written nothing, there is no folder."""
+    """Write the marker file `run.json` if the folder exists and has none. If the run has written nothing, there is no folder."""
     path = folder / MARKER
     if folder.is_dir() and not path.exists():
         draft = path.with_name(f"{MARKER}.new")
@@ -25,5 +25,5 @@ def mark_run(folder: Path, name: str) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Return whether training has begun in this folder."""
+    """Return whether the folder has the file `run.json`, which says that training has begun in it."""
     return (folder / MARKER).exists()

@@ -52,7 +52,7 @@ class SignalWatch:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that are left of the grace period; infinite until a signal arrives."""
+        """How many seconds of the grace period are left; infinite until a signal arrives."""
         return float("inf") if self.arrived_at is None else self.arrived_at + self.grace - time.monotonic()
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.errors import ConfigError
 
 ROWS, INPUTS = 4, 2
-"""The shape of each batch."""
+"""The shape of each batch: its number of rows, and the number of inputs in each row."""
 
 
 class FakeLoop:
@@ -109,7 +109,7 @@ class FakeLoop:
         self._run.checkpoints.loads = self._load
         self._run.losses = lambda: self._step_loss
         self.saved: dict[int, dict[str, Any]] = {}
-        """The checkpoints, by the step after which they were made. Pass one to another loop as `resume`."""
+        """The checkpoints, by the step after which they were made. Pass one to another `FakeLoop` as `resume`."""
 
     @property
     def ctx(self) -> Context:

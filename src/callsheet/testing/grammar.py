@@ -245,7 +245,7 @@ class GrammarChecker:
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
-    """Check a whole sequence of events against the grammar; see `GrammarChecker`.
+    """Check that the lifecycle allows a whole sequence of events; see `GrammarChecker`.
 
     Raises:
         GrammarError: the lifecycle does not allow the sequence.

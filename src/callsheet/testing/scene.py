@@ -214,7 +214,12 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 
 
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the first name that is missing in one mapping or has different values. Without a subject, all names are compared."""
+    """Return the first name that is missing in one mapping or has different values.
+
+    With a `subject`, only the values that it compares count.
+
+    Values that the `subject` excludes are ignored. Without a subject, all are compared.
+    """
     for name in sorted(one.keys() | other.keys()):
         if (subject is None or subject.compares(name)) and one.get(name) != other.get(name):
             return f"{name} is {_readable(one.get(name))} in one, {_readable(other.get(name))} in the other"

@@ -1,4 +1,4 @@
-"""A small run that uses a little of everything, to test callbacks."""
+"""A small run that uses a little of every feature, to test callbacks."""
 
 from __future__ import annotations
 

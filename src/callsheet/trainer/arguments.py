@@ -176,7 +176,7 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
 
 
 def _check_usable(device: torch.device) -> None:
-    """Raise ConfigError if the device is not available on this machine."""
+    """Raise ConfigError if this machine does not have the device."""
     if device.type == "cuda" and torch.cuda.is_available():
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
@@ -254,8 +254,7 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """Return the scheduler. If a factory is given, call it with the optimizer. Raise ConfigError if the scheduler cannot be used.
-    """
+    """Return the scheduler. If a factory is given, call it with the optimizer. Raise ConfigError if the result cannot be used."""
     if optimizer is None:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given

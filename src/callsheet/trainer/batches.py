@@ -56,7 +56,7 @@ class TrainBatches:
 
     @property
     def loader(self) -> Iterable[Any] | None:
-        """The original dataloader."""
+        """The dataloader as the user gave it."""
         return self._loader
 
     @loader.setter
@@ -168,8 +168,7 @@ class TrainBatches:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on the device. Containers are copied; objects that have no device are returned unchanged.
-    """
+    """Return the batch with its tensors on the device. Containers are copied; other objects are returned unchanged."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):

@@ -26,7 +26,7 @@ class EvalMetrics:
             metric.reset()
 
     def add(self, outputs: Any, batch: Any, is_filler: bool) -> None:
-        """Update the metrics with one batch."""
+        """Update the metrics with the outputs for one batch."""
         if not self._metrics or (is_filler and not self._is_empty):
             return
         pair = self._task.predictions_and_targets(outputs, batch)

@@ -72,7 +72,7 @@ class Schedule:
         return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
     def done(self, step: int, state: TrainState) -> None:
-        """Record that the evaluation was done."""
+        """Record that the evaluation at `step` was done."""
         self._last_step = step
         self._passed = self._index(state)
 
@@ -100,7 +100,7 @@ class Evaluation:
     """
 
     is_resumed = True
-    """It is always True: checkpoints store the evaluation that is due, and a resumed run carries it out."""
+    """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out. Always True."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Evaluation:
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
-        """Load the evaluator's data and begin its schedule. This is a collective."""
+        """Load the data of the evaluator `name`, and begin its schedule. This is a collective."""
         argument = f"eval_dataloader {name!r}"
         whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
         self.loaders[name] = self._share(whole, argument)
@@ -175,7 +175,7 @@ class Evaluation:
         return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # a fixed seed for all runs
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the evaluators that are due at the current boundary.
+        """Return the names of the evaluators that are due at the current boundary.
 
         A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
         due in the checkpoint of a resumed run.
@@ -210,15 +210,14 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Evaluators that are added later receive their part of the state when they are added.
-        """
+        """Load what `state_dict` returned. Evaluators that are added later receive their part of the state then."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
         self._resumed_generators = state["generators"]
 
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate every dataset.
+        """Evaluate every dataset in `loaders`.
 
         Return its losses and metrics by the dataset's name; they are also logged as `<dataset>/<name>`.
 
@@ -324,7 +323,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run the model on every batch of this rank's part, or stop at a signal. All ranks run the same number of steps."""
+        """Run the model on every batch of this rank's part, or stop at a signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():

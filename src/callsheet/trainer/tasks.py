@@ -60,7 +60,7 @@ class Task:
 
         Return None if the loss is not a mean over tokens.
 
-        It is logged as `train/label_tokens`.
+        The number is logged as `train/label_tokens`.
         """
         return None
 
@@ -71,7 +71,7 @@ class Task:
 
 
 _NO_PAIR = (KeyError, IndexError, TypeError, AttributeError)
-"""The errors that `batch[0]` may raise if the batch is not a pair."""
+"""The errors that `batch[0]` or `batch[1]` may raise if the batch is not a pair of inputs and targets."""
 
 
 def _described(batch: Any) -> str:

@@ -371,7 +371,7 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _warn_of_long_intervals(self) -> None:
-        """Warn of intervals that are longer than the run.
+        """Warn of intervals that are longer than the run, so that they never take effect.
 
         This is not an error, so that a trial of ten steps needs no other intervals.
         """
@@ -414,7 +414,10 @@ class Trainer:
             return self._run.boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """Return the mean losses and metrics over a test set, which are the same on all ranks. Raises as `evaluate` does."""
+        """Return the mean losses and metrics over a test set. They are the same on all ranks.
+
+        Raises the same errors as `evaluate`.
+        """
         with self._run.lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
             self._run.records.fire_evaluation(self.ctx, self._evaluation.take())
@@ -423,7 +426,7 @@ class Trainer:
     def predict(self, dataloader: Loader) -> list[Any]:
         """Return the model's outputs for this rank's part of the data, one item per batch, on the device.
 
-        Raises as `evaluate` does.
+        Raises the same errors as `evaluate`.
         """
         with self._run.lifetime, self._doing("predict"):
             return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))

@@ -142,7 +142,7 @@ def random_state_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> list[Any]:
-    """Return the states of the generators in attributes of the loader, its samplers and its datasets."""
+    """Return the states of the random generators in attributes of the loader, its samplers and its datasets."""
     return generator_states(own_generators((loader, *samplers(loader), *datasets(loader))))
 
 

@@ -26,8 +26,7 @@ def generator_states(generators: Sequence[Any]) -> list[Any]:
 
 
 def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Restore the states that `generator_states` returned. If there are more generators than states, the others keep their state.
-    """
+    """Restore what `generator_states` returned. If there are more generators than states, the others keep their state."""
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, random.Random):
             generator.setstate(state)
@@ -38,7 +37,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
 
 
 def seed_generators(generators: Iterable[Any], number: int) -> None:
-    """Seed each generator with 64 bits."""
+    """Seed each of these generators with the 64-bit number `number`."""
     for generator in generators:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(number)

@@ -110,7 +110,7 @@ class PreshardedData:
         return self._shared_out(batches, taken)
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the random states of the epoch's start, and the dataloader's own state if it has one."""
+        """Return the position in the epoch: the random states of its start, and the dataloader's own state if it has one."""
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
         keeps_place = hasattr(self._loader, "state_dict") and not has_ended
         return {
@@ -128,7 +128,7 @@ class PreshardedData:
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """Return the loader, or a new one built from its parts that can be resumed in any epoch."""
+        """Return the loader, or one rebuilt from its parts, whose epochs can all be resumed."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -233,7 +233,7 @@ class PreshardedData:
         )
 
     def _warn_of_workers(self, *, is_new_epoch: bool) -> None:
-        """Warn if a resumed run cannot get the same batches from its workers as before."""
+        """Warn if the loader's workers cannot repeat in a resumed run the batches that they gave before."""
         loader = self._given
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             return

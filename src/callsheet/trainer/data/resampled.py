@@ -1,4 +1,4 @@
-"""The strategy `split`: a DataLoader over samples with indices gets a batch sampler that gives each rank its own samples."""
+"""The strategy `split`: a map-style DataLoader gets a batch sampler that gives each rank its own samples."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ class ResampledData:
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: the length of the part of the order that was trained on, and a digest of the order.
-        """
+        """Return the position in the epoch: the length of the order that was trained on, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:

@@ -72,7 +72,7 @@ class RoundRobinData:
         return batches
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return how many batches have been drawn, the state of the dataloader, and its random states."""
+        """Return the position in the epoch: how many batches were drawn, the state of the dataloader, and its random states."""
         assert self._dealt is not None
         return {
             "drawn": self._dealt.drawn,
