@@ -1,6 +1,6 @@
 """What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
 
-The loops are those of the tests (`tests/bridges/homes`): a small model, no evaluation. Five trainings stand side by side, each in a process of
+The loops are those of the tests (`tests/bridges/loops`): a small model, no evaluation. Five trainings stand side by side, each in a process of
 its own, and pass a baton: a bare loop, the same in Ignite's engine without handlers, the framework with its empty callback, with a host that nobody
 listens to, and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one forward of the model to the next, and the others
 wait: so all have the same weather. The first three steps with the baton do not count. The time is the training thread's own, and all five are on
@@ -17,7 +17,7 @@ with which it has nothing to do. That took 10 µs a step where the promises were
 
 Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is. It runs on Linux, which can hold a thread to a core.
 
-    python benchmarks/bridges.py [--sets 10] [--rounds 80] [--homes lightning,ignite] [--raw FILE [--restart]]
+    python benchmarks/bridges.py [--sets 10] [--rounds 80] [--loops lightning,ignite] [--raw FILE [--restart]]
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from typing import NamedTuple
 
 import torch
 
-import homes
+import loops
 import trainer as peers
-from homes import EMPTY, NOBODY, TEN
+from loops import EMPTY, NOBODY, TEN
 from timing import machine
 
 MISSING = 3  # a child's status, where the framework is not installed
@@ -54,7 +54,7 @@ STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not cou
 WARM = 70  # steps before the first; records are in the midst of stretches
 BARE, PEER = "bare", "peer"
 PEERS = (BARE, PEER)
-RUNNERS = (*PEERS, *homes.WITH)
+RUNNERS = (*PEERS, *loops.WITH)
 PROMISED = {NOBODY: 2, TEN: 5}  # of what the peer adds
 FLOORS = {PEER: BARE, NOBODY: EMPTY, TEN: EMPTY}
 FASTEST = 0.005  # of all steps of a host's sets: what a step takes
@@ -106,10 +106,10 @@ class Baton:
 def be_a_runner(runner: str, name: str, baton: Baton) -> list[float]:
     """A child's whole life; what it took."""
     torch.set_num_threads(1)
-    if runner in homes.WITH:
-        homes.train(name, runner, baton.forward, steps=baton.steps, log_every=STRETCH)
+    if runner in loops.WITH:
+        loops.train(name, runner, baton.forward, steps=baton.steps, log_every=STRETCH)
     else:
-        homes.train_a_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], baton.forward, steps=baton.steps)
+        loops.train_a_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], baton.forward, steps=baton.steps)
     return baton.took
 
 
@@ -118,7 +118,7 @@ def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: in
 
     Args:
         descriptors: `Baton`'s, of each runner.
-        name: of the home.
+        name: the name of the loop.
         rounds: as for `Baton`.
         core: as for `Baton`.
     """
@@ -130,10 +130,10 @@ def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: in
         importlib.import_module("ignite.engine")
     else:
         try:
-            home = homes.home(name)
+            loop = loops.loop_of(name)
         except ModuleNotFoundError:
             sys.exit(MISSING)
-        host = f"{home.NAME} {home.VERSION}"
+        host = f"{loop.NAME} {loop.VERSION}"
     batons = [Baton(turn, following, ready, rounds, core) for turn, following, ready in descriptors.values()]
     with ProcessPoolExecutor(len(batons), get_context("fork")) as pool:  # all at once, one each
         took = dict(zip(descriptors, pool.map(be_a_runner, descriptors, [name] * len(batons), batons), strict=True))
@@ -146,7 +146,7 @@ def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: in
 class Set(NamedTuple):
     """What a set of five says."""
 
-    home: str
+    loop: str
     host: str
     steps: int
     """Of each of the five."""
@@ -158,7 +158,7 @@ def raced(name: str, rounds: int, number: int) -> Set:
     """Five trainings, from their start to their end.
 
     Args:
-        name: of the home.
+        name: the name of the loop.
         rounds: how often each has the baton.
         number: of the set; says on which core, and in which order.
 
@@ -171,7 +171,7 @@ def raced(name: str, rounds: int, number: int) -> Set:
     pipes, (is_ready, ready) = [os.pipe() for _ in order], os.pipe()
     descriptors = {runner: [pipes[place][0], pipes[(place + 1) % len(pipes)][1], ready] for place, runner in enumerate(order)}
     starters, said = list[subprocess.Popen[bytes]](), tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
-    printed = [tempfile.TemporaryFile() for _ in (PEERS, homes.WITH)]  # noqa: SIM115  # more than a pipe holds
+    printed = [tempfile.TemporaryFile() for _ in (PEERS, loops.WITH)]  # noqa: SIM115  # more than a pipe holds
 
     def look() -> bool:
         """Whether all are done."""
@@ -184,9 +184,9 @@ def raced(name: str, rounds: int, number: int) -> Set:
         return None not in ended
 
     try:
-        for python, runners, file in zip((sys.executable, homes.python_of(name)), (PEERS, homes.WITH), printed, strict=True):
+        for python, runners, file in zip((sys.executable, loops.python_of(name)), (PEERS, loops.WITH), printed, strict=True):
             own = {runner: descriptors[runner] for runner in runners}
-            command = [python, __file__, "--start", json.dumps(own), "--homes", name, "--rounds", str(rounds)]
+            command = [python, __file__, "--start", json.dumps(own), "--loops", name, "--rounds", str(rounds)]
             command += ["--core", str(cores[number % len(cores)])]
             passed = {descriptor for each in own.values() for descriptor in each}
             starter = subprocess.Popen(command, pass_fds=passed, stdout=file, stderr=said, start_new_session=True)
@@ -219,7 +219,7 @@ def raced(name: str, rounds: int, number: int) -> Set:
 
 
 def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
-    """The sets of the homes, as many as there were to be; those that the file has are not raced again.
+    """Return the sets of the loops. Sets that the file has are not run again.
 
     Raises:
         ValueError: the file has something else.
@@ -232,9 +232,9 @@ def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
         ) from error
     missing = set[str]()
     with raw.open("a", buffering=1) as file:
-        for number in range(sets):  # of every home in turn, so that none has an hour of bad weather for itself
+        for number in range(sets):  # one set of every loop in turn, so that a slow hour of the machine affects all
             for name in names:
-                if name in missing or sum(each.home == name for each in found) > number:
+                if name in missing or sum(each.loop == name for each in found) > number:
                     continue
                 if sys.stderr.isatty():
                     print(f"\rset {number + 1} of {sets}, {name}" + " " * 20, end="\r", file=sys.stderr, flush=True)
@@ -245,7 +245,7 @@ def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
                     print(f"{name} is not installed here.", file=sys.stderr)
                 else:
                     file.write(json.dumps(found[-1]._asdict()) + "\n")
-    return [each for each in found if each.home in names]
+    return [each for each in found if each.loop in names]
 
 
 def microseconds(sets: Sequence[Set]) -> dict[str, float]:
@@ -264,7 +264,7 @@ def errors(sets: Sequence[Set]) -> dict[str, float]:
 
 def show(sets: list[Set]) -> None:
     """The table."""
-    of_hosts = [[each for each in sets if each.home == name] for name in sorted({each.home for each in sets})]
+    of_hosts = [[each for each in sets if each.loop == name] for name in sorted({each.loop for each in sets})]
     found = [(microseconds(of_host), errors(of_host)) for of_host in of_hosts]
     peer = statistics.fmean(took[f"{PEER} adds"] for took, _ in found)
     peer_error = sum(error[f"{PEER} adds"] ** 2 for _, error in found) ** 0.5 / len(found)
@@ -288,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", type=int, default=10, help="of five processes, for every host")
     parser.add_argument("--rounds", type=int, default=80, help="of the baton, in a set")
-    parser.add_argument("--homes", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--loops", default="", help="such as lightning,ignite; all that are installed")
     parser.add_argument(
         "--raw", type=Path, help="where sets are kept, a line each; benchmarks/results/bridges.jsonl is the published"
     )
@@ -299,12 +299,12 @@ def main() -> None:
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
-        start(given.start, given.homes, given.rounds, given.core)
+        start(given.start, given.loops, given.rounds, given.core)
         return
     if given.restart and given.raw:
         given.raw.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        names = given.homes.split(",") if given.homes else homes.names()
+        names = given.loops.split(",") if given.loops else loops.names()
         sets = raced_all(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
     if not sets:
         sys.exit("there is no set to show")

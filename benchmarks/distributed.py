@@ -149,8 +149,8 @@ def main() -> None:
         print(f"| {kind} | {middle[f'{kind}, bare']:.1f} | {middle[kind]:.1f} | {more(kind, f'{kind}, bare'):+.1f} % |")
     print("\n| in a step that sleeps 1 ms | µs per step | difference |\n| --- | --- | --- |")
     print(f"| nothing | {middle['short']:.0f} | |")
-    for name, told in (("agreement", "agreement"), ("records", "two metrics, a record every tenth step")):
-        print(f"| {told} | {middle[f'short, {name}']:.0f} | {more(f'short, {name}', 'short'):+.1f} % |")
+    for name, label in (("agreement", "agreement"), ("records", "two metrics, a record every tenth step")):
+        print(f"| {label} | {middle[f'short, {name}']:.0f} | {more(f'short, {name}', 'short'):+.1f} % |")
 
 
 if __name__ == "__main__":

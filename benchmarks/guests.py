@@ -1,7 +1,7 @@
 """What a callback of another framework costs a step here, as a guest, beside what its own framework's dispatch takes for it.
 
-Each foreign callback does nothing at the hooks of a step that are named. At home: that framework's own dispatcher, called with what its
-loop gives it, for ten such callbacks. Here: every event of a step, told in the midst of a run with ten guests, less the same in a run
+Each foreign callback does nothing at the hooks of a step that are named. At own: that framework's own dispatcher, called with what its
+loop gives it, for ten such callbacks. Here: every event of a step, fired during a run with ten guests, minus the same in a run
 without them; what the guests keep together is in it. In both, one call stands after the other, with nothing between them.
 
     python benchmarks/guests.py [--turns 15] [--frameworks lightning,ignite]
@@ -113,11 +113,11 @@ def huggingface() -> Framework:
             TrainerState(),
             TrainerControl(),
         )
-        told = [getattr(handler, hook) for hook in hooks]
+        methods = [getattr(handler, hook) for hook in hooks]
 
         def step() -> None:
-            for tell in told:
-                tell(arguments, state, control)
+            for method in methods:
+                method(arguments, state, control)
 
         return step
 
@@ -219,7 +219,7 @@ def keras() -> Framework:
 
 def composer() -> Framework:
     sys.path.insert(0, TESTS)
-    importlib.import_module("bridges.homes.composer")  # which declares operators that torchvision asks for
+    importlib.import_module("bridges.loops.composer")  # which declares operators that torchvision asks for
     from composer.core import Callback, Engine, Event, State
     from composer.loggers import Logger
 
@@ -249,7 +249,7 @@ def composer() -> Framework:
 def megatron_bridge() -> Framework:
     sys.path.insert(0, TESTS)
     package: Any = importlib.import_module(
-        "bridges.homes.megatron_bridge"
+        "bridges.loops.megatron_bridge"
     ).interface()  # alone: what stands around it needs a GPU
     if package is None:
         raise ModuleNotFoundError(name="megatron.bridge")
@@ -285,7 +285,7 @@ FRAMEWORKS = (
 )  # the first declares what torchvision asks for
 
 
-def at_home(step: Callable[[], Any]) -> Callable[[], float]:
+def in_framework(step: Callable[[], Any]) -> Callable[[], float]:
     """Microseconds a step."""
 
     def turn() -> float:
@@ -332,7 +332,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             figures = in_turns(
                 {
-                    "home": at_home(framework.dispatch(made)),
+                    "framework": in_framework(framework.dispatch(made)),
                     "none": here(list, folder),
                     "guests": here(
                         lambda framework=framework: [  # type: ignore[misc]
@@ -343,9 +343,9 @@ def main() -> None:
                 },
                 given.turns,
             )
-        home = least(figures, "home") / GUESTS
+        own = least(figures, "framework") / GUESTS
         guest = (least(figures, "guests") - least(figures, "none")) / GUESTS
-        lines.append(f"| {framework.name} | {framework.hooks} | {home:.2f} | {guest:.2f} | {guest / home:.2f} x |")
+        lines.append(f"| {framework.name} | {framework.hooks} | {own:.2f} | {guest:.2f} | {guest / own:.2f} x |")
     print(
         f"# {machine()}; the best of {given.turns} rounds of {STEPS} steps, ten callbacks, one thread, processor time of the thread\n"
     )

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-import homes
+import loops
 import trainer as peers
 from timing import machine
 
@@ -62,19 +62,19 @@ class Forwards:
             torch._C._valgrind_toggle_and_dump_stats()
 
 
-def run_a_home(name: str) -> None:
+def run_a_loop(name: str) -> None:
     """Train with an empty callback of the framework's own, with a host without callbacks, and with a host of ten."""
-    homes.home(name)
+    loops.loop_of(name)
     collecting()
-    for having in homes.WITH:
-        homes.train(name, having, Forwards().noted, steps=WARM + COUNTED + 8, log_every=RECORD_EVERY)
+    for having in loops.WITH:
+        loops.train(name, having, Forwards().noted, steps=WARM + COUNTED + 8, log_every=RECORD_EVERY)
 
 
 def run_peers() -> None:
     """Train with the bare loop, and with the trainers."""
     collecting()
     for loop in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
-        homes.train_a_peer(loop, Forwards().noted, steps=WARM + COUNTED + 8)
+        loops.train_a_peer(loop, Forwards().noted, steps=WARM + COUNTED + 8)
 
 
 class Clock:
@@ -102,7 +102,7 @@ def run_a_framework(name: str) -> None:
 
     def all_three() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            guests.at_home(dispatch)()
+            guests.in_framework(dispatch)()
             guests.here(list, folder)()
             guests.here(lambda: [framework.guest(framework.made(), name=str(place)) for place in range(guests.GUESTS)], folder)()
 
@@ -156,7 +156,7 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
     """Return what every training of a child process takes.
 
     Args:
-        whose: a home of `homes.py`, whose interpreter runs the child, or any other word.
+        whose: a loop of `loops.py`, whose interpreter runs the child, or any other word.
         script: the child's file.
         arguments: the child's.
         caches: whether valgrind simulates the caches, which takes twice as long.
@@ -166,7 +166,7 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
             [
                 *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--trace-children=no"),
                 *(f"--cache-sim={'yes' if caches else 'no'}", f"--callgrind-out-file={folder}/out"),
-                *(homes.python_of(whose), script, *arguments),
+                *(loops.python_of(whose), script, *arguments),
             ],
             capture_output=True,
             text=True,
@@ -203,7 +203,7 @@ def main() -> None:
         elif given.what == GUESTS:
             run_a_framework(given.child)
         else:
-            run_a_home(given.child)
+            run_a_loop(given.child)
         return
     check_valgrind(parser)
     wanted = [name for name in given.of.split(",") if name]
@@ -228,7 +228,7 @@ def print_hosts(wanted: list[str]) -> None:
     print(
         f"\n| host, without listeners | {figures} | with ten callbacks for four events: {figures} |\n|{' --- |' * 9}", flush=True
     )
-    for name in wanted or homes.names():
+    for name in wanted or loops.names():
         empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
         print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
 
@@ -241,10 +241,10 @@ def print_guests(wanted: list[str]) -> None:
     )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in wanted or FRAMEWORKS:
-        home, none, ten = counted(name, __file__, GUESTS, "--child", name)
+        own, none, ten = counted(name, __file__, GUESTS, "--child", name)
         shown = [
             f"{there / 10:,.0f} | {here / 10:,.0f} | {here / there:.2f} x"
-            for there, here in zip(home, ten.over(none), strict=True)
+            for there, here in zip(own, ten.over(none), strict=True)
         ]
         print(f"| {name} | {' | '.join(shown)} |", flush=True)
 

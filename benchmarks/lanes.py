@@ -71,7 +71,7 @@ class Sleeps(Callback):
 
 
 class Idle(Callback):
-    """Hears what is not told here."""
+    """Listens to an event that is not fired here."""
 
     def on_log(self, ctx: Context) -> None: ...
 
@@ -164,9 +164,9 @@ def instructlabs(work: Callable[[], None], module: Any) -> float:
 def edges(
     work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = CLOCKED_STEPS, *, waits: bool = True
 ) -> tuple[float, float]:
-    """Microseconds a step that telling its end takes of the training thread, the median, and what the lanes' threads take.
+    """Return the median microseconds that firing a step's end takes on the training thread, and the time of the lanes' threads.
 
-    `waits`: until they have done everything; else what counts is what they do meanwhile.
+    `waits`: wait until the lanes are idle; otherwise only their work during the steps counts.
     """
     manager = CallbackManager(made(), costs="off")
     ctx = Context(RunInfo("benchmark"))
@@ -254,22 +254,22 @@ def main() -> None:
 
     theirs: dict[str, Turn] = {THEIRS: lambda: instructlabs(short, module)} if module is not None else {}
     copies: list[float] = []
-    told: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def clocked() -> float:
         """What is read off the clocks; all of it in one turn."""
-        told["nobody"].append(edges(short, list))
-        told["given"].append(edges(short, lambda: [Background(Given())]))
-        told["reads"].append(edges(short, lambda: [Background(TenFields())]))
-        told["nobody, long"].append(edges(long, list, LONG_STEPS, waits=False))
-        told[SLEEPING].append(edges(long, sleeping, LONG_STEPS, waits=False))
-        told[IDLE].append(edges(long, ten_idle, LONG_STEPS, waits=False))
+        measured["nobody"].append(edges(short, list))
+        measured["given"].append(edges(short, lambda: [Background(Given())]))
+        measured["reads"].append(edges(short, lambda: [Background(TenFields())]))
+        measured["nobody, long"].append(edges(long, list, LONG_STEPS, waits=False))
+        measured[SLEEPING].append(edges(long, sleeping, LONG_STEPS, waits=False))
+        measured[IDLE].append(edges(long, ten_idle, LONG_STEPS, waits=False))
         if module is not None:
             copies.append(copying(short, module))
         return 0.0
 
     def clocked_median(what: str) -> tuple[float, float]:
-        return statistics.median(edge for edge, _ in told[what]), statistics.median(lanes for _, lanes in told[what])
+        return statistics.median(edge for edge, _ in measured[what]), statistics.median(lanes for _, lanes in measured[what])
 
     figures = in_turns(
         {

@@ -46,8 +46,10 @@ def write_conversations(path: Path) -> None:
     with path.open("w") as file:
         for _ in range(STEPS * BATCH):
             length = min(340, int(draw.expovariate(1 / 110)))
-            asked, told = ("".join(draw.choices("abcdefgh ", k=part)) for part in (10 + length // 3, 15 + length - length // 3))
-            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+            asked, answered = (
+                "".join(draw.choices("abcdefgh ", k=part)) for part in (10 + length // 3, 15 + length - length // 3)
+            )
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
             file.write(f"{json.dumps({'messages': messages})}\n")
 
 

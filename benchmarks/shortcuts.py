@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import homes
+import loops
 import trainer as peers
 from callsheet import Background, Callback, Context, Trainer
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
@@ -41,7 +41,7 @@ STEPS = WARM + COUNTED + 8
 NO_RECORDS = 1000  # steps between two records
 TRAINER, LANE, DELIVERY = "trainer", "lane", "delivery"
 NAMES = {TRAINER: "Trainer", LANE: "Trainer, its own thread", DELIVERY: "Trainer, the lane's thread"}
-HOSTS = tuple(name for name in homes.names() if name != "instructlab")  # its host works on a thread of its own
+HOSTS = tuple(name for name in loops.names() if name != "instructlab")  # its host works on a thread of its own
 
 
 # --- each mechanism, replaced by plain code ---
@@ -220,7 +220,7 @@ class SmallModel(nn.Linear):
 
 def peer(loop: Callable[[], float], noted: Callable[[], None]) -> None:
     with replaced(peers, "parts", small_parts):
-        homes.train_a_peer(loop, noted, steps=STEPS)
+        loops.train_a_peer(loop, noted, steps=STEPS)
 
 
 def monitors() -> list[Callback]:
@@ -257,11 +257,11 @@ def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, t
         return None, (Subject("1 in a lane", (CAPTURE,), deliver),)
 
     def host(having: str) -> Callable[[Callable[[], None]], None]:
-        return lambda noted: homes.train(name, having, noted, steps=STEPS, log_every=NO_RECORDS, model=SmallModel)
+        return lambda noted: loops.train(name, having, noted, steps=STEPS, log_every=NO_RECORDS, model=SmallModel)
 
-    return host(homes.EMPTY), (
-        Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(homes.NOBODY)),
-        Subject("ten callbacks", (CLOSE,), host(homes.TEN)),
+    return host(loops.EMPTY), (
+        Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(loops.NOBODY)),
+        Subject("ten callbacks", (CLOSE,), host(loops.TEN)),
     )
 
 
@@ -270,7 +270,7 @@ def run_loop(name: str) -> None:
     empty, subjects = loop_of(name)
     sys.setswitchinterval(1000)  # a lane's thread runs when the training thread waits, and not whenever valgrind is slow
     if name not in (TRAINER, LANE, DELIVERY):
-        homes.home(name)
+        loops.loop_of(name)
     collecting()
     with replaced(Costs, "begin", begin_untimed):
         count(empty, subjects)

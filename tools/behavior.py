@@ -159,15 +159,18 @@ def hosts(name: str) -> dict[str, Any]:
                 found.update({f"{count:04d} metric/{key}": shown(value) for key, value in ctx.record.values.items()})
 
     every_field = fields()
-    home, points = importlib.import_module(f"bridges.homes.{name}"), importlib.import_module("bridges.homes.job").POINTS
+    package = next(
+        each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each)
+    )  # the name of today, or before
+    loop, points = importlib.import_module(f"{package}.{name}"), importlib.import_module(f"{package}.job").POINTS
     everything = [EMA(), LRMonitor(), OptimizerMonitor(), CheckpointSaver(save_interval="3ba"), Trace()]
     try:
-        model = home.train(points, Path.cwd() / "both", everything, strict=False)
+        model = loop.train(points, Path.cwd() / "both", everything, strict=False)
     except Exception as error:
         found = {"rejected": type(error).__name__}
-        model = home.train(points, Path.cwd() / "alone", [LRMonitor(), Trace()], strict=False)
+        model = loop.train(points, Path.cwd() / "alone", [LRMonitor(), Trace()], strict=False)
     found["weights"] = digest(model)
-    found["weights without callbacks"] = digest(home.train(points, Path.cwd() / "none", None))
+    found["weights without callbacks"] = digest(loop.train(points, Path.cwd() / "none", None))
     return found
 
 

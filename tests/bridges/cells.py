@@ -1,4 +1,4 @@
-"""What a built-in does in a home, beside what it does in our own Trainer: a cell of the matrix."""
+"""What a built-in does in a loop of a framework, compared with our own Trainer: a cell of the matrix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from callsheet.errors import NotSupported, RequestRejected
 from callsheet.run.run_marker import MARKER
 from callsheet.testing import Subject
 
-from .homes.job import IMAGES, POINTS, TOKENS, Job
+from .loops.job import IMAGES, POINTS, TOKENS, Job
 
 EPOCHS = 3
 
@@ -103,13 +103,13 @@ class Effects:
         return found
 
 
-def home(name: str) -> ModuleType:
-    """A home by its file's name.
+def loop_of(name: str) -> ModuleType:
+    """Return a loop by the name of its file.
 
     Raises:
-        ModuleNotFoundError: its framework is not there.
+        ModuleNotFoundError: its framework is not installed.
     """
-    return importlib.import_module(f"{__package__}.homes.{name}")
+    return importlib.import_module(f"{__package__}.loops.{name}")
 
 
 def job_of(subject: Subject) -> Job:
@@ -120,7 +120,7 @@ def job_of(subject: Subject) -> Job:
 def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *, strict: bool) -> Effects:
     """Train there with them; a failure of one that is isolated is an error here."""
     sees = Sees()
-    model = home(where).train(job, folder, [*callbacks, sees], strict=strict, epochs=EPOCHS)
+    model = loop_of(where).train(job, folder, [*callbacks, sees], strict=strict, epochs=EPOCHS)
     assert not sees.failures, sees.failures
     paths = [
         path

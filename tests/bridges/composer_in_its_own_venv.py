@@ -24,9 +24,9 @@ from callsheet.loggers import JSONLLogger, Logger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
-from .homes.composer import composer, made
-from .homes.composer import trained as as_composer_has_it
-from .homes.job import IMAGES, POINTS, Job
+from .loops.composer import composer, made
+from .loops.composer import trained as as_composer_has_it
+from .loops.job import IMAGES, POINTS, Job
 from .rows import hold
 
 pytestmark = [
@@ -376,7 +376,7 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
 # --- guests ---
 
 
-class HomeTask(Task):
+class NativeTask(Task):
     """What Composer's Trainer does with such a model."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -441,7 +441,7 @@ def as_guest(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
     model = as_composer_has_it(job)
     trainer = Trainer(
         model,
-        HomeTask(model),
+        NativeTask(model),
         options.pop("train_dataloader", job.batches()),
         job.validation_batches(),
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
@@ -500,13 +500,15 @@ def test_a_guest_acts_as_in_its_own_framework(
         warnings.simplefilter("ignore")
         job = options.get("job", LINES)
         rest = {key: value() for key, value in options.items() if key != "job"}
-        home = in_framework(make(), job, tmp_path / "framework", **rest)
+        native = in_framework(make(), job, tmp_path / "framework", **rest)
         here = as_guest(make(), job, tmp_path / "here", **rest)
-    assert here.losses == pytest.approx(home.losses, rel=1e-6, nan_ok=True)
-    assert (here.steps, here.error, here.images) == (home.steps, home.error, home.images)
-    theirs = {key: values for key, values in home.logged.items() if not key.startswith(("time/", "metrics/", "trainer/"))}
+    assert here.losses == pytest.approx(native.losses, rel=1e-6, nan_ok=True)
+    assert (here.steps, here.error, here.images) == (native.steps, native.error, native.images)
+    theirs = {key: values for key, values in native.logged.items() if not key.startswith(("time/", "metrics/", "trainer/"))}
     if name in ("speed_monitor", "runtime_estimator"):
-        theirs |= {key: home.logged[key] for key in home.logged if key in ("time/train", "time/val", "time/remaining_estimate")}
+        theirs |= {
+            key: native.logged[key] for key in native.logged if key in ("time/train", "time/val", "time/remaining_estimate")
+        }
     assert theirs.keys() <= here.logged.keys()
     for key, values in theirs.items():
         if tier != "listens":  # what is logged at every batch of an evaluation comes with its end
@@ -514,7 +516,7 @@ def test_a_guest_acts_as_in_its_own_framework(
         if name in SAME:
             assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key
     if tier == "drives":
-        assert home.steps < 24 or name == "free_outputs"
+        assert native.steps < 24 or name == "free_outputs"
     if name == "speed_monitor":
         per_second = [here.logged[f"throughput/{what}_per_sec"] for what in ("batches", "samples")]
         assert [4 * value for value in per_second[0]] == pytest.approx(per_second[1])
@@ -580,15 +582,15 @@ def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
         def post_close(self) -> None:
             self.noted.append(("post_close",))
 
-    home, here = Records(), Records()
-    fit(POINTS, tmp_path, None, after=[home], device_train_microbatch_size=2)
+    native, here = Records(), Records()
+    fit(POINTS, tmp_path, None, after=[native], device_train_microbatch_size=2)
     model = POINTS.made_model()
     with Trainer(
         model, POINTS.loss, POINTS.batches(), POINTS.validation_batches(), microbatch_size=2, max_duration="2ep",
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[guest(here)], runs_folder=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.fit()
-    assert here.noted == home.noted
+    assert here.noted == native.noted
 
 
 def test_of_the_evaluations_of_a_closure_the_last_loss_counts(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ WRITES = os.environ.get("CALLSHEET_MATRIX") == "write"
 FILES = Path(matrix.__file__).parent
 
 
-def hold(bridge: str, part: str, name: str, found: Cell, home: Any = None) -> None:
-    """`part` is `callbacks` or `guests`; `home` is the framework's job, if the row needs it.
+def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> None:
+    """`part` is `callbacks` or `guests`; `loop` is the framework's job, if the row needs it.
 
     Raises:
         AssertionError: the matrix says something else.
@@ -25,8 +25,8 @@ def hold(bridge: str, part: str, name: str, found: Cell, home: Any = None) -> No
         return
     path = FILES / f"{bridge}.json"
     known = matrix.read(path.read_text("utf-8")) if path.exists() else Framework(bridge, "")
-    if home is not None:
-        known = replace(known, name=home.NAME, version=home.VERSION, how=getattr(home, "HOW", ""))
+    if loop is not None:
+        known = replace(known, name=loop.NAME, version=loop.VERSION, how=getattr(loop, "HOW", ""))
     rows: dict[str, Any] = {part: {**getattr(known, part), name: found}}
     known = replace(known, **rows)
     path.write_text(known.to_json(), "utf-8")

@@ -27,7 +27,7 @@ from callsheet.errors import NotSupported, RegistrationError, RequestRejected
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events, run_ranks
 
-from .homes.job import POINTS
+from .loops.job import POINTS
 from .rows import hold
 
 torch.set_num_threads(1)
@@ -539,19 +539,19 @@ def test_accelerate_s_tensorboard_writes_what_it_writes_in_accelerate(tmp_path: 
     history = History()
     train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, Shows()])
     accelerator: Any = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    accelerator.init_trackers("home", config={"lr": 0.02})
+    accelerator.init_trackers("framework", config={"lr": 0.02})
     for step, (loss, rate) in enumerate(zip(history["train/loss"], history["train/learning_rate"], strict=True)):
         accelerator.log({"train/loss": loss, "train/learning_rate": rate}, step=2 * step + 2)
     accelerator.end_training()
     found = {}
-    for run in ("here", "home"):
+    for run in ("here", "framework"):
         events = EventAccumulator(str(tmp_path / run)).Reload()
         found[run] = {
             name: [(event.step, event.value) for event in events.Scalars(name)] for name in ("train/loss", "train/learning_rate")
         }
         if run == "here":
             assert {"image", "odd"} <= {name.split("/")[0] for name in events.Tags()["images"]}
-    assert found["here"] == found["home"]
+    assert found["here"] == found["framework"]
     assert [step for step, _ in found["here"]["train/loss"]] == [2, 4, 6]
     assert list((tmp_path / "here").rglob("hparams.yml"))
     hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens"))

@@ -15,9 +15,9 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.core.lifecycle import ALWAYS, FIELDS
 
-from .cells import home
-from .homes.job import POINTS
-from .test_matrix import HOMES
+from .cells import loop_of
+from .loops.job import POINTS
+from .test_matrix import LOOPS
 
 EVENTS = (
     *("on_fetch_end", "on_train_step_start", "on_forward_start", "on_forward_end", "on_backward_end", "on_forward_backward_end"),
@@ -55,12 +55,12 @@ def _number(value: Any) -> Any:
 
 def trained(where: str, folder: Path, *names: str) -> Read:
     read: Read = {}
-    home(where).train(POINTS, folder, [reading(read, *names)], strict=False)
+    loop_of(where).train(POINTS, folder, [reading(read, *names)], strict=False)
     return read
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in HOMES]
+    "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in LOOPS]
 )
 def test_a_callback_with_one_event_reads_what_it_would_read_beside_others(where: str, tmp_path: Path) -> None:
     try:
@@ -81,7 +81,7 @@ def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str,
             seen.append(ctx.outputs.shape)
 
     seen: list[torch.Size] = []
-    home(where).train(POINTS, tmp_path, [Keeps()])
+    loop_of(where).train(POINTS, tmp_path, [Keeps()])
     assert seen == [torch.Size([4, 1])] * 12
 
 
@@ -106,7 +106,7 @@ def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str,
         def on_eval_forward_end(self, ctx: Context) -> None:
             self.read.append(ctx.has("outputs"))
 
-    home(where).train(POINTS, tmp_path, [second := Second()], strict=False)
+    loop_of(where).train(POINTS, tmp_path, [second := Second()], strict=False)
     assert second.read == [True, True]  # of two epochs
 
 
@@ -136,8 +136,8 @@ class HearsLosses(Callback):
 def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
         beside, alone, listens_to = Saves(), Saves(), HearsLosses()
-        home(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
-        home(where).train(POINTS, tmp_path / "alone", [alone])
+        loop_of(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
+        loop_of(where).train(POINTS, tmp_path / "alone", [alone])
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     assert alone.named == beside.named == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
@@ -153,7 +153,7 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
                 found.append(torch.Tensor.backward is own)
             return kind.forward(self, inputs)
 
-        home(where).train(replace(POINTS, model=type("Looks", (kind,), {"forward": looks})), tmp_path, callbacks)
+        loop_of(where).train(replace(POINTS, model=type("Looks", (kind,), {"forward": looks})), tmp_path, callbacks)
         assert torch.Tensor.backward is own
         return set(found)
 
@@ -198,7 +198,7 @@ def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkey
 
     calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # which is put back at the end
-    home("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
+    loop_of("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
     assert (len(calls), len(losses)) == (12 if at == "while our replacement is in place" else 10, 6)
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 

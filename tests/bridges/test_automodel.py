@@ -1,4 +1,4 @@
-"""callsheet's callbacks in a recipe of NeMo AutoModel, and AutoModel's in ours; see `homes.automodel` for what the recipe is here."""
+"""callsheet's callbacks in a recipe of NeMo AutoModel, and AutoModel's in ours; see `loops.automodel` for what the recipe is here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from callsheet.errors import NotSupported, RegistrationError
 from callsheet.testing import FakeLoop, Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 
-from .homes.automodel import Recipe, train
-from .homes.job import POINTS
+from .loops.automodel import Recipe, train
+from .loops.job import POINTS
 
 torch.set_num_threads(1)
 
@@ -611,11 +611,11 @@ def as_guest(folder: Path, callback: Any, **options: Any) -> Trainer:
 
 
 def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
-    home, away = Collector(), Collector()
-    in_framework(tmp_path, home)
-    as_guest(tmp_path, away)
-    assert [each[:3] for each in away.seen] == [each[:3] for each in home.seen]
-    for mine, theirs in zip(away.seen, home.seen, strict=True):
+    native, hosted_one = Collector(), Collector()
+    in_framework(tmp_path, native)
+    as_guest(tmp_path, hosted_one)
+    assert [each[:3] for each in hosted_one.seen] == [each[:3] for each in native.seen]
+    for mine, theirs in zip(hosted_one.seen, native.seen, strict=True):
         assert flat(mine[3:]) == pytest.approx(flat(theirs[3:]), abs=2e-4)
 
 
@@ -639,10 +639,10 @@ class Log(AutoModelCallback):
 
 
 def test_a_guest_writes_the_log_it_wrote_in_its_framework(tmp_path: Path) -> None:
-    home, away = Log(), Log()
-    in_framework(tmp_path, home)
-    as_guest(tmp_path, away)
-    assert away.lines == home.lines == ["training on 1", *["validated", "saved True"] * 2, "done"]
+    native, hosted_one = Log(), Log()
+    in_framework(tmp_path, native)
+    as_guest(tmp_path, hosted_one)
+    assert hosted_one.lines == native.lines == ["training on 1", *["validated", "saved True"] * 2, "done"]
 
 
 def flat(values: Any) -> list[float]:
@@ -651,11 +651,11 @@ def flat(values: Any) -> list[float]:
 
 @pytest.mark.parametrize("how", ["max_steps", "sigterm_flag"])
 def test_a_guest_stops_where_it_stopped_in_its_framework(how: str, tmp_path: Path) -> None:
-    home, away = Patience(how), Patience(how)
-    recipe = in_framework(tmp_path, home, num_epochs=6)
-    trainer = as_guest(tmp_path, away, max_duration="6ep")
-    assert home.decided
-    assert flat(away.decided) == pytest.approx(flat(home.decided), abs=2e-4)
+    native, hosted_one = Patience(how), Patience(how)
+    recipe = in_framework(tmp_path, native, num_epochs=6)
+    trainer = as_guest(tmp_path, hosted_one, max_duration="6ep")
+    assert native.decided
+    assert flat(hosted_one.decided) == pytest.approx(flat(native.decided), abs=2e-4)
     assert trainer.state.timestamp.batch == len(recipe.losses) < 36
     assert str(trainer.run.outcome) == "stopped"
 

@@ -22,8 +22,8 @@ from callsheet.bridges.lightning import fabric
 from callsheet.callbacks import CheckpointSaver, History, NaNMonitor
 from callsheet.testing import Recorder, check_events
 
-from .homes.job import POINTS
-from .homes.lightning import quiet_trainer
+from .loops.job import POINTS
+from .loops.lightning import quiet_trainer
 
 EPOCHS, STEPS = 2, 6
 Losses = list[list[float]]

@@ -18,9 +18,9 @@ from torch import nn
 from callsheet import Callback, Context, attach
 from callsheet.run import copies
 
-from .cells import home
-from .homes.job import POINTS
-from .test_matrix import HOMES
+from .cells import loop_of
+from .loops.job import POINTS
+from .test_matrix import LOOPS
 
 HOOKS = (
     "_forward_hooks",
@@ -30,7 +30,7 @@ HOOKS = (
     "_backward_hooks",
 )
 
-OBSERVING = [name for name in HOMES if name != "instructlab"]  # which shows callbacks no model
+OBSERVING = [name for name in LOOPS if name != "instructlab"]  # which shows callbacks no model
 
 
 class Copies(Callback):
@@ -88,7 +88,7 @@ def _saved(thing: Any) -> bytes:
 @pytest.mark.parametrize("where", OBSERVING)
 def test_a_copied_model_contains_nothing_of_callsheet(where: str, tmp_path: Path) -> None:
     try:
-        here = home(where)
+        here = loop_of(where)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     copying, plain = Copies(is_copying=True), Copies(is_copying=False)

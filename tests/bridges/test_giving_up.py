@@ -13,11 +13,11 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.instructlab.run import HookedRun
 from callsheet.errors import HostError
 
-from .homes import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
-from .homes import keras as keras_home
-from .homes.job import POINTS
+from .loops import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
+from .loops import keras as keras_loop
+from .loops.job import POINTS
 
-HOMES = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_home, lightning, megatron_bridge, torchtnt)
+LOOPS = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_loop, lightning, megatron_bridge, torchtnt)
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
@@ -57,14 +57,14 @@ class Breaks(Callback):
             setattr(driver, name, lambda: called("train_step"))
 
 
-def weights(home: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:
-    model = home.train(POINTS, folder, callbacks, strict=False)
+def weights(loop: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:
+    model = loop.train(POINTS, folder, callbacks, strict=False)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.fixture(scope="module", params=HOMES, ids=lambda home: home.NAME)
-def home_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[torch.Tensor]]:
+@pytest.fixture(scope="module", params=LOOPS, ids=lambda loop: loop.NAME)
+def loop_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[torch.Tensor]]:
     return request.param, weights(request.param, tmp_path_factory.mktemp("plain"), None)
 
 
@@ -73,14 +73,14 @@ def home_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
 )
 def test_a_fault_at_a_part_of_a_step(
-    home_and_weights: tuple[Any, list[torch.Tensor]],
+    loop_and_weights: tuple[Any, list[torch.Tensor]],
     span: str,
     edge: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    home, expected = home_and_weights
+    loop, expected = loop_and_weights
     breaks = Breaks(span, edge)
     for kind in (HostedRun, HookedRun):
         begin: Any = kind.begin
@@ -90,7 +90,7 @@ def test_a_fault_at_a_part_of_a_step(
             return begin(self, *args, **given)
 
         monkeypatch.setattr(kind, "begin", begun)
-    found = weights(home, tmp_path, [breaks])
+    found = weights(loop, tmp_path, [breaks])
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert caplog.text.count("callsheet cannot follow") == bool(breaks.faults)
     assert breaks.ends == ([HostError, "failed"] if breaks.faults else ["finished"])

@@ -155,7 +155,7 @@ FLOW: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_step
 def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
     """Train in the Hugging Face Trainer, after its own DefaultFlowCallback."""
     arguments = TrainingArguments(
-        output_dir=str(folder / "home"),
+        output_dir=str(folder / "framework"),
         num_train_epochs=epochs,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
@@ -392,7 +392,7 @@ TABLE = {
 def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Callable[[], Any] = lambda: None) -> list[Any]:
     """What was done when, and the callback's results, here and in the Hugging Face Trainer."""
     found = []
-    for where in ("here", "home"):
+    for where in ("here", "framework"):
         foreign, here, there = row.make(), DoesHere(), Does()
         if where == "here":
             hosted = guest(foreign, args={**FLOW, **row.said}, eval_dataloader=EVALUATED)

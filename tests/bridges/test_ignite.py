@@ -32,7 +32,7 @@ from callsheet.callbacks import (
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
-from .homes.job import POINTS
+from .loops.job import POINTS
 
 torch.set_num_threads(1)
 

@@ -35,7 +35,7 @@ from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported, RegistrationError
 
-from .homes.job import POINTS
+from .loops.job import POINTS
 from .rows import hold
 
 torch.set_num_threads(1)

@@ -30,16 +30,16 @@ from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.run.run_lock import RunLock
 from callsheet.testing import Recorder, Subject, check_events, run_ranks
 
-from .homes import instructlab as home
-from .homes.instructlab import Loop
-from .homes.job import EMPTY, POINTS
+from .loops import instructlab as own_loop
+from .loops.instructlab import Loop
+from .loops.job import EMPTY, POINTS
 
 needs_the_package = pytest.mark.skipif(
-    home.REAL is None, reason="InstructLab is not installed: pip install --no-deps instructlab-training"
+    own_loop.REAL is None, reason="InstructLab is not installed: pip install --no-deps instructlab-training"
 )
 INTERFACES = [
     pytest.param(instructlab_names, id="ours"),
-    pytest.param(home.REAL, id="theirs", marks=needs_the_package),
+    pytest.param(own_loop.REAL, id="theirs", marks=needs_the_package),
 ]
 
 
@@ -56,7 +56,7 @@ def api(request: pytest.FixtureRequest) -> Any:
 
 def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **options: Any) -> Loop:
     """A loop of InstructLab's with these callbacks; it is to be run."""
-    manager = home.API.CallbackManager()
+    manager = own_loop.API.CallbackManager()
     manager.add_callback(host(given, strict=strict))
     return Loop(manager, folder, **options)
 
@@ -67,9 +67,9 @@ def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **option
 def test_the_names_are_the_package_s() -> None:
     assert set(EVENT_MAP) == set(HOOK_NAMES)
     assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_FIRED, *NOT_SEEN}
-    if home.REAL is not None:
-        assert list(HOOK_NAMES) == list(home.REAL.HOOK_NAMES)
-        assert vars(instructlab_names.TrainingContext()) == vars(home.REAL.TrainingContext())
+    if own_loop.REAL is not None:
+        assert list(HOOK_NAMES) == list(own_loop.REAL.HOOK_NAMES)
+        assert vars(instructlab_names.TrainingContext()) == vars(own_loop.REAL.TrainingContext())
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -134,9 +134,9 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
 
 def test_training_does_not_notice(tmp_path: Path) -> None:
     recorder = Recorder()
-    with_them = home.train(POINTS, tmp_path / "with", [recorder, JSONLLogger()])
-    without = home.train(POINTS, tmp_path / "without", None)
-    empty = home.train(POINTS, tmp_path / "empty", EMPTY)
+    with_them = own_loop.train(POINTS, tmp_path / "with", [recorder, JSONLLogger()])
+    without = own_loop.train(POINTS, tmp_path / "without", None)
+    empty = own_loop.train(POINTS, tmp_path / "empty", EMPTY)
     for other in (without, empty):
         assert all(torch.equal(a, b) for a, b in zip(with_them.state_dict().values(), other.state_dict().values(), strict=True))
     check_events(recorder.events)
@@ -276,7 +276,7 @@ def test_a_run_twice(tmp_path: Path) -> None:
     recorder = Recorder()
     one = host([recorder])
     for name in ("first", "second"):
-        manager = home.API.CallbackManager()
+        manager = own_loop.API.CallbackManager()
         manager.add_callback(one)
         Loop(manager, tmp_path / name).run()
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
@@ -416,15 +416,15 @@ def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
 @needs_the_package
 def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
     """As source on a command line, executed by the package; the callbacks themselves come by ours."""
-    assert home.REAL is not None
+    assert own_loop.REAL is not None
     given = host([JSONLLogger(), Counts()])
-    sent = home.REAL.serialize_callbacks_for_cli([given])
+    sent = own_loop.REAL.serialize_callbacks_for_cli([given])
     assert b"CallsheetCallback" in base64.b64decode(json.loads(base64.b64decode(sent))[0])
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"
         "from pathlib import Path\n"
-        "from bridges.homes.instructlab import REAL, Loop\n"
+        "from bridges.loops.instructlab import REAL, Loop\n"
         "manager = REAL.CallbackManager()\n"
         "for callback in REAL.deserialize_callbacks_from_cli(sys.argv[1]):\n"
         "    manager.add_callback(callback)\n"
@@ -635,10 +635,10 @@ def test_training_does_not_notice_a_guest(api: Any, tmp_path: Path) -> None:
     )
 
 
-HOME_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_step_begin", "on_step_end"), "all": HOOK_NAMES}
+HOOK_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_step_begin", "on_step_end"), "all": HOOK_NAMES}
 
 
-@pytest.mark.parametrize("row", HOME_ROWS)
+@pytest.mark.parametrize("row", HOOK_ROWS)
 def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
     """With the same losses in InstructLab's loop and in ours, the same hooks are called with the same numbers."""
 
@@ -648,7 +648,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
                 (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
             )
 
-        return callback_of(api, record, HOME_ROWS[row])
+        return callback_of(api, record, HOOK_ROWS[row])
 
     there: list[Any] = []
     here: list[Any] = []
@@ -658,7 +658,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
 
     def waits(hook: str, **given: Any) -> None:
         """Continue the loop only when the callbacks were called: later InstructLab's context may have changed."""
-        received = len(there) + (hook in HOME_ROWS[row])
+        received = len(there) + (hook in HOOK_ROWS[row])
         fire(hook, **given)
         deadline = time.monotonic() + 30
         while len(there) < received and time.monotonic() < deadline:
@@ -666,7 +666,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
 
     manager.fire = waits
     torch.manual_seed(3)
-    home.Training(POINTS, manager, tmp_path, epochs=1, steps_an_epoch=6, evaluate=True).run()
+    own_loop.Training(POINTS, manager, tmp_path, epochs=1, steps_an_epoch=6, evaluate=True).run()
     with Trainer(
         POINTS.made_model(), POINTS.loss, POINTS.batches, POINTS.validation_batches, max_duration="1ep", log_interval="1ba",
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02), eval_interval="6ba", clip_grad_norm=1.0,

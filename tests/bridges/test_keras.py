@@ -21,8 +21,8 @@ from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMon
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.testing import Recorder, check_events
 
-from .homes import keras as home  # before keras: it chooses the backend
-from .homes.job import POINTS, Job
+from .loops import keras as own_loop  # before keras: it chooses the backend
+from .loops.job import POINTS, Job
 from .rows import hold
 
 import keras  # isort: skip
@@ -31,7 +31,7 @@ from callsheet.bridges.keras import guest, host  # isort: skip
 from callsheet.bridges.matrix import Cell
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
-"""Nothing in it is drawn: its losses are the same in every home."""
+"""Nothing in it is drawn: its losses are the same in every loop."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.*")  # of a DataLoader Keras ignores it, and says so
 
@@ -56,7 +56,7 @@ def trained(
     callbacks: list[Any], *, job: Job = POINTS, model: Any = None, epochs: int = 2, evaluated: bool = True, verbose: int = 0
 ) -> Any:
     torch.manual_seed(3)
-    model = model if model is not None else home.compiled(job)
+    model = model if model is not None else own_loop.compiled(job)
     validation = job.validation_batches() if evaluated else None
     model.fit(job.batches(), validation_data=validation, epochs=epochs, callbacks=callbacks, verbose=verbose)
     return model
@@ -114,7 +114,7 @@ def test_layers_losses_and_metrics_of_keras_s_own(tmp_path: Path) -> None:
 
 
 def test_a_module_in_a_keras_model_is_seen_as_it_is(tmp_path: Path) -> None:
-    recorder, history, model = Recorder(), History(), home.compiled(POINTS)
+    recorder, history, model = Recorder(), History(), own_loop.compiled(POINTS)
     trained([hosted(tmp_path, recorder, history, OptimizerMonitor(batch_log_interval=2), model=model.inner.module)], model=model)
     assert same(model, trained([]))
     check_events(recorder.events)
@@ -129,7 +129,7 @@ def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
         def on_train_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
-    ends, model = Ends(), home.compiled(POINTS)
+    ends, model = Ends(), own_loop.compiled(POINTS)
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, ends, RaisesAtTheStart())], model=model)
     assert ends.noted == ["ZeroDivisionError", "failed"]
@@ -138,7 +138,7 @@ def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
 
 def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
     recorder = Recorder()
-    bridge, model = hosted(tmp_path, recorder), home.compiled(POINTS)
+    bridge, model = hosted(tmp_path, recorder), own_loop.compiled(POINTS)
     trained([bridge], model=model)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -235,7 +235,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
     assert ends.noted == ["finished", "stopped"]
     for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
-        ends, model = Ends(), home.compiled(LINE)
+        ends, model = Ends(), own_loop.compiled(LINE)
         model.job_loss = _raises(error)
         with pytest.raises(error):
             trained([hosted(tmp_path / outcome, ends)], model=model)
@@ -263,7 +263,7 @@ def _raises(error: type[BaseException]) -> Callable[..., Any]:
 
 
 def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
-    recorder, model = Recorder(fields=("standalone", "eval_results")), home.compiled(LINE)
+    recorder, model = Recorder(fields=("standalone", "eval_results")), own_loop.compiled(LINE)
     found = model.evaluate(LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)], return_dict=True, verbose=0)
     check_events(recorder.events)
     assert recorder.events.count("on_eval_forward_end") == recorder.events.count("on_eval_step_end") == 3
@@ -287,10 +287,10 @@ def test_events_that_cannot_be_fired_are_rejected(tmp_path: Path, caplog: pytest
     assert "Listens listens to on_test_end" in caplog.text
     bridge = hosted(tmp_path)
     bridge.set_params({})
-    bridge.set_model(home.compiled(LINE, jit_compile=True))
+    bridge.set_model(own_loop.compiled(LINE, jit_compile=True))
     with pytest.raises(NotSupported, match="jit_compile"):
         bridge.on_train_begin()  # not by `fit`, which imports all of torch's compiler first
-    model = home.Model(LINE)
+    model = own_loop.Model(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     with pytest.raises(NotSupported, match="gradient_accumulation_steps"):
         trained([hosted(tmp_path)], model=model)
@@ -300,7 +300,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
-    class UsesAutogradBackward(home.Model):
+    class UsesAutogradBackward(own_loop.Model):
         def train_step(self, data: Any) -> Any:
             self.zero_grad()
             torch.autograd.backward([self.compute_loss(y=data[1], y_pred=self(data[0], training=True))])
@@ -427,7 +427,7 @@ def _here(folder: Path, callback: Callback, rate: float) -> tuple[Any, int]:
 
 
 def _in_framework(callback: Any, rate: float) -> tuple[Any, int]:
-    model = home.Model(LINE)
+    model = own_loop.Model(LINE)
     model.compile(optimizer=keras.optimizers.SGD(rate))
     trained([callback], model=model, epochs=4, verbose=2)
     return model.inner.module, int(model.optimizer.iterations)
@@ -436,7 +436,7 @@ def _in_framework(callback: Any, rate: float) -> tuple[Any, int]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = ROWS[name]
-    folders = [tmp_path / "home", tmp_path / "here"]
+    folders = [tmp_path / "framework", tmp_path / "here"]
     for folder in folders:
         folder.mkdir()
     theirs, ours = (row.make(folder) for folder in folders)

@@ -36,8 +36,8 @@ from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 
-from .homes.job import POINTS
-from .homes.lightning import Module, quiet_trainer
+from .loops.job import POINTS
+from .loops.lightning import Module, quiet_trainer
 from .test_lightning_fabric import trained as trained_with_fabric
 
 torch.set_num_threads(1)

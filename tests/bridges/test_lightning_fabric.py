@@ -15,7 +15,7 @@ from callsheet.bridges.lightning import fabric as attach_fabric
 from callsheet.callbacks import CheckpointSaver, History, LRMonitor, OptimizerMonitor
 from callsheet.testing import Recorder, check_events
 
-from .homes.job import POINTS
+from .loops.job import POINTS
 
 
 def trained(

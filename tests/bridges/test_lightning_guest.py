@@ -32,8 +32,8 @@ from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotACallbackError, NotSupported, RegistrationError
 from callsheet.trainer import Trainer
 
-from .homes.job import POINTS
-from .homes.lightning import Module, quiet_trainer
+from .loops.job import POINTS
+from .loops.lightning import Module, quiet_trainer
 from .rows import hold
 
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 5))
 
 
-class AtHome(Module):
+class NativeModule(Module):
     """With a schedule, and without dropout: a framework draws random numbers of its own between two batches."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def in_framework(foreign: Any, folder: Path) -> Ended:
         enable_checkpointing=isinstance(foreign, theirs.Checkpoint),
     )
     torch.manual_seed(3)
-    module, error = AtHome(), ""
+    module, error = NativeModule(), ""
     try:
         trainer.fit(module, POINTS.batches(), POINTS.validation_batches())
     except TrainingSpikeException as spike:
@@ -293,16 +293,16 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, m
         for train, folder in ((in_framework, tmp_path / "framework"), (in_ours, tmp_path / "ours")):
             monkeypatch.setattr(timer_module, "time", Clock())
             ends.append(train(make(), folder))
-    home, ours = ends
-    assert ours.steps == home.steps
+    native, ours = ends
+    assert ours.steps == native.steps
     assert (ours.steps < EPOCHS * 6) == (
         name in ("EarlyStopping", "Timer", "SpikeDetection") or "during" in name or "Grad" in name
     )
-    assert _rounded(compared(ours)) == _rounded(compared(home))
-    for mine, other in zip(ours.model.state_dict().values(), home.model.state_dict().values(), strict=True):
+    assert _rounded(compared(ours)) == _rounded(compared(native))
+    for mine, other in zip(ours.model.state_dict().values(), native.model.state_dict().values(), strict=True):
         assert torch.allclose(mine.double(), other.double(), atol=1e-5)
     if tier == "reads" and name == "LearningRateMonitor":
-        assert ours.logged["lightning/lr-AdamW"] == pytest.approx(home.logged["lightning/lr-AdamW"])
+        assert ours.logged["lightning/lr-AdamW"] == pytest.approx(native.logged["lightning/lr-AdamW"])
     hold("lightning", "guests", name, Cell("works", tier=tier))
 
 
@@ -354,7 +354,7 @@ def _plain(value: Any) -> Any:
 def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path: Path) -> None:
     ended = in_ours(theirs.ModelCheckpoint(filename="{epoch}"), tmp_path)
     torch.manual_seed(0)
-    module = AtHome()
+    module = NativeModule()
     quiet_trainer(tmp_path, []).validate(
         module, POINTS.validation_batches(), ckpt_path=ended.foreign.best_model_path, weights_only=True, verbose=False
     )

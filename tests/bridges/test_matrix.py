@@ -12,11 +12,11 @@ from callsheet import Callback, callbacks, loggers
 from callsheet.bridges.matrix import frameworks
 from callsheet.testing import Subject
 
-from .cells import cell, home
+from .cells import cell, loop_of
 from .rows import hold
 
-HOMES = sorted(
-    path.stem for path in (Path(__file__).parent / "homes").glob("*.py") if path.stem not in ("__init__", "job", "trainer")
+LOOPS = sorted(
+    path.stem for path in (Path(__file__).parent / "loops").glob("*.py") if path.stem not in ("__init__", "job", "trainer")
 )
 BUILT_INS = [
     name
@@ -51,24 +51,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
-@pytest.mark.parametrize("where", HOMES)
+@pytest.mark.parametrize("where", LOOPS)
 @pytest.mark.parametrize("built_in", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in BUILT_INS])
 def test_a_built_in_does_in_a_host_what_the_matrix_says(
     where: str, built_in: str, subjects: Mapping[str, Subject], tmp_path: Path, shared: Path
 ) -> None:
     try:
-        it = home(where)
+        it = loop_of(where)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     hold(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)
 
 
 def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
-    assert sorted(frameworks()) == HOMES
+    assert sorted(frameworks()) == LOOPS
     for where, framework in frameworks().items():
         assert sorted(framework.callbacks) == sorted(BUILT_INS), where
         try:
-            it = home(where)
+            it = loop_of(where)
         except ModuleNotFoundError:
             continue  # in a venv of its own, where this runs too
         assert (framework.name, framework.version, framework.how) == (it.NAME, it.VERSION, getattr(it, "HOW", ""))

@@ -35,8 +35,8 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
-from .homes.job import POINTS
-from .homes.megatron_bridge import Loop, Optimizer, configuration, interface
+from .loops.job import POINTS
+from .loops.megatron_bridge import Loop, Optimizer, configuration, interface
 
 real = interface()
 

@@ -21,8 +21,8 @@ from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported
 
-from .homes.job import POINTS
-from .homes.megatron_bridge import configuration, interface
+from .loops.job import POINTS
+from .loops.megatron_bridge import configuration, interface
 from .test_megatron_bridge import loop
 
 real = interface()

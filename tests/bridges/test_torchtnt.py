@@ -52,13 +52,13 @@ from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMon
 from callsheet.errors import CheckpointError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
-from .homes import torchtnt as home
-from .homes import trainer as our_home
-from .homes.job import POINTS, Job
+from .loops import torchtnt as own_loop
+from .loops import trainer as our_loop
+from .loops.job import POINTS, Job
 from .rows import hold
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
-"""Nothing in it is drawn: its losses are the same in every home."""
+"""Nothing in it is drawn: its losses are the same in every loop."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,7 +81,7 @@ def trained(
     callbacks: list[Any], *, job: Job = POINTS, unit: Any = None, epochs: int = 2, unit_options: Any = None, **options: Any
 ) -> Any:
     torch.manual_seed(3)
-    unit = unit if unit is not None else home.Unit(job, **(unit_options or {}))
+    unit = unit if unit is not None else own_loop.Unit(job, **(unit_options or {}))
     fit(unit, job.batches(), job.validation_batches(), max_epochs=epochs, callbacks=callbacks, **options)
     return unit
 
@@ -180,12 +180,12 @@ def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
 def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> None:
     whole, average = History(), EMA(half_life=3)
     unbroken = trained([hosted(tmp_path / "whole", whole, average)], job=LINE)
-    unit = home.Unit(LINE)
+    unit = own_loop.Unit(LINE)
     unit.callsheet = hosted(tmp_path, History(), EMA(half_life=3), Fails(8))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_epochs=1)
     with pytest.raises(ZeroDivisionError):
         trained([unit.callsheet, saver], unit=unit, job=LINE)
-    history, recorder, again = History(), Recorder(), home.Unit(LINE)
+    history, recorder, again = History(), Recorder(), own_loop.Unit(LINE)
     again.callsheet = hosted(tmp_path / "again", history, EMA(half_life=3), recorder)
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
     trained([again.callsheet], unit=again, job=LINE)
@@ -197,12 +197,12 @@ def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> N
 
 
 def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
-    unit = home.Unit(LINE)
+    unit = own_loop.Unit(LINE)
     unit.callsheet = hosted(tmp_path, Fails(5))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_train_steps=3)
     with pytest.raises(ZeroDivisionError):
         trained([saver, unit.callsheet], unit=unit, job=LINE)  # it saves before the host receives the step
-    again = home.Unit(LINE)
+    again = own_loop.Unit(LINE)
     again.callsheet = hosted(tmp_path / "again", History())
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
     with pytest.raises(CheckpointError, match="are of step 2, but torchtnt resumes from step 3; put the host before"):
@@ -288,7 +288,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
     def run(callbacks: list[Any], epochs: int) -> Any:
         torch.manual_seed(3)
-        unit = home.Unit(LINE, strategy="ddp")
+        unit = own_loop.Unit(LINE, strategy="ddp")
         train(unit, list(LINE.batches())[rank::2], max_epochs=epochs, callbacks=callbacks)
         return unit
 
@@ -334,7 +334,7 @@ def test_a_run_twice_with_one_host(tmp_path: Path) -> None:
 
 def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
     recorder = Recorder(fields=("standalone", "outputs", "eval_results"))
-    unit = home.Unit(LINE)
+    unit = own_loop.Unit(LINE)
     evaluate(unit, LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)])
     check_events(recorder.events)
     assert recorder.events.count("on_eval_forward_end") == 3
@@ -390,7 +390,7 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
     with pytest.raises(NotSupported, match="tracks generator, judge"):
         train(Several(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
 
-    class Iterates(home.Unit):
+    class Iterates(own_loop.Unit):
         def train_step(self, state: Any, data: Iterator[Any]) -> Any:
             return super().train_step(state, next(data))
 
@@ -404,7 +404,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
-    class UsesAutogradBackward(home.Unit):
+    class UsesAutogradBackward(own_loop.Unit):
         def train_step(self, state: Any, data: Any) -> Any:
             loss, _ = self.compute_loss(state, data)
             torch.autograd.backward([loss])
@@ -506,7 +506,7 @@ def _collected(callback: Any) -> Any:
 def _saved(callback: Any) -> Any:
     found = {}
     for path in sorted(Path(callback.dirpath).iterdir()):
-        unit = home.Unit(LINE)
+        unit = own_loop.Unit(LINE)
         DistributedCheckpointSaver.restore(str(path), unit)
         found[path.name] = [unit.module.weight.tolist(), unit.optimizer.state_dict()["state"][0]["exp_avg"].tolist()]
     return found
@@ -551,7 +551,7 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     unit = trained([in_framework], job=LINE, epochs=2)
     found = row.of(in_framework)
     here, recorder = row.make(tmp_path / "here"), Recorder()
-    our_home.train(LINE, tmp_path, [guest(here, attributes=row.attributes), recorder], epochs=2)
+    our_loop.train(LINE, tmp_path, [guest(here, attributes=row.attributes), recorder], epochs=2)
     assert row.of(here) == found
     steps = recorder.events.count("on_train_step_end")
     assert steps == unit.train_progress.num_steps_completed
@@ -569,7 +569,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
         (lambda state, unit: next(iter(state.train_state.dataloader)), "no batches to iterate over"),
     ):
         with pytest.raises(NotSupported, match=message):
-            our_home.train(LINE, tmp_path, [asks(what)], epochs=1)
+            our_loop.train(LINE, tmp_path, [asks(what)], epochs=1)
 
 
 def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:

@@ -40,16 +40,16 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .homes import automodel as automodel_home
-from .homes import huggingface as huggingface_home
-from .homes import instructlab as instructlab_home
-from .homes import keras as keras_home
-from .homes import lightning as lightning_home
-from .homes import megatron_bridge as megatron_home
-from .homes import torchtnt as torchtnt_home
-from .homes.job import POINTS
+from .loops import automodel as automodel_loop
+from .loops import huggingface as huggingface_loop
+from .loops import instructlab as instructlab_loop
+from .loops import keras as keras_loop
+from .loops import lightning as lightning_loop
+from .loops import megatron_bridge as megatron_loop
+from .loops import torchtnt as torchtnt_loop
+from .loops.job import POINTS
 
-import keras  # isort: skip  # behind the home, which chooses its backend
+import keras  # isort: skip  # after the loop, which chooses its backend
 
 from callsheet.bridges.keras import host as keras_host  # isort: skip
 
@@ -278,7 +278,7 @@ def test_ignite_confused(seed: int, tmp_path: Path) -> None:
 def test_lightning_confused(seed: int, tmp_path: Path) -> None:
     def trained(recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
-        module = lightning_home.Module(POINTS)
+        module = lightning_loop.Module(POINTS)
         hosted: list[Any] = []
         if recorder is not None:
             hosted = [lightning_host([*(make() for make in OBSERVERS), recorder], strict=False)]
@@ -286,7 +286,7 @@ def test_lightning_confused(seed: int, tmp_path: Path) -> None:
             epochs = ("on_train_epoch_start", "on_train_epoch_end")
             judged = ("on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end")
             Confused(hosted[0], (*steps, *epochs, *judged), seed)
-        lightning_home.quiet_trainer(tmp_path, hosted, num_sanity_val_steps=0).fit(
+        lightning_loop.quiet_trainer(tmp_path, hosted, num_sanity_val_steps=0).fit(
             module, POINTS.batches(), POINTS.validation_batches()
         )
         return module
@@ -299,7 +299,7 @@ def test_lightning_confused(seed: int, tmp_path: Path) -> None:
 def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
     def trained(recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
-        unit = torchtnt_home.Unit(POINTS)
+        unit = torchtnt_loop.Unit(POINTS)
         hosted: list[Any] = []
         if recorder is not None:
             hosted = [
@@ -320,14 +320,14 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
 def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
-        manager = instructlab_home.API.CallbackManager()
+        manager = instructlab_loop.API.CallbackManager()
         if recorder is not None:
             hosted = instructlab_host([History(), recorder], strict=False)
             steps = ("step_begin", "before_forward", "after_backward", "pre_optimizer_step", "optimizer_step", "log", "step_end")
             between = ("epoch_begin", "epoch_end", "evaluate", "save")
             Confused(hosted.host, tuple(f"on_{name}" for name in (*steps, *between)), seed)
             manager.add_callback(hosted)
-        loop = instructlab_home.Training(POINTS, manager, tmp_path / name, epochs=3, steps_an_epoch=4, evaluate=True)
+        loop = instructlab_loop.Training(POINTS, manager, tmp_path / name, epochs=3, steps_an_epoch=4, evaluate=True)
         loop.save_samples, loop.checkpoint_at_epoch, loop.save_last = 8, True, True
         loop.run()
         return loop.model
@@ -346,7 +346,7 @@ def test_automodel_confused(seed: int, tmp_path: Path, caplog: pytest.LogCapture
         if recorder is not None:
             hosted = [automodel_host([*(make() for make in OBSERVERS), recorder], strict=False)]
             Confused(hosted[0], ("on_train_batch_end", "on_validation_end", "on_save_checkpoint"), seed)
-        recipe = automodel_home.Recipe(POINTS, tmp_path / name, hosted, num_epochs=3, val_every_steps=4, ckpt_every_steps=4)
+        recipe = automodel_loop.Recipe(POINTS, tmp_path / name, hosted, num_epochs=3, val_every_steps=4, ckpt_every_steps=4)
         recipe.setup()
         recipe.run_train_validation_loop()
         assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
@@ -363,7 +363,7 @@ def test_automodel_confused(seed: int, tmp_path: Path, caplog: pytest.LogCapture
 def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(recorder: Recorder | None) -> Any:
         torch.manual_seed(3)
-        model = keras_home.compiled(POINTS)
+        model = keras_loop.compiled(POINTS)
         hosted: list[Any] = []
         if recorder is not None:
             observers = [*(make() for make in OBSERVERS), recorder]
@@ -385,7 +385,7 @@ def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("seed", SEEDS)
 def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Recorder | None) -> nn.Module:
-        cfg = megatron_home.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
+        cfg = megatron_loop.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
         hosted: list[Any] = []
         if recorder is not None:
             hosted = [megatron_host([*(make() for make in OBSERVERS), recorder], strict=False)]
@@ -396,7 +396,7 @@ def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureF
             for name in (*steps, *judged, *tested):  # Megatron's manager takes methods alone
                 call = confused.around(getattr(hosted[0], name))
                 setattr(hosted[0], name, MethodType(lambda self, context, call=call: call(context), hosted[0]))
-        loop = megatron_home.Loop(cfg, POINTS, hosted or None, names=megatron_names)
+        loop = megatron_loop.Loop(cfg, POINTS, hosted or None, names=megatron_names)
         model = loop.run()
         assert loop.state.train_state.step == 12
         assert cfg.checkpoint.save_interval == 3
@@ -431,13 +431,13 @@ class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' t
 
 
 def huggingface_trainer(folder: Path, *callbacks: Any, kind: type = HuggingFaceTrainer) -> Any:
-    model = huggingface_home.with_loss(POINTS)
+    model = huggingface_loop.with_loss(POINTS)
     arguments = TrainingArguments(
         str(folder / "small"), num_train_epochs=3, per_device_train_batch_size=2, per_device_eval_batch_size=4,
         gradient_accumulation_steps=2, train_sampling_strategy="sequential", logging_steps=2, eval_strategy="steps", eval_steps=4,
         save_strategy="steps", save_steps=8, report_to=[], disable_tqdm=True, seed=3, use_cpu=True,
     )  # fmt: skip
-    rows = [huggingface_home.Rows(data) for data in (POINTS.train, POINTS.validation)]
+    rows = [huggingface_loop.Rows(data) for data in (POINTS.train, POINTS.validation)]
     trainer: Any = kind(model, arguments, train_dataset=rows[0], eval_dataset=rows[1], callbacks=list(callbacks))
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -541,7 +541,7 @@ def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pyte
 
 
 def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Says(automodel_home.Recipe):
+    class Says(automodel_loop.Recipe):
         def _run_train_optim_step(self, batches: list[Any]) -> Any:
             sample = super()._run_train_optim_step(batches)
             if self.step_scheduler.step == 4:
@@ -564,7 +564,7 @@ def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytes
 
 
 def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Confusion(keras_home.Model):
+    class Confusion(keras_loop.Model):
         def train_step(self, data: Any) -> Any:
             return {**super().train_step(data), "confusion": torch.zeros(2, 2)}
 
@@ -591,13 +591,13 @@ def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Lists(megatron_home.Loop):
+    class Lists(megatron_loop.Loop):
         def step(self, batches: Any) -> Any:
             losses, norm, skipped = super().step(batches)
             return list(losses.items()) if self.state.train_state.step == 4 else losses, norm, skipped
 
     def trained(name: str, *callbacks: Any) -> nn.Module:
-        cfg = megatron_home.configuration(tmp_path / name / "checkpoints")
+        cfg = megatron_loop.configuration(tmp_path / name / "checkpoints")
         loop = Lists(cfg, POINTS, list(callbacks) or None, names=megatron_names)
         model = loop.run()
         assert loop.state.train_state.step == 12
@@ -609,8 +609,8 @@ def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptu
     assert_given_up(ends, caplog, trained("plain"), observed)
 
 
-@pytest.mark.parametrize("home", [huggingface_home, automodel_home, keras_home, megatron_home], ids=lambda home: home.NAME)
-def test_an_error_of_a_callback_still_ends_training(home: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", [huggingface_loop, automodel_loop, keras_loop, megatron_loop], ids=lambda loop: loop.NAME)
+def test_an_error_of_a_callback_still_ends_training(loop: Any, tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 4:
@@ -618,7 +618,7 @@ def test_an_error_of_a_callback_still_ends_training(home: Any, tmp_path: Path) -
 
     ends = Ends()
     with pytest.raises(ZeroDivisionError):
-        home.train(POINTS, tmp_path, [Fails(), ends])
+        loop.train(POINTS, tmp_path, [Fails(), ends])
     assert ends.recorded == [ZeroDivisionError, "failed"]
 
 

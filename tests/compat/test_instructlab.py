@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from bridges.homes import instructlab as home  # type: ignore[import-not-found]  # pytest has its folder on the path
+from bridges.loops import instructlab as own_loop  # type: ignore[import-not-found]  # pytest has its folder on the path
 from callsheet.compat.instructlab import (
     HOOK_NAMES,
     CallbackManager,
@@ -138,7 +138,7 @@ def test_unknown_hooks_and_fields(manager: CallbackManager) -> None:
 
 def _package(name: str) -> Any:
     """A module of the package itself; the test is skipped where that is not installed."""
-    if home.REAL is None:
+    if own_loop.REAL is None:
         pytest.skip("InstructLab is not installed: pip install --no-deps instructlab-training")
     return importlib.import_module(f"instructlab.training.{name}")
 

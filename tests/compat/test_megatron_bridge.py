@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridges.homes.megatron_bridge import interface  # type: ignore[import-not-found]  # pytest has its folder on the path
+from bridges.loops.megatron_bridge import interface  # type: ignore[import-not-found]  # pytest has its folder on the path
 from callsheet.bridges.megatron_bridge import names as ours
 from callsheet.callbacks import History
 from callsheet.compat.megatron_bridge import (

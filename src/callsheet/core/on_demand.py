@@ -11,7 +11,7 @@ from typing import Any
 from callsheet.core.optional import needed_by
 from callsheet.errors import did_you_mean
 
-_HOMES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
+_PACKAGES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
 """The packages that are searched for a name that was imported from the wrong package."""
 
 
@@ -43,12 +43,12 @@ def _hint(package: str, name: str) -> str:
     from callsheet.core.familiar_names import FAMILIAR
 
     here = FAMILIAR.get(name, name)
-    homes = {home: importlib.import_module(home).__all__ for home in _HOMES}
-    home = next((home for home, names in homes.items() if here in names and (home != package or here != name)), "")
-    if home:
-        called = f"it is called {here} here" if here != name else f"it is in {home}"
-        return f"{called}: from {home} import {here}"
-    return did_you_mean(name, homes.get(package, ()), cutoff=0.75).removeprefix("; ")
+    names = {each: importlib.import_module(each).__all__ for each in _PACKAGES}
+    found = next((each for each in names if here in names[each] and (each != package or here != name)), "")
+    if found:
+        called = f"it is called {here} here" if here != name else f"it is in {found}"
+        return f"{called}: from {found} import {here}"
+    return did_you_mean(name, names.get(package, ()), cutoff=0.75).removeprefix("; ")
 
 
 def _is_import_from(frame: FrameType) -> bool:

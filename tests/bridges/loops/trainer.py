@@ -1,4 +1,4 @@
-"""callsheet's own Trainer: what a built-in does here is what it should do in every other home."""
+"""callsheet's own Trainer: what a built-in does here is what it should do in every other loop."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if keras.backend.backend() != "torch":
 
 
 class Model(keras.Model):  # type: ignore[misc]  # Keras's types are not read
-    """Trains the job's model on its loss, as the other homes do."""
+    """Trains the job's model on its loss, as the other loops do."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def compiled(job: Job, **options: Any) -> Model:
 
 
 class Empty(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
-    """Hears what a callback of Keras's may hear in training, and does nothing."""
+    """Has the training hooks of a Keras callback, and does nothing."""
 
     def on_train_begin(self, logs: Any = None) -> None: ...
 

@@ -1,4 +1,4 @@
-"""MosaicML Composer, which stands in a venv of its own: see `tools/composer_venv.py`."""
+"""MosaicML Composer, which has its own venv: see `tools/composer_venv.py`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def trained(job: Job) -> Any:
 
 
 class Empty(ComposerCallback):  # type: ignore[misc]
-    """Hears everything by the base's own methods, which do nothing."""
+    """Has every hook of the base class, which does nothing."""
 
 
 def train(

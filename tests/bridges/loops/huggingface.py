@@ -94,7 +94,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Empty(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Hears everything, and does nothing."""
+    """Has every hook, and does nothing."""
 
 
 def _nothing(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None: ...

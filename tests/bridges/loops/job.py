@@ -1,4 +1,4 @@
-"""What is trained in every home: the same small models, on the same data, in the same order."""
+"""What every loop trains: the same small models, on the same data, in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet import Callback
 from callsheet.testing.small_run import SmallModel
 
 EMPTY = "empty"
-"""In the place of callbacks: one callback of the framework's own, that hears what the host hears and does nothing."""
+"""Given instead of callbacks: one empty callback of the framework, with the hooks of the host."""
 
 Given = Sequence[Callback] | str | None
 """The callbacks that are hosted; `EMPTY`; or None, for the framework alone."""
@@ -25,7 +25,7 @@ Given = Sequence[Callback] | str | None
 class Job:
     """A model and its data: 24 rows for training, in batches of 4, not shuffled, so 6 steps an epoch, and 12 for validation.
 
-    A home trains with `torch.optim.AdamW(lr=0.02)`, makes a record every `log_every` steps, and evaluates after each epoch where its
+    A loop trains with `torch.optim.AdamW(lr=0.02)`, makes a record every `log_every` steps, and evaluates after each epoch if its
     framework does that, under its own name for the validation set. It sets `torch.manual_seed(3)` when model and data are made and
     training begins, so that a run with callbacks and one without are the same to the last bit.
     """
@@ -38,7 +38,7 @@ class Job:
     """Steps between two records."""
 
     def made_model(self) -> nn.Module:
-        """The same weights each time."""
+        """Return the model, with the same weights each time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             return self.model()
@@ -54,8 +54,8 @@ class Job:
         return DataLoader(self.validation, batch_size=4)
 
 
-class Home(Protocol):
-    """`train` of a home: trains, and returns the model. With `folder` as the place for whatever is written.
+class TrainFunction(Protocol):
+    """`train` of a loop. It trains and returns the model; files are written to `folder`.
 
     `epochs` of `steps_an_epoch` (6, or a multiple of it: the benchmark makes long ones). With `evaluate` False nothing is evaluated.
     """

@@ -28,7 +28,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """`EMPTY` is the loop alone: what is nobody's callback costs nothing."""
+    """`EMPTY` is the loop alone: Accelerate has no callbacks."""
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True)
     plain = job.made_model()

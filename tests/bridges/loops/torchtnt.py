@@ -47,7 +47,7 @@ class Unit(AutoUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not rea
 
 
 class Empty(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
-    """Hears what the host hears, and does nothing."""
+    """Has the hooks of the host, and does nothing."""
 
     def on_train_start(self, state: Any, unit: Any) -> None: ...
 

@@ -26,7 +26,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """`EMPTY` is the loop alone: what is nobody's callback costs nothing."""
+    """`EMPTY` is the loop alone: it has no callbacks."""
     torch.manual_seed(3)
     model, batches = job.made_model(), job.batches(steps_an_epoch=steps_an_epoch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

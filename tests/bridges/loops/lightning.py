@@ -53,12 +53,12 @@ class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are no
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        """As in every home."""
+        """Return the optimizer that every loop uses."""
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
 class Empty(Callback):  # type: ignore[misc]  # Lightning's types are not read
-    """Hears what the host hears."""
+    """Has the hooks of the host, and does nothing."""
 
     def on_train_batch_start(self, *_: Any) -> None: ...
     def on_before_optimizer_step(self, *_: Any) -> None: ...
@@ -66,7 +66,7 @@ class Empty(Callback):  # type: ignore[misc]  # Lightning's types are not read
 
 
 def quiet_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Any:
-    """A Trainer on the CPU that says nothing and writes nothing by itself."""
+    """Return a Trainer on the CPU that prints and writes nothing."""
     given = {
         "logger": False,
         "enable_checkpointing": False,
@@ -90,7 +90,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """See `job.Home`."""
+    """See `job.TrainFunction`."""
     theirs = [] if callbacks is None else [Empty()] if isinstance(callbacks, str) else [host(callbacks, strict=strict)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -34,7 +34,7 @@ def version() -> str:
 
 
 def interface() -> ModuleType | None:
-    """The package's module, alone: what stands around it needs a GPU."""
+    """Return only the package's module: the rest of the package needs a GPU."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     if not version():
@@ -75,7 +75,7 @@ class Optimizer:
 
 
 class Float16Module(nn.Module):
-    """A chunk as it stands in Megatron's list of them: wrapped."""
+    """A model chunk as in Megatron's list: wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Loop:
 
 
 def empty(names: ModuleType) -> Any:
-    """A callback of that interface which hears what the host hears, and does nothing."""
+    """A callback of that interface with the hooks of the host, which does nothing."""
     received = set(HOST_EVENTS) - {"on_data_init_start"}
     return type("Empty", (names.Callback,), {event: (lambda self, context: None) for event in received})()
 

@@ -183,7 +183,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """See `job.Home`."""
+    """See `job.TrainFunction`."""
     torch.manual_seed(3)
     manager = API.CallbackManager()
     if callbacks == EMPTY:

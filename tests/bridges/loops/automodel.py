@@ -108,7 +108,7 @@ class Config:
 
 
 class Recipe:
-    """`setup` makes everything and goes on from `cfg["checkpoint.restore_from"]`; then the loop."""
+    """`setup` creates everything and resumes from `cfg["checkpoint.restore_from"]`; then the loop."""
 
     def __init__(
         self, job: Job, folder: Path, callbacks: Sequence[Any], *, sets: Mapping[str, Any] | None = None,
@@ -204,13 +204,13 @@ class Recipe:
 
 
 class Nothing(Callback):
-    """Hears what the host hears, and does nothing."""
+    """Has the hooks of the host, and does nothing."""
 
-    def _hear(self, recipe: Any, **kwargs: Any) -> None: ...
+    def _ignore(self, recipe: Any, **kwargs: Any) -> None: ...
 
 
 for _hook in HOOKS:
-    setattr(Nothing, _hook, Nothing._hear)
+    setattr(Nothing, _hook, Nothing._ignore)
 
 
 def train(

@@ -1,4 +1,4 @@
-"""The tests' short trainings in each framework, as the benchmarks run them: long, without evaluation, and telling every forward."""
+"""The tests' short trainings in each framework, as the benchmarks run them: long, without evaluation, and with a function that is called in every forward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from callsheet import Callback, Context
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 EMPTY, NOBODY, TEN = WITH = ("empty", "nobody", "ten")
-"""An empty callback of the framework's own; a host that nobody listens to; one of ten callbacks."""
+"""An empty callback of the framework; a host without listeners; a host with ten callbacks."""
 
-Told = Callable[[], None]
+OnForward = Callable[[], None]
 
 
 class Nothing(Callback):
-    """Hears four events of a step, and does nothing."""
+    """Listens to four events of a step, and does nothing."""
 
     def on_train_step_start(self, ctx: Context) -> None: ...
 
@@ -36,54 +36,54 @@ class Nothing(Callback):
 
 
 def names() -> list[str]:
-    """All that there are, whether or not their framework is installed."""
-    found = sorted(path.stem for path in (TESTS / "bridges" / "homes").glob("*.py"))
+    """Return the names of all loops, whether or not their framework is installed."""
+    found = sorted(path.stem for path in (TESTS / "bridges" / "loops").glob("*.py"))
     return [name for name in found if name not in ("__init__", "job", "trainer")]
 
 
 def python_of(name: str) -> str:
-    """The interpreter that has its framework: Composer's is in a venv of its own, which tools/composer_venv.py makes."""
+    """Return the interpreter that has its framework. Composer has its own venv, which tools/composer_venv.py creates."""
     return str(ROOT / ".venv-composer" / "bin" / "python") if name == "composer" else sys.executable
 
 
-def home(name: str) -> Any:
-    """Its module.
+def loop_of(name: str) -> Any:
+    """Return the module of the loop.
 
     Raises:
         ModuleNotFoundError: its framework is not installed.
     """
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
-    return importlib.import_module(f"bridges.homes.{name}")
+    return importlib.import_module(f"bridges.loops.{name}")
 
 
 def train(
-    name: str, having: str, told: Told, *, steps: int, log_every: int, model: Callable[[], nn.Module] | None = None
+    name: str, having: str, on_forward: OnForward, *, steps: int, log_every: int, model: Callable[[], nn.Module] | None = None
 ) -> None:
-    """Train in a framework; `told` is called at the beginning of each forward.
+    """Train in a framework; `on_forward` is called at the beginning of each forward.
 
     Args:
-        name: the name of the home.
+        name: the name of the loop.
         having: one of `WITH`.
-        told: called at the beginning of each forward.
+        on_forward: called at the beginning of each forward.
         steps: the least number of steps; whole epochs of the tests' data are six.
         log_every: steps between two records.
         model: the class of the model, from four numbers to one; by default the one of the tests.
     """
-    where, job = home(name), home("job")
+    where, job = loop_of(name), loop_of("job")
     callbacks = {EMPTY: job.EMPTY, NOBODY: [], TEN: [Nothing() for _ in range(10)]}[having]
-    points = replace(job.POINTS, model=telling(model or job.POINTS.model, told), log_every=log_every)
+    points = replace(job.POINTS, model=counting(model or job.POINTS.model, on_forward), log_every=log_every)
     with tempfile.TemporaryDirectory() as folder:
         where.train(points, Path(folder), callbacks, strict=False, epochs=1, steps_an_epoch=-(-steps // 6) * 6, evaluate=False)
 
 
-def train_a_peer(loop: Callable[[], float], told: Told, *, steps: int) -> None:
-    """One of the loops of trainer.py, of whose model every forward is told."""
+def train_a_peer(loop: Callable[[], float], on_forward: OnForward, *, steps: int) -> None:
+    """One of the loops of trainer.py, with `on_forward` called at every forward of its model."""
     made = peers.parts
 
     def parts(device: str = "cpu") -> Any:
         model, batches, optimizer = made(device)
-        model.__class__ = telling(nn.Sequential, told)
+        model.__class__ = counting(nn.Sequential, on_forward)
         return model, (batches * -(-steps // len(batches)))[:steps], optimizer
 
     peers.parts = parts
@@ -93,12 +93,12 @@ def train_a_peer(loop: Callable[[], float], told: Told, *, steps: int) -> None:
         peers.parts = made
 
 
-def telling(kind: Any, told: Told) -> Any:
-    """That class of models, telling its forwards."""
+def counting(kind: Any, on_forward: OnForward) -> Any:
+    """Return a subclass of the model that calls `on_forward` in each forward."""
 
-    class Telling(kind):  # type: ignore[misc]  # any class of models
+    class Counting(kind):  # type: ignore[misc]  # any class of models
         def forward(self, *args: Any) -> Any:
-            told()
+            on_forward()
             return kind.forward(self, *args)
 
-    return Telling
+    return Counting
