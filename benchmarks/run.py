@@ -64,6 +64,7 @@ def main() -> int:
         ("guests", ["guests.py"]),
         ("instructions", ["instructions.py", "hosts"]),
         ("guest-instructions", ["instructions.py", "guests"]),
+        ("shortcuts", ["shortcuts.py"]),
     ):
         print(f"\n{name}", flush=True)
         done = subprocess.run(

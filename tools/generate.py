@@ -114,6 +114,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "lanes",
             "instructions",
             "guest-instructions",
+            "shortcuts",
             "recipes",
             "bridges",
             "guests",
