@@ -178,7 +178,7 @@ def test_an_endpoint_that_rejects_costs_records_and_not_the_run(
 ) -> None:
     server.answer = 503
     run_here("http_reporter.py", server.url, str(tmp_path))
-    assert "finished, 40 steps" in capsys.readouterr().out
+    assert "The run (40 steps, " in capsys.readouterr().out
     assert 3 <= len(server.posts) <= 10  # switched off after three in a row, as soon as the training thread knows
     assert "503" in caplog.text
     assert "HTTPReporter" in caplog.text
