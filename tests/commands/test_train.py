@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from callsheet.cli.main import main
 from callsheet.loggers import read_metrics
 
 RUN = Path("runs/tiny")
@@ -73,3 +74,15 @@ def test_the_same_command_twice(place: Path) -> None:
 
 def _kind(checkpoint: Path) -> str:
     return str(json.loads((checkpoint / "manifest.json").read_text()).get("info", {}).get("kind", ""))
+
+
+def test_a_run_of_an_earlier_version_is_shown_and_resumed(
+    run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", run_of_earlier_version]) == 0
+    shown = capsys.readouterr().out
+    assert "From runs/tiny/config.yaml:" in shown
+    assert "gradient_accumulation_steps" in shown
+    assert main(["train", "runs/tiny/config.yaml", "--max_duration", "8ba"]) == 0
+    assert "ep0-ba3, ep0-ba6, ep0-ba8" in capsys.readouterr().out
+    assert "gradient_accumulation_steps:" in Path("runs/tiny/config.yaml").read_text()

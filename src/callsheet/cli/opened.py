@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from callsheet.cli import names
 from callsheet.cli.named_run import RUNS
-from callsheet.cli.recipe import errors_on_first_rank, values_of
+from callsheet.cli.recipe import CONFIG, current_file, errors_on_first_rank, values_of
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.core.callback import Callback
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.yaml_file import read_yaml
 from callsheet.report.index import run_names
 
 if TYPE_CHECKING:
     from callsheet.recipes.recipe import Recipe
-
-CONFIG = "config.yaml"
-"""The recipe file in a run's folder, with the values that it was trained with."""
 
 _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 
@@ -48,17 +41,16 @@ def opened(
         ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.
         CheckpointError: the checkpoint is invalid, or belongs to another model.
     """
-    with errors_on_first_rank(), ExitStack() as stack:
+    with errors_on_first_rank():
         path, folder = _described(run)
-        if folder is not None:
-            path = stack.enter_context(_with_current_names(path))
-        values = values_of(path, overrides, command=command)
-        given = values.given
-        if folder is not None:  # the folder may have been renamed or moved since training
-            given.run_name, given.runs_folder = folder.name, str(folder.parent)
-        given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
-        given.loggers = []
-        job = values.made().job
+        with current_file(path) as file:
+            values = values_of(file, overrides, command=command)
+            given = values.given
+            if folder is not None:  # the folder may have been renamed or moved since training
+                given.run_name, given.runs_folder = folder.name, str(folder.parent)
+            given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
+            given.loggers = []
+            job = values.made().job
         checkpoint = _checkpoint_at(job.folder / "checkpoints", checkpoint)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with _left_out_without_a_word():
@@ -84,25 +76,6 @@ def _described(run: str) -> tuple[Path, Path | None]:
     beside = RUNS if Path(run).name == run else Path(run).parent
     near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
     raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
-
-
-@contextmanager
-def _with_current_names(path: Path) -> Iterator[Path]:
-    """Yield the recipe file of a run. If an earlier version wrote it, yield a temporary copy with the present names of keys."""
-    from callsheet.recipes.existing_run import with_current_names
-
-    content = read_yaml(path)
-    current = with_current_names(content) if isinstance(content, dict) else content
-    if current == content:
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="callsheet-run-") as folder:
-        copy = Path(folder) / CONFIG
-        copy.write_text(yaml.safe_dump(current, allow_unicode=True, sort_keys=False), encoding="utf-8")
-        try:
-            yield copy
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(str(copy), str(path))) from error.__cause__
 
 
 def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:

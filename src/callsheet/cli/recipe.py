@@ -7,11 +7,14 @@ import inspect
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
     from callsheet.recipes.recipe import Recipe
+
+
+CONFIG = "config.yaml"
+"""The recipe file in a run's folder, with the values that it was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,28 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
         ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
     """
     with errors_on_first_rank():
-        return values_of(recipe_path(recipe), overrides, command=command, title=recipe).made()
+        path = recipe_path(recipe)
+        with current_file(path) as file:
+            return replace(values_of(file, overrides, command=command, title=recipe).made(), path=path)
+
+
+@contextmanager
+def current_file(path: Path) -> Iterator[Path]:
+    """Yield the recipe file. If it is that of a run of an earlier version, yield a temporary copy with the present names of keys."""
+    from callsheet.recipes.existing_run import with_current_names
+
+    content = read_yaml(path) if path.name == CONFIG else None
+    current = with_current_names(content) if isinstance(content, dict) else content
+    if current == content:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="callsheet-run-") as folder:
+        copy = Path(folder) / CONFIG
+        copy.write_text(yaml.safe_dump(current, allow_unicode=True, sort_keys=False), encoding="utf-8")
+        try:
+            yield copy
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(copy), str(path))) from error.__cause__
 
 
 @contextmanager
