@@ -740,6 +740,22 @@ def test_the_browser_is_given_an_address_that_opens_once(going: Path, tmp_path: 
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
+def test_ctrl_c_while_a_connection_is_accepted(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives when the thread of the connection has started: `serve_forever` must not take it for a failed request."""
+
+    def start(thread: threading.Thread) -> None:
+        started(thread)
+        thread.join(60)
+        raise KeyboardInterrupt
+
+    started = threading.Thread.start
+    with WatchServer(ended) as server, closing(socket.create_connection(server.server_address[:2], 60)) as client:
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            server.handle_request()
+
+
 def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "events.jsonl").touch()

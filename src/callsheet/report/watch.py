@@ -102,8 +102,8 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:
-            self._room.release()  # no thread could be started
+        except RuntimeError:  # no thread could be started. After a KeyboardInterrupt a thread may serve, and release it
+            self._room.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
