@@ -218,7 +218,7 @@ def print_hosts(wanted: list[str]) -> None:
     bare, ignite, ignite_ten, ours, ours_ten = counted(PEERS, __file__, HOSTS, "--child", PEERS)
     unit = ignite.over(bare)
     print(
-        f"# {machine()}; {COUNTED} steps of each run; a bare step has {bare.instructions:,.0f} instructions in {bare.cycles:,.0f} cycles,"
+        f"{machine()}; {COUNTED} steps of each run; a bare step has {bare.instructions:,.0f} instructions in {bare.cycles:,.0f} cycles,"
     )
     print(f"and Ignite adds {unit.instructions:,.0f} and {unit.cycles:,.0f}\n")
     figures = "instructions added | relative to Ignite | cycles added | relative to Ignite"
@@ -235,7 +235,7 @@ def print_hosts(wanted: list[str]) -> None:
 
 def print_guests(wanted: list[str]) -> None:
     """Print the table of the guests."""
-    print(f"# {machine()}; {COUNTED} steps, ten callbacks\n")
+    print(f"{machine()}; {COUNTED} steps, ten callbacks\n")
     print(
         "| callback of | instructions per step in its framework | as a guest | ratio | cycles in its framework | as a guest | ratio |"
     )

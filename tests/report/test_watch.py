@@ -749,7 +749,7 @@ def test_ctrl_c_while_a_connection_is_accepted(ended: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     started = threading.Thread.start
-    with WatchServer(ended) as server, closing(socket.create_connection(server.server_address[:2], 60)) as client:
+    with WatchServer(ended) as server, closing(socket.create_connection(("127.0.0.1", server.server_address[1]), 60)) as client:
         client.sendall(b"GET / HTTP/1.0\r\n\r\n")
         monkeypatch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt):
