@@ -298,6 +298,74 @@ def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> 
     assert "Asks calls ctx.control.evaluate, which this loop does not support here; it supports save, stop." in caplog.text
 
 
+class EvaluatesAt(Callback):
+    """Asks for an evaluation at every second step and after every epoch, and keeps its results in its state."""
+
+    def __init__(self, signals_at: tuple[str, int] | None = None) -> None:
+        self.found: list[tuple[int, float]] = []
+        self.signals_at = signals_at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": list(self.found)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.found = [(step, value) for step, value in state["found"]]
+
+    def _ask(self, ctx: Context, where: str) -> None:
+        ctx.control.evaluate("it is time", replicated=True)
+        if self.signals_at == (where, ctx.step):
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step % 2:
+            self._ask(ctx, "step")
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        self._ask(ctx, "epoch")
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        self.found.append((ctx.step, ctx.eval_results["held out"]["loss"]))
+        if self.signals_at == ("evaluation", ctx.step):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def evaluating(folder: Path, *callbacks: Callback, resume: str | None = None) -> tuple[nn.Module, AttachedRun]:
+    """Two epochs, with evaluations that draw random numbers. Their results depend on these and on the weights."""
+    model, optimizer, data = parts()
+
+    def evaluate() -> dict[str, dict[str, float]]:
+        return {"held out": {"loss": sum((each.double() * torch.rand(1)).mean().item() for each in model.parameters())}}
+
+    run = attach(
+        model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, resume=resume, max_duration="2ep",
+        evaluate=evaluate,
+    )  # fmt: skip
+    with run:
+        while not run.is_over:
+            for inputs, targets in run.steps(data):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, run
+
+
+@pytest.mark.parametrize(
+    "signals_at",
+    [("step", 1), ("step", 3), ("step", 5), ("epoch", 5), ("step", 9), ("epoch", 10), ("evaluation", 3), ("evaluation", 5)],
+    ids=lambda at: "-".join(map(str, at)),
+)
+def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path: Path, signals_at: tuple[str, int]) -> None:
+    """On the restored weights, before the next step; one that was made is not made again."""
+    model, _ = evaluating(tmp_path / "whole", whole := EvaluatesAt())
+    _, stopped = evaluating(tmp_path / "parts", EvaluatesAt(signals_at))
+    assert stopped.preempted
+    recorder = Recorder()
+    again, _ = evaluating(tmp_path / "parts", resumed := EvaluatesAt(), recorder, resume="auto")
+    assert resumed.found == whole.found
+    assert same(again, model)
+    check_events(recorder.events)
+
+
 class Nothing(Callback):
     """Changes what the loop goes backward through."""
 

@@ -177,6 +177,40 @@ def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
     check_events(recorder.events)
 
 
+class EvaluatesAt(Callback):
+    """Asks for an evaluation at a step and after every epoch. At one of these moments a signal comes."""
+
+    def __init__(self, signals_at: tuple[str, int] | None = None) -> None:
+        self.signals_at = signals_at
+
+    def _ask(self, ctx: Context, where: str) -> None:
+        ctx.control.evaluate("it is time", replicated=True)
+        if self.signals_at == (where, ctx.step):
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step in (3, 10):
+            self._ask(ctx, "step")
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        self._ask(ctx, "epoch")
+
+
+@pytest.mark.parametrize(
+    "signals_at", [("step", 3), ("epoch", 6), ("step", 10), ("epoch", 12)], ids=lambda at: "-".join(map(str, at))
+)
+def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(signals_at: tuple[str, int], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"evaluate_every_n_epochs": None}
+    unbroken = trained([hosted(tmp_path / "whole", whole := History(), EvaluatesAt())], **options)
+    trained([hosted(tmp_path, History(), EvaluatesAt(signals_at), preempt_signals=("SIGTERM",))], **options)
+    recorder = Recorder()
+    again = trained([hosted(tmp_path, history := History(), EvaluatesAt(), recorder, resume="auto")], **options)
+    assert same(again, unbroken)
+    assert len(whole["validation/loss"]) == 4
+    assert history["validation/loss"] == whole["validation/loss"]
+    check_events(recorder.events)
+
+
 def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> None:
     whole, average = History(), EMA(half_life=3)
     unbroken = trained([hosted(tmp_path / "whole", whole, average)], job=LINE)

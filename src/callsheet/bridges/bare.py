@@ -318,8 +318,12 @@ class AttachedRun:
         given = 0  # how many batches of the current step were given to the loop
         try:
             if not self._has_given_up:
+                self._is_over = run.finish_undone("epoch", position)
+                if self._is_over:
+                    return
                 driver.start("epoch")
                 batches = position.begin(dataloader, run.state.timestamp.epoch)
+                self._is_over = run.finish_undone("step", position)
             while not self._is_over and not self._has_given_up:
                 given = 0
                 group = self._fetched(batches)  # type: ignore[arg-type]
@@ -562,6 +566,7 @@ class AttachedRun:
         if not self._has_given_up:
             try:
                 self._close_epoch(continues=False)
-                self._run.finish()
+                with self._position.at_checkpoint():  # if a complete run was resumed, an evaluation may be left
+                    self._run.finish()
             except Exception as error:
                 self._give_up(error)

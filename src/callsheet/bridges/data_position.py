@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from callsheet.bridges.epoch_position import length_of
-from callsheet.core.randomness import restore_random_state, same_random_state
+from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 from callsheet.core.ranks import Ranks
 from callsheet.errors import mark_as_users
 from callsheet.run.process_groups import ProcessGroups
@@ -71,6 +72,19 @@ class DataPosition:
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Do the same as `begin` in a loop whose run callsheet has ended because of an error of its own. No position is saved."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
+
+    @contextmanager
+    def at_checkpoint(self) -> Iterator[None]:
+        """Restore the random states of the checkpoint for the `with` block. What it draws is as if drawn before the save.
+
+        After `begin` this does nothing, because the states are restored already.
+        """
+        restored = self._restored
+        if restored is not None:
+            restore_random_state(restored["now"]["global"])
+        yield
+        if restored is not None:
+            self._restored = {**restored, "now": {**restored["now"], "global": random_state()}}
 
     def end(self) -> None:
         """Reset the position, because the epoch has ended."""

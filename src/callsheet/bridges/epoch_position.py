@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -62,6 +63,15 @@ class EpochPosition:
         if self._now is not None:
             restore_random_state(self._now)
             self._now = None
+
+    @contextmanager
+    def at_checkpoint(self) -> Iterator[None]:
+        """Restore the random states of the checkpoint for the `with` block. What it draws is as if drawn before the save."""
+        if self._now is not None:
+            restore_random_state(self._now)
+        yield
+        if self._now is not None:
+            self._now = random_state()
 
     def end(self) -> None:
         """End the epoch."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from callsheet.core.context import Context
@@ -25,20 +26,23 @@ class HostEvaluation:
     `results` holds the latest results by dataset name.
     """
 
-    is_resumed = False
-    """Always False.
-
-    If a signal prevents an evaluation, a resumed run does not repeat it, because the framework's checkpoints do not record it.
-    """
+    ends_at_signal = False
 
     def __init__(
-        self, ctx: Context, evaluates: Evaluates | None, fire: Callable[[Mapping[str, Mapping[str, Any]]], None]
+        self,
+        ctx: Context,
+        evaluates: Evaluates | None,
+        fire: Callable[[Mapping[str, Mapping[str, Any]]], None],
+        *,
+        is_resumed: bool,
     ) -> None:
+        self.is_resumed = is_resumed
+        """Whether callsheet writes the checkpoints. Those of a framework do not store an evaluation that a signal prevented."""
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
         self.undone: DueEvaluation | None = None
-        """The evaluations that are due between the current two steps and not yet done. They are not saved in checkpoints."""
+        """The evaluation that is due between the current two steps and not yet done."""
         self._ctx = ctx
         self._evaluates = evaluates
         self._fire = fire
@@ -53,8 +57,9 @@ class HostEvaluation:
 
         A host that evaluates later is asked for the evaluation here.
         """
+        is_left = self.undone is not None and self.undone.step == ctx.step
         if ctx.control.evaluate_requested is None:
-            return []
+            return [""] if is_left and self._evaluates is not None else []
         if self.asks is None:
             return [""]
         self.asks()
@@ -81,6 +86,14 @@ class HostEvaluation:
         self.undone = None
         ctx.control.done("evaluate")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the evaluation that is due and not yet done."""
+        return {"undone": asdict(self.undone) if self.undone is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
+
 
 class HostCheckpoints:
     """Passes requests to save on to the host, whose framework writes the checkpoints.
@@ -94,6 +107,7 @@ class HostCheckpoints:
     def __init__(self, ctx: Context, spans: Spans, saves: Callable[[tuple[Request, ...]], None]) -> None:
         self.shared: dict[str, Stateful] = {}
         self.local: dict[str, Stateful] = {}
+        self.optional: set[str] = set()
         self.stopped_by: Request | None = None
         self.requests: tuple[Request, ...] = ()
         """The requests that the host's next checkpoint satisfies."""

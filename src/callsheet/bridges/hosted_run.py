@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callsheet.bridges.data_position import DataPosition
+from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.eval_events import EvalEvents
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
@@ -127,7 +129,9 @@ class HostedRun(Run):
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.log_ranks.start()
-        self.evaluation = HostEvaluation(ctx, evaluates, lambda results: self.eval.fire(results))
+        self.evaluation = HostEvaluation(
+            ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=self._writes_checkpoints
+        )
         self.connect(
             self.evaluation,
             HostCheckpoints(ctx, self.spans, saves)
@@ -222,7 +226,9 @@ class HostedRun(Run):
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
                 shared[name] = Typed(part, rate_is_fixed=self._scheduler is None)
-        self.load(shared, {"callbacks": self.callback_states, "records": self.records, **self.parts}, resume)
+        local = {"callbacks": self.callback_states, "records": self.records, "evaluation": self.evaluation, **self.parts}
+        self.checkpoints.optional.add("evaluation")
+        self.load(shared, local, resume)
         self.eval.ctx.muting = ctx.muting
         for each in (ctx, self.eval.ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
@@ -270,6 +276,19 @@ class HostedRun(Run):
         host is not kept alive by this.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
+
+    def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
+        """After a resume, make the evaluation that a signal prevented at a boundary of this kind: "step" or "epoch".
+
+        Its random states are those of the checkpoint. Return whether training is over after that.
+        """
+        undone = self.evaluation.undone
+        if undone is None or undone.boundary != boundary or undone.step != self.ctx.step:
+            return False
+        self.driver.start("epoch" if boundary == "step" else "round")
+        self._order.reach()  # the run was saved at this boundary
+        with position.at_checkpoint():
+            return self.boundaries.finish_undone(boundary)
 
     # --- after a step and an epoch ---
 

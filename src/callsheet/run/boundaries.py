@@ -267,7 +267,7 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        if self._agreement.signal is None:  # after a signal, the evaluation was cut short and runs again after a resume
+        if self._agreement.signal is None or not self._evaluation.ends_at_signal:  # else it runs again after a resume
             self._evaluation.done(self._ctx, undone.names)
 
     def _save_requested(self) -> None:

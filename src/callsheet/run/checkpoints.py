@@ -128,6 +128,8 @@ class Checkpoints:
         """
         self.local: dict[str, Stateful] = {}
         """The parts of a checkpoint that each rank has for itself. They are loaded after the shared parts."""
+        self.optional: set[str] = set()
+        """The names of parts that keep their state if the checkpoint does not hold one: earlier versions did not save them."""
         self.begun = 0
         """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
@@ -467,6 +469,8 @@ class Checkpoints:
             logger.warning("%s holds the state of parts that this run does not have: %s", path, ", ".join(unclaimed))
         for name, part in (*self.shared.items(), *self.local.items()):
             if name not in state:
+                if name in self.optional:
+                    continue
                 raise CheckpointError(f"{path} holds no {name}; was it saved by a trainer without one?")
             try:
                 part.load_state_dict(state[name])

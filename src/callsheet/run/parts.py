@@ -56,6 +56,10 @@ class EvaluationPart(Protocol):
         """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out."""
 
     @property
+    def ends_at_signal(self) -> bool:
+        """Whether a signal cuts short an evaluation that is running, so that it must be repeated."""
+
+    @property
     def loaders(self) -> Mapping[str, Any]:
         """The evaluation dataloaders, by dataset name."""
 
@@ -94,6 +98,7 @@ class CheckpointsPart(Protocol):
 
     shared: dict[str, Stateful]
     local: dict[str, Stateful]
+    optional: set[str]
 
     @property
     def is_writing(self) -> bool:

@@ -101,6 +101,7 @@ class Evaluation:
 
     is_resumed = True
     """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out. Always True."""
+    ends_at_signal = True
 
     def __init__(
         self,

@@ -180,9 +180,11 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         if run.ctx.step:
             warn_if_not_restored(state.train_state.dataloader, run.host)
         run.driver.start("round")
+        run.finish_undone("epoch", self._place)
         if self._place.to_skip:  # the run resumes within an epoch, and torchtnt does not report that epoch's start
             self._place.begin()
             run.driver.start("epoch")
+            run.finish_undone("step", self._place)
         self._stop_if_asked(run, state)
 
     @in_a_run
