@@ -70,7 +70,7 @@ oracle: $(READY)  ## runs that are killed again and again, compared with undistu
 restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
 	cd tests && ../$(BIN)/python -m trainer.restarts ../benchmarks/results/restarts.md
 
-resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere; the table goes to benchmarks/results/resumed-data.md
+resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in the Trainer and in attach; the tables go to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
 behavior: $(READY)  ## what a user can observe, compared with another checkout: make behavior OLD=DIR; about fifteen minutes

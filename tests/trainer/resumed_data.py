@@ -1,6 +1,6 @@
 """Random dataloaders, each gone through undisturbed and with a stop somewhere: what must be the same, or said not to be.
 
-The campaign: `python -m trainer.resumed_data RESULT.md [--cases N] [--attach]`, which `make resume` runs; `test_resumed_data.py` and
+The campaign: `python -m trainer.resumed_data RESULT.md [--cases N]`, which `make resume` runs; `test_resumed_data.py` and
 `bridges/test_bare.py` run some cases.
 """
 
@@ -545,8 +545,8 @@ for bit. *Warned*: a warning names what cannot be restored. *Silent*: a differen
 """
 
 
-def table(results: list[tuple[Case, Result]], seed: int) -> str:
-    """In how many cases of each kind what came of it."""
+def table(results: list[tuple[Case, Result]]) -> str:
+    """In how many cases of each kind what came of it, and which dataloaders were warned of."""
     outcomes = ("exact", "warned, exact", "warned", "rejected", "SILENT")
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for case, result in results:
@@ -561,7 +561,7 @@ def table(results: list[tuple[Case, Result]], seed: int) -> str:
         if "warned" in result.outcome
     )
     lines += ["", "Warnings: " + "; ".join(f"{name} ({count})" for name, count in sorted(warned.items())) + "."]
-    return HEAD.format(cases=len(results), seed=seed, epochs=EPOCHS) + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -569,19 +569,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--attach", action="store_true", help="train with attach instead of the Trainer's batches")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("callsheet").propagate = False
-    rng, results, began = random.Random(given.seed), [], time.monotonic()
-    for number in range(given.cases):
-        case = random_case(rng, contexts=number % 40 == 39)
-        results.append((case, result_of(case, ATTACH if given.attach else TRAINER)))
-        if results[-1][1].outcome == "SILENT":
-            print(f"SILENT {case!r}", flush=True)
-    given.result.write_text(table(results, given.seed))
-    silent = sum(result.outcome == "SILENT" for _, result in results)
-    print(f"{len(results)} cases in {time.monotonic() - began:.0f} s, {silent} silent; the table is in {given.result}")
+    text, began, silent = HEAD.format(cases=given.cases, seed=given.seed, epochs=EPOCHS), time.monotonic(), 0
+    for title, ways in (("The Trainer's batches", TRAINER), ("A loop of one's own with `attach`", ATTACH)):
+        rng, results = random.Random(given.seed), []
+        for number in range(given.cases):
+            case = random_case(rng, contexts=number % 40 == 39)
+            results.append((case, result_of(case, ways)))
+            if results[-1][1].outcome == "SILENT":
+                silent += 1
+                print(f"SILENT with {title}: {case!r}", flush=True)
+        text += f"**{title}**\n\n{table(results)}\n"
+        print(f"{title}: {len(results)} cases, {silent} silent so far, after {time.monotonic() - began:.0f} s", flush=True)
+    given.result.write_text(text.rstrip("\n") + "\n")
+    print(f"the tables are in {given.result}")
     return 1 if silent else 0
 
 

@@ -226,7 +226,12 @@ class HostedRun(Run):
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
                 shared[name] = Typed(part, rate_is_fixed=self._scheduler is None)
-        local = {"callbacks": self.callback_states, "records": self.records, "evaluation": self.evaluation, **self.parts}
+        local: dict[str, Stateful] = {
+            "callbacks": self.callback_states,
+            "records": self.records,
+            "evaluation": self.evaluation,
+            **self.parts,
+        }
         self.checkpoints.optional.add("evaluation")
         self.load(shared, local, resume)
         self.eval.ctx.muting = ctx.muting
