@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from callsheet import Callback, CallbackManager, Context, RunInfo, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.callbacks.ema import EMA
 from callsheet.checkpoint import find_checkpoints, read_checkpoint
+from callsheet.checkpoint.draft import Kind
 from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import run_ranks
 
@@ -265,6 +267,28 @@ def test_spoilt_weights_are_not_hidden_behind_a_good_average(tmp_path: Path, sta
             trained.fit("6ba")
     (found,) = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert not found.seal.info["is_finite"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_average", [False, True])
+def test_the_buffers_of_the_first_save_are_allocated_ahead(
+    tmp_path: Path, has_average: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the weights, of the optimizer's state and of what the average adds; the save allocates only those of random states."""
+    late: list[Kind] = []
+
+    def buffer(kind: Kind) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            late.append(kind)
+        return allocate(kind)
+
+    allocate = Kind.buffer
+    monkeypatch.setattr(Kind, "buffer", buffer)
+    average = [EMA(decay=0.9)] if has_average else []
+    fit(tmp_path, *average, CheckpointSaver(save_interval="6ba"), dtype=dtype, save_in_background=True)
+    assert find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert [kind for kind in late if kind.dtype.is_floating_point] == []
+    assert late  # those of the random states
 
 
 @pytest.mark.parametrize("event", ["on_eval_step_end", "on_checkpoint_save_start"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from callsheet.checkpoint.tensors import all_finite, local_part
+from callsheet.checkpoint.tensors import local_part
 from callsheet.core.callback import Callback, at, label_of
 from callsheet.core.context import Context
 from callsheet.core.time import Interval, Time, TimeUnit
@@ -31,8 +31,8 @@ class EMA(Callback):
 
     So the model in a checkpoint is the average, which was also evaluated, and `LoadCheckpoint` and other readers get the average.
     The trained weights are saved in this callback's state. A run that is resumed with an EMA continues exactly with these;
-    without an EMA it would continue from the average. If the trained weights are not finite, they are saved as the model, so that
-    the checkpoint is recognized as invalid. With a sharded model every rank keeps and saves its own shards, so such a checkpoint
+    without an EMA it would continue from the average. If the trained weights are not finite, the checkpoint is marked as invalid,
+    even if the average is finite. With a sharded model every rank keeps and saves its own shards, so such a checkpoint
     can only be resumed on the same number of ranks.
 
     The average covers trainable parameters and floating-point buffers, such as batch norm statistics; of the buffers, those of
@@ -55,6 +55,7 @@ class EMA(Callback):
     phase = "change"
     collective = True
     required_fields = ("model",)
+    weights_in_state = "trained"
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class EMA(Callback):
         self._trained: dict[str, Tensor] = {}  # the trained weights, while the average is in the model
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights they move towards
         self._wanted = 0  # how many open spans need the average in the model
-        self._stays = self._is_not_finite = False
+        self._stays = False
         self._layout = ""  # "whole", or the mesh of the shards
         self._own: set[str] = set()  # tensors that this rank saves: its shards; on rank 0 also all others
 
@@ -157,28 +158,8 @@ class EMA(Callback):
         """Restore the trained weights, after other callbacks have been called."""
         self._release(ctx)
 
-    on_test_start = on_predict_start = on_eval_all_start
-    on_test_end = on_predict_end = on_eval_all_end
-
-    def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Save the average as the model.
-
-        If the trained weights are not finite, save these instead, so that the checkpoint is recognized as invalid.
-        """
-        weights = self._trained or _tensors(ctx.model)
-        self._is_not_finite = not all(ctx.gather(all_finite(weights.values())))
-        if self._is_not_finite:
-            self._swap_out(ctx)
-        else:
-            self._want(ctx)
-
-    @at("restore")
-    def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Restore the weights that were in the model before the save."""
-        if self._is_not_finite and self._wanted:
-            self._swap_in(ctx)
-        elif not self._is_not_finite:
-            self._release(ctx)
+    on_test_start = on_predict_start = on_checkpoint_save_start = on_eval_all_start
+    on_test_end = on_predict_end = on_checkpoint_save_end = on_eval_all_end
 
     @at("restore")
     def on_train_end(self, ctx: Context) -> None:

@@ -55,7 +55,7 @@ def write_checkpoint(
         group: a gloo group; None for one process.
         check_owner: called on rank 0 before anything is removed, and again before the checkpoint is committed. It raises if
             another process has taken over the run; nothing is written or removed after that.
-        is_good: called with the name and the flat pieces of every shared tensor while it is written, for each piece on one rank
+        is_good: called with the name and the flat pieces of every tensor while it is written, for each piece on one rank
             only. `info` then gets the entry `is_finite`. It is True if all calls on all ranks returned True and `info` did not
             already say False.
 
@@ -144,8 +144,8 @@ class Writing:
 
     def _look(self, name: str, piece: Tensor) -> None:
         """Check the values of a piece of a tensor that is being written, unless an earlier piece was not valid."""
-        if self._is_good is not None and not self._is_bad_here and name.startswith(SHARED):
-            self._is_bad_here = not self._is_good(name.removeprefix(SHARED), piece)
+        if self._is_good is not None and not self._is_bad_here:
+            self._is_bad_here = not self._is_good(name.removeprefix(SHARED).removeprefix(own(self._ranks.rank)), piece)
 
     def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
         """On rank 0, write the manifest for the files that all ranks have written."""

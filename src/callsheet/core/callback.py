@@ -89,6 +89,11 @@ class Callback(Hooks):
 
     If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
     """
+    weights_in_state: str = ""
+    """The key of `state_dict` under which weights of the model are saved, if there are any.
+
+    If they are not finite, the checkpoint is marked like one whose model is not. Buffers for copying them are allocated ahead.
+    """
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from callsheet.checkpoint import (
@@ -34,7 +34,8 @@ from callsheet.checkpoint import (
 )
 from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.checkpoint.layout import LATEST
-from callsheet.core.callback import label_of
+from callsheet.core.background import inner
+from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Request
 from callsheet.core.events import Event
@@ -218,9 +219,8 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             # If a checkpoint exists at this path, it was written before a resume and is obsolete. It is removed once the new one
             # is committed.
-            is_good = partial(
-                _is_good, frozenset(f"model.{name}" for name, _ in ctx.model.named_parameters(remove_duplicate=False))
-            )
+            parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
+            is_good = partial(_is_good, parameters, self._prefixes_of_weights())
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -264,7 +264,27 @@ class Checkpoints:
         if self._manager.has_listeners.on_checkpoint_due:
             optimizer = self.shared.get("optimizer")
             state = optimizer.part.state if isinstance(optimizer, Typed) else {}
-            self._writer.prepare([*self._ctx.model.parameters(), *self._ctx.model.buffers(), *_tensors_in(state)])
+            weights = [*self._ctx.model.parameters(), *self._ctx.model.buffers()]
+            self._writer.prepare([*weights, *_tensors_in(state), *self._tensors_of_callbacks(weights)])
+
+    def _callbacks_with_weights(self) -> list[Callback]:
+        return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
+
+    def _prefixes_of_weights(self) -> tuple[str, ...]:
+        """Return how the names of the weights in a checkpoint begin: those of the model, and those in the states of callbacks."""
+        others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
+        return ("model.", *others)
+
+    def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
+        """Yield tensors like those that callbacks save in addition to the model's weights.
+
+        These are once more the weights that are trained, and what the callback has in another dtype.
+        """
+        dtypes = {weight.dtype for weight in weights}
+        for callback in self._callbacks_with_weights():
+            if found := list(_tensors_in(callback.state_dict())):
+                yield from (each for each in weights if each.is_floating_point() and _is_trained(each))
+                yield from (each for each in found if each.dtype not in dtypes)
 
     def publish(self, durable: int) -> None:
         """Publish the background save (fire `on_checkpoint_published`), if all ranks know that it is durable."""
@@ -500,19 +520,25 @@ class Checkpoints:
         return path
 
 
-def _is_good(parameters: frozenset[str], name: str, piece: Tensor) -> bool:
+def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
     """Return whether a piece of a tensor has valid values.
 
-    A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities).
+    A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """
-    if not name.startswith("model.") or all_finite([piece]):
+    prefix = next(filter(name.startswith, prefixes), None)
+    if prefix is None or all_finite([piece]):
         return True
-    return name not in parameters and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
+    is_weight = name.removeprefix(prefix) in parameters
+    return not is_weight and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
     """Return `info` with the size and `is_finite` of the checkpoint that was written."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
+
+
+def _is_trained(weight: Tensor) -> bool:
+    return weight.requires_grad or not isinstance(weight, nn.Parameter)
 
 
 def _tensors_in(tree: object) -> Iterator[Tensor]:
