@@ -66,24 +66,24 @@ def close(self: Context, event: str) -> None:
             delattr(self, name)
 
 
-def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
+def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Capture and deliver in loops over the names of the fields."""
     of_state = [f"state.{name}" for name in capture._OF_STATE]
     read = attrgetter("step", "epoch", *of_state, *names)
 
     def enqueuer(snapshot_class_for: Any, deliver: Any, registration: Any, queue: Any, otherwise: Any) -> Any:
-        kind, known, loss_is_new = None, None, False
+        kind, known, are_new = None, None, False
 
         def may_change(values: tuple[Any, ...], place: int) -> bool:
             value = values[place]
-            return type(value) not in capture._PLAIN and not (place == new and loss_is_new and capture._is_lone(value))
+            return type(value) not in capture._PLAIN and not (place in new and are_new and capture._is_lone(value))
 
         def enqueue(ctx: Context) -> Any:
-            nonlocal kind, known, loss_is_new
+            nonlocal kind, known, are_new
             try:
                 if ctx.state is not known:
                     kind, known = snapshot_class_for(ctx)
-                    loss_is_new = ctx.loss_is_new
+                    are_new = ctx.loss_is_new
                 values = (deliver, kind, *read(ctx))
             except FieldNotAvailable:
                 return otherwise(ctx)

@@ -159,6 +159,24 @@ def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
     assert len({tuple(map(tuple, seen[3])) for seen in expected}) == STEPS
 
 
+@pytest.mark.parametrize("fields", [("loss",), ("grad_norm",), ("loss", "grad_norm", "learning_rate")])
+def test_what_each_step_makes_anew_is_not_copied(tmp_path: Path, fields: tuple[str, ...]) -> None:
+    class Watch(Callback):
+        snapshot_fields = fields
+
+        def __init__(self) -> None:
+            self.seen: list[list[Any]] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.seen.append([getattr(ctx, name) for name in fields])
+
+    watch, kept = Watch(), Watch()
+    kept.name = "kept"
+    fit(tmp_path, Background(watch), kept)
+    assert len(watch.seen) == STEPS
+    assert all(a is b for ours, theirs in zip(watch.seen, kept.seen, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_field_that_it_does_not_hold_is_named_with_a_hint(tmp_path: Path) -> None:
     messages: dict[str, str] = {}
 

@@ -118,9 +118,9 @@ class Context:
         """
         self.kept: frozenset[str] = frozenset()
         self.loss_is_new = False
-        """Whether the loop makes a new tensor for each step's loss and never writes to that tensor again.
+        """Whether the loop makes new tensors for each step's loss and gradient norm, and never writes to them again.
 
-        A snapshot then need not copy the loss.
+        A snapshot of these alone then need not copy them.
         """
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The manager sets it."""

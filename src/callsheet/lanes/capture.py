@@ -30,6 +30,8 @@ _OF_STATE = ("timestamp", "previous_timestamp", "course")
 
 They need no copy, because they are replaced and never changed in place.
 """
+_NEW_FIELDS = frozenset({"loss", "grad_norm"})
+"""Fields that need no copy in a loop that makes new tensors for them in each step: see `Context.loss_is_new`."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
 _UNAVAILABLE = object()
@@ -129,7 +131,7 @@ class SnapshotCapture:
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
         self._state: TrainState | None = None  # the state of the run that `_kind` was made for; None: make a new class next time
         self._kind: type[Snapshot] = Snapshot
-        new = self._names.index("loss") + _BEFORE_FIELDS if "loss" in self._names else None
+        new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
 
     def enqueuer(
@@ -203,13 +205,13 @@ class SnapshotCapture:
 
 
 @functools.cache
-def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: int | None) -> dict[str, Callable[..., Any]]:
+def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Compile the functions that `enqueuer` and `deliverer` return, for these fields.
 
     Args:
         names: the fields to capture.
         changing: the indices at which a value may change later, and must be copied unless it is a plain value such as a number.
-        new: the index of the step's loss. A loss on the CPU without a graph is not copied if the loop makes a new one each step.
+        new: the indices of fields that need no copy if the loop makes new tensors for them, and they are on the CPU, without a graph.
 
     The functions are generated because both run for every event in a lane, and loops over the names cost more
     (`benchmarks/results/shortcuts.md`). The source contains only names from the lifecycle's table.
@@ -217,18 +219,18 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
     of_state = [f"state.{name}" for name in _OF_STATE]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
-    is_new = {new: f" and not (loss_is_new and is_lone(values[{new}]))"}
+    is_new = {place: f" and not (are_new and is_lone(values[{place}]))" for place in new}
     are_changing = "".join(f" or type(values[{place}]) not in plain{is_new.get(place, '')}" for place in changing)
     source = f"""
 def enqueuer(snapshot_class_for, deliver, registration, queue, otherwise):
-    items, append, kind, known, loss_is_new = queue.items, queue.items.append, None, None, False
+    items, append, kind, known, are_new = queue.items, queue.items.append, None, None, False
     def enqueue(ctx):
-        nonlocal kind, known, loss_is_new
+        nonlocal kind, known, are_new
         try:
             state = ctx.state
             if state is not known:
                 kind, known = snapshot_class_for(ctx)
-                loss_is_new = ctx.loss_is_new
+                are_new = ctx.loss_is_new
             values = (deliver, kind, {", ".join(taken)})
         except FieldNotAvailable:
             return otherwise(ctx)

@@ -238,7 +238,7 @@ class Trainer:
             is_busy=lambda lifetime: lifetime.is_entered,
         )
         self.ctx = run.ctx
-        self.ctx.loss_is_new = True  # the loop makes a new tensor for each step's loss
+        self.ctx.loss_is_new = True
         self._end = weakref.finalize(self, run.lifetime.end)  # ends the run when the trainer is collected, and at exit
         with run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
