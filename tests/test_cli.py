@@ -1,6 +1,9 @@
 """The command line, as a process of its own where it matters."""
 
+import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +15,9 @@ from callsheet import Callback, Context, __version__
 from callsheet.cli.main import main
 from callsheet.core import lifecycle
 from callsheet.loggers import read_metrics
+from callsheet.report import RunFolder
+from callsheet.report.notes import Notes
+from callsheet.run.run_lock import RunLock
 from callsheet.run.run_marker import mark_run
 
 TINY = """
@@ -357,10 +363,13 @@ def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[
     ("arguments", "said"),
     [
         (["runs", "nowhere"], "there is no folder nowhere; give the folder that contains the runs' folders"),
-        (["runs", "--sort", "step"], "there is no column 'step'; did you mean 'steps'?"),
+        (
+            ["runs", "--sort", "step"],
+            "there is no column 'step', and no run in runs has such a metric or setting; did you mean 'steps'?",
+        ),
         (
             ["runs", "--metric", "validation/los"],
-            "no run in runs has the metric 'validation/los'; did you mean 'validation/loss'?",
+            "there is no column 'validation/los', and no run in runs has such a metric or setting; did you mean 'validation/loss'?",
         ),
         (["report", "midle"], "there is no run 'midle'; did you mean 'middle'? (a run's folder, or its name in runs/)"),
         (["report", "runs/midle"], "there is no run 'runs/midle'; did you mean 'middle'?"),
@@ -374,6 +383,140 @@ def test_what_cannot_be_found_is_named(
 ) -> None:
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_runs_are_filtered(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def listed(*conditions: str) -> list[str]:
+        assert main(["runs", "--sort", "name", *(word for condition in conditions for word in ("--where", condition))]) == 0
+        return names_in(capsys.readouterr().out)
+
+    assert listed("steps > 3") == ["long", "middle"]
+    assert listed("steps>=6", "steps<9") == ["middle"]
+    assert listed("name ~ ON") == ["long"]
+    assert listed("name != long") == ["middle", "short"]
+    assert listed("max_duration = 3ba") == ["short"]
+    assert listed("time/batch > 6") == ["long"]
+    assert listed("highest(time/batch) <= 6", "outcome = finished") == ["middle", "short"]
+    assert listed("started > 2020-01-01") == ["long", "middle", "short"]
+    assert listed("started > 2999-01-01") == []
+    assert listed("note = x") == listed("checkpoint < 1") == []
+
+
+def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--columns", "name, max_duration,last(time/batch),steps", "--sort", "max_duration"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["name", "max_duration", "last(time/batch)", "steps"],
+        ["short", "3ba", "3", "3"],
+        ["middle", "6ba", "6", "6"],
+        ["long", "9ba", "9", "9"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("steps", "--where 'steps' is no condition; give NAME, one of < <= > >= = != ~, and a value"),
+        ("steps > many", "--where steps > 'many': give a number"),
+        ("started < soon", "--where started < 'soon': give a date or time, such as 2026-11-30"),
+        ("name < z", "--where name < 'z': give a number"),
+        ("nonsense = 1", "there is no column 'nonsense'"),
+    ],
+)
+def test_a_condition_that_cannot_be_read(three_runs: Path, capsys: pytest.CaptureFixture[str], condition: str, said: str) -> None:
+    assert main(["runs", "--where", condition]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mark", "short", "runs/long", "--tag", "base", "--tag", "v2", "--note", "two\nlines \x1b[31m"]) == 0
+    assert capsys.readouterr().out == "runs/short: tags base v2; two lines  [31m\nruns/long: tags base v2; two lines  [31m\n"
+    assert main(["mark", "short", "--untag", "base"]) == 0
+    assert main(["runs", "--where", "tags = base"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert names_in("\n".join(printed[1:])) == ["long"]
+    assert "tags" in printed[1]
+    assert main(["mark", "lo*", "--archive"]) == 0
+    capsys.readouterr()
+    assert main(["runs", "--sort", "name"]) == 0
+    captured = capsys.readouterr()
+    assert names_in(captured.out) == ["middle", "short"]
+    assert captured.err == "callsheet: 1 archived run is not listed; --archived lists them\n"
+    assert main(["runs", "--archived", "--json", "--sort", "name"]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)
+    assert (first["name"], first["is_archived"], first["tags"], first["note"]) == (
+        "long",
+        True,
+        ["base", "v2"],
+        "two\nlines \x1b[31m",
+    )
+    assert main(["mark", "long", "--unarchive", "--note", ""]) == 0
+    assert capsys.readouterr().out == "runs/long: tags base v2\n"
+    assert main(["mark", "long", "short"]) == 0
+    assert capsys.readouterr().out == "runs/long: tags base v2\nruns/short: tags v2; two lines  [31m\n"
+    assert main(["mark", "long", "--tag", "two words"]) == 2
+    assert "the tag 'two words' is not possible" in capsys.readouterr().err
+
+
+def test_marking_a_run_does_not_revive_it(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file with the notes is not written by the run."""
+    folder = three_runs / "silent"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text('{"event": "run_start", "time": 1.0}\n')
+    os.utime(folder / "events.jsonl", (1.0, 1.0))
+    assert RunFolder.read(folder).outcome == "lost"
+    assert main(["mark", "silent", "--tag", "seen"]) == 0
+    assert RunFolder.read(folder).outcome == "lost"
+    assert RunFolder.read(folder).last_write == 1.0
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b'{"tags": 3, "note": [], "is_archived": 1}', b'{"tags": ["a b", 1]}', b"[" * 9999, b"\xff"]
+)
+def test_notes_of_another_form_are_empty(three_runs: Path, content: bytes) -> None:
+    (three_runs / "long" / "notes.json").write_bytes(content)
+    assert RunFolder.read(three_runs / "long").notes == Notes()
+    assert main(["runs"]) == main(["mark", "long", "--tag", "a"]) == 0
+    assert RunFolder.read(three_runs / "long").notes == Notes(("a",))
+
+
+def test_a_run_is_deleted_after_it_was_confirmed(
+    three_runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["delete", "short", "long"]) == 2
+    assert "Confirm it with --yes. Nothing was deleted" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
+    assert main(["delete", "short"]) == 2
+    assert {path.name for path in three_runs.iterdir() if not path.name.startswith(".")} == {"long", "middle", "short"}
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert main(["delete", "short"]) == 0
+    assert capsys.readouterr().out == "deleted runs/short\n"
+    assert main(["delete", "m*", "--yes"]) == 0
+    assert {path.name for path in three_runs.iterdir() if not path.name.startswith(".")} == {"long"}
+    assert not list(three_runs.glob(".*deleted*"))
+
+
+def test_a_run_that_is_trained_or_linked_is_not_deleted(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (three_runs / "linked").symlink_to("long")
+    assert main(["delete", "short", "linked", "--yes"]) == 2
+    assert "runs/linked is a link" in capsys.readouterr().err
+    lock = RunLock(three_runs / "middle")
+    lock.acquire(1.0)
+    try:
+        assert main(["delete", "short", "middle", "--yes"]) == 2
+    finally:
+        lock.release()
+    assert re.search(
+        r"runs/middle is being trained by process \d+ .*; end it first. Nothing was deleted", capsys.readouterr().err
+    )
+    assert (three_runs / "short").is_dir()
+
+
+class Terminal(io.StringIO):
+    """Standard input at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_name_cannot_give_orders_to_the_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

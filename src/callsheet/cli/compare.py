@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from callsheet.cli.named_run import nearest, run_folder
+from callsheet.cli.named_run import runs_named
 from callsheet.core.working import working
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
@@ -15,7 +14,7 @@ from callsheet.report.compare.comparison import Comparison, plain
 from callsheet.report.compare.gate import Condition, Verdict, judge
 from callsheet.report.compare.page import write_comparison
 from callsheet.report.compare.tables import Format, written
-from callsheet.report.index import is_run, run_names, runs_in
+from callsheet.report.index import runs_in
 from callsheet.report.run_folder import RunFolder
 
 
@@ -68,12 +67,13 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
 def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path]:
     """Return the folders of the runs that `given` lists by name, folder or pattern. Each is returned once, in the order given.
 
-    With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest.
+    With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest. Archived runs are left
+    out unless they are named.
 
     Raises:
         ConfigError: no such run, or fewer than two.
     """
-    found = list(dict.fromkeys(each for word in given for each in _named(word, folder)))
+    found = list(dict.fromkeys(each for word in given for each in runs_named(word, folder)))
     if last is not None:
         found = _newest(found, folder, last)
     if len(found) < 2:
@@ -84,21 +84,6 @@ def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path
     return found
 
 
-def _named(word: str, folder: Path) -> Iterator[Path]:
-    if glob.has_magic(word):
-        patterns = [word] if Path(word).name != word else [str(folder / word)]
-        matched = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern)) if is_run(Path(path))]
-        if not matched:
-            raise ConfigError(f"no run matches {word!r}{nearest(word)}")
-        yield from matched
-    elif Path(word).name == word and is_run(folder / word):
-        yield folder / word
-    elif not is_run(Path(word)) and (inside := run_names(word)):  # a folder of runs
-        yield from (Path(word) / name for name in inside)
-    else:
-        yield run_folder(word)
-
-
 def _newest(found: list[Path], folder: Path, last: int) -> list[Path]:
     if last < 2:
         raise ConfigError(f"--last {last}: a comparison needs two runs or more")
@@ -107,7 +92,8 @@ def _newest(found: list[Path], folder: Path, last: int) -> list[Path]:
         rows = [
             (row.started if row.started == row.started else 0.0, place / row.name)  # NaN: unknown
             for place in places
-            for row in runs_in(place, metrics=()).rows
+            for row in runs_in(place, metrics=(), settings=()).rows
+            if found or not row.is_archived
         ]
     except FileNotFoundError as error:
         raise ConfigError(f"{error}; give --folder") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ examples:
   callsheet show pretrain                 what would happen: the call sheet and the settings
   callsheet train pretrain                train; the same command again continues the run
   callsheet runs                          the runs in runs/, newest first
+  callsheet mark stdlib-lm --tag baseline tag a run, note something about it, or archive it
   callsheet compare --last 3              what differs between runs, and where the time went
   callsheet watch stdlib-lm               a run in the browser while it continues
   callsheet report stdlib-lm              the same page as one file, to keep or to send
@@ -174,10 +176,22 @@ def _add_runs(command: AddsCommand) -> None:
         "runs",
         _runs,
         "list the runs in a folder, newest first",
-        "  callsheet runs\n  callsheet runs --sort lowest --metric validation/accuracy --reverse\n"
-        "  callsheet runs /data/runs --json | jq '.[0]'",
+        "  callsheet runs\n  callsheet runs --where 'validation/loss < 2' --where 'tags = baseline'\n"
+        "  callsheet runs --sort lowest --metric validation/accuracy --reverse\n"
+        "  callsheet runs --columns name,optimizer.lr,'lowest(validation/loss)',tags,note\n"
+        "  callsheet runs /data/runs --json | jq '.[0]'\n\n"
+        "The columns are name, outcome, steps, duration, loss, last, lowest, highest, started, device, tags, note, archived, reason and\n"
+        "checkpoint; each metric (its last value), lowest(METRIC) and highest(METRIC); and each setting.",
     )
-    runs.add_argument("folder", nargs="?", default="runs", help="where the runs' folders stand (runs)")
+    runs.add_argument("folder", nargs="?", default="runs", help="the folder that contains the runs (runs)")
+    runs.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="only runs that fulfil it: a column, < <= > >= = != or ~ (contains), and a value; may be repeated",
+    )
+    runs.add_argument("--columns", default="", metavar="A,B,...", help="the columns to show, separated by commas")
     runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (started)")
     runs.add_argument("--reverse", action="store_true", help="the other way round")
     runs.add_argument(
@@ -186,7 +200,35 @@ def _add_runs(command: AddsCommand) -> None:
         metavar="NAME",
         help="whose last, lowest and highest value is shown (validation/loss)",
     )
+    runs.add_argument("--archived", action="store_true", help="list archived runs too")
     runs.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+
+    some_runs = f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'"
+    mark = command(
+        "mark",
+        _mark,
+        "tag runs, note something about them, or archive them, so that lists leave them out",
+        "  callsheet mark lr-1 lr-2 --tag baseline --note 'before the new tokenizer'\n  callsheet mark 'old-*' --archive\n"
+        "  callsheet mark lr-1",
+    )
+    mark.add_argument("runs", nargs="+", metavar="RUN", help=some_runs)
+    mark.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
+    mark.add_argument("--tag", action="append", default=[], metavar="TAG", help="add this tag; may be repeated")
+    mark.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove this tag; may be repeated")
+    mark.add_argument("--note", metavar="TEXT", help="replace the note; an empty text removes it")
+    archive = mark.add_mutually_exclusive_group()
+    archive.add_argument("--archive", dest="is_archived", action="store_const", const=True, help="leave the runs out of lists")
+    archive.add_argument("--unarchive", dest="is_archived", action="store_const", const=False, help="list them again")
+
+    delete = command(
+        "delete",
+        _delete,
+        "delete runs with their checkpoints, after asking",
+        "  callsheet delete lr-3\n  callsheet delete 'old-*' --yes\n\nCheckpoints that are kept outside the run's folder stay.",
+    )
+    delete.add_argument("runs", nargs="+", metavar="RUN", help=some_runs)
+    delete.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
 
     report = command(
         "report",
@@ -206,7 +248,7 @@ def _add_runs(command: AddsCommand) -> None:
         "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
         "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
     )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help=f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'")
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=some_runs)
     compare.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
     compare.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
     compare.add_argument(
@@ -279,7 +321,26 @@ def _bridges(given: argparse.Namespace, _: list[str]) -> int:
 def _runs(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.runs import runs
 
-    return _printed(runs(given.folder, sort=given.sort, is_reversed=given.reverse, metric=given.metric, as_json=given.json))
+    text = runs(
+        given.folder, where=given.where, columns=_split(given.columns), sort=given.sort, is_reversed=given.reverse, metric=given.metric,
+        shows_archived=given.archived, as_json=given.json,
+    )  # fmt: skip
+    return _printed(text)
+
+
+def _mark(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.mark import mark
+
+    text = mark(
+        given.runs, folder=given.folder, add=given.tag, remove=given.untag, note=given.note, is_archived=given.is_archived
+    )
+    return _printed(text)
+
+
+def _delete(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.mark import delete
+
+    return _printed(delete(given.runs, folder=given.folder, is_confirmed=given.yes))
 
 
 def _report(given: argparse.Namespace, _: list[str]) -> int:
@@ -339,6 +400,11 @@ def _without_a_key(rest: list[str]) -> list[str]:
             strays.append(word)
         wants_value = word.startswith("--") and "=" not in word
     return strays
+
+
+def _split(columns: str) -> list[str]:
+    """Return the names in a list that is separated by commas, except for commas inside parentheses."""
+    return re.split(r",(?![^(]*\))", columns)
 
 
 def _which_rank() -> str:

@@ -1,23 +1,26 @@
-"""Finds the folder of a run by its name."""
+"""Finds the folders of runs by their names."""
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from pathlib import Path
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import is_run, run_names
+from callsheet.report.notes import read_notes
 
 RUNS = Path("runs")
 """The default folder of runs."""
 
 
-def run_folder(run: str) -> Path:
-    """Return the folder that `run` names: its path, or the run of that name in `runs/`.
+def run_folder(run: str, folder: Path = RUNS) -> Path:
+    """Return the folder that `run` names: its path, or the run of that name in `folder`.
 
     Raises:
         ConfigError: there is no such folder, or it has no run; the message names the closest one.
     """
-    places = [Path(run)] if Path(run).name != run else [RUNS / run, Path(run)]
+    places = [Path(run)] if Path(run).name != run else [folder / run, Path(run)]
     for place in places:
         if is_run(place):
             return place
@@ -26,13 +29,35 @@ def run_folder(run: str) -> Path:
             _one_inside(there)
             or f"{there} holds no run; the records of one are written by the logger JSONLLogger (add it to `loggers`, from callsheet.loggers)"
         )
-    raise ConfigError(f"there is no run {run!r}{nearest(run)} (a run's folder, or its name in {RUNS}/)")
+    raise ConfigError(f"there is no run {run!r}{nearest(run, folder)} (a run's folder, or its name in {folder}/)")
 
 
-def nearest(run: str) -> str:
+def runs_named(word: str, folder: Path) -> Iterator[Path]:
+    """Yield the folders of the runs that `word` names: a run in `folder`, the folder of a run, a folder of runs, or a pattern.
+
+    Archived runs are left out of a folder of runs.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    if glob.has_magic(word):
+        patterns = [word] if Path(word).name != word else [str(folder / word)]
+        matched = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern)) if is_run(Path(path))]
+        if not matched:
+            raise ConfigError(f"no run matches {word!r}{nearest(word, folder)}")
+        yield from matched
+    elif Path(word).name == word and is_run(folder / word):
+        yield folder / word
+    elif not is_run(Path(word)) and (inside := run_names(word)):
+        yield from (Path(word) / name for name in inside if not read_notes(Path(word) / name).is_archived)
+    else:
+        yield run_folder(word, folder)
+
+
+def nearest(run: str, folder: Path = RUNS) -> str:
     """Return `; did you mean 'x'?` for the run in the same folder whose name is closest to that of `run`."""
     path = Path(run)
-    beside = path.parent if path.name != run else RUNS
+    beside = path.parent if path.name != run else folder
     return did_you_mean(path.name, run_names(beside))
 
 

@@ -1,117 +1,286 @@
-"""`callsheet runs`: print the runs in a folder as a table."""
+"""`callsheet runs`: print the runs in a folder as a table, filtered and sorted."""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from callsheet.core.working import working
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
-from callsheet.report.index import MetricRow, RunRow, Runs, runs_in
+from callsheet.report.index import MetricRow, RunRow, runs_in
 
 LOSS = "train/loss"
-_LONGEST_REASON = 100  # characters; the JSON has all
+METRIC = "validation/loss"
+_LONGEST_CELL = 100  # characters; the JSON has all
 
-_Key = Callable[[RunRow, str], str | float]
-COLUMNS: dict[str, tuple[_Key, bool]] = {
-    "name": (lambda row, _: row.name, False),
-    "outcome": (lambda row, _: row.outcome, False),
-    "steps": (lambda row, _: row.steps, True),
-    "duration": (lambda row, _: row.seconds, True),
-    "loss": (lambda row, _: _metric(row, LOSS).last, False),
-    "last": (lambda row, metric: _metric(row, metric).last, False),
-    "lowest": (lambda row, metric: _metric(row, metric).lowest, False),
-    "highest": (lambda row, metric: _metric(row, metric).highest, True),
-    "started": (lambda row, _: row.started, True),
-    "device": (lambda row, _: _device(row), False),
+Value = str | float
+"""The value of a column: text, or a number. Empty text and NaN mean that the run has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table.
+
+    Args:
+        head: its heading.
+        value: returns a run's value, by which runs are sorted and filtered.
+        text: returns the value as it is shown.
+        greatest_first: whether the greatest value comes first when runs are sorted by it.
+        is_number: whether the column is aligned to the right.
+    """
+
+    head: str
+    value: Callable[[RunRow], Value]
+    text: Callable[[RunRow], str]
+    greatest_first: bool = False
+    is_number: bool = False
+
+
+def _plain_column(head: str, value: Callable[[RunRow], str]) -> Column:
+    return Column(head, value, value)
+
+
+_COLUMNS = {
+    "name": _plain_column("name", lambda row: row.name),
+    "outcome": _plain_column("outcome", lambda row: row.outcome),
+    "steps": Column("steps", lambda row: row.steps, lambda row: str(row.steps), True, True),
+    "duration": Column("duration", lambda row: row.seconds, lambda row: _duration(row.seconds), True, True),
+    "started": Column("started", lambda row: row.started, lambda row: _moment(row.started), True),
+    "device": _plain_column("device", lambda row: _device(row)),
+    "tags": _plain_column("tags", lambda row: row.tags),
+    "note": _plain_column("note", lambda row: row.note),
+    "archived": _plain_column("archived", lambda row: "yes" if row.is_archived else ""),
+    "reason": _plain_column("reason", lambda row: row.reason),
+    "checkpoint": _plain_column("checkpoint", lambda row: row.best_checkpoint),
 }
-"""The columns by which runs can be sorted.
+_SHORT = {"loss": f"last({LOSS})", "last": "last({})", "lowest": "lowest({})", "highest": "highest({})"}
+"""Columns of the metric that `--metric` names, and the columns that they stand for."""
+COLUMNS = (*_COLUMNS, *_SHORT)
+DEFAULT = ("name", "outcome", "steps", "duration", "loss", "last", "lowest", "highest", "started", "device", "reason")
+_OF_METRIC = re.compile(r"(last|lowest|highest)\((.+)\)")
 
-Each has a function of a run and a metric, and says whether the greatest value comes first.
-"""
+_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
+_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+}  # fmt: skip
 
 
 def runs(
-    folder: str, *, sort: str = "started", is_reversed: bool = False, metric: str = "validation/loss", as_json: bool = False
+    folder: str,
+    *,
+    where: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    sort: str = "started",
+    is_reversed: bool = False,
+    metric: str = METRIC,
+    shows_archived: bool = False,
+    as_json: bool = False,
 ) -> str:
-    """Return the table, or JSON with all metrics.
+    """Return the table, or JSON with all metrics and settings.
 
     The JSON is a list of objects, with times in seconds, NaN as the string `"NaN"`, and null for unknown values.
 
+    Args:
+        folder: contains the runs' folders.
+        where: conditions such as `validation/loss < 2`; only runs that fulfil all of them are listed.
+        columns: names of columns, metrics and settings; empty: the default columns.
+        sort: the name of a column, metric or setting.
+        is_reversed: whether to sort the other way round.
+        metric: the metric of the columns `last`, `lowest` and `highest`.
+        shows_archived: whether to list archived runs too.
+        as_json: whether to return JSON.
+
     Raises:
-        ConfigError: there is no such folder, column or metric.
+        ConfigError: there is no such folder, column or metric, or a condition cannot be read.
     """
-    if sort not in COLUMNS:
-        raise ConfigError(f"there is no column {sort!r}{did_you_mean(sort, COLUMNS)} (one of {', '.join(COLUMNS)})")
+    conditions = [_condition(text) for text in where]
+    chosen = [name.strip() for name in columns if name.strip()]
+    shown = chosen or list(DEFAULT)
+    used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
+    # Names of columns, which no run has as a metric or setting, do no harm among the names that are loaded.
+    names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
-        found = runs_in(folder, metrics=None if as_json else {LOSS, metric})
+        with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):
+            found = runs_in(folder, metrics=None if as_json else names, settings=None if as_json else names)
     except FileNotFoundError as error:
         raise ConfigError(f"{error}; give the folder that contains the runs' folders") from None
     if found.note:
         print(f"callsheet: {found.note}", file=sys.stderr)
-    if metric != "validation/loss" and not any(metric in row.metrics for row in found.rows):
-        names = {name for row in runs_in(folder).rows for name in row.metrics}
-        raise ConfigError(f"no run in {folder} has the metric {metric!r}{did_you_mean(metric, names)}")
-    rows = _sorted(found, sort, metric, is_reversed)
+    unknown = [*used, *([metric] if metric != METRIC else [])]
+    _check_names(folder, found.rows, unknown)
+    rows = [row for row in found.rows if shows_archived or not row.is_archived]
+    hidden = len(found.rows) - len(rows)
+    if hidden and not as_json:
+        print(
+            f"callsheet: {hidden} archived {'run is' if hidden == 1 else 'runs are'} not listed; --archived lists them",
+            file=sys.stderr,
+        )
+    for name, compared, value in conditions:
+        rows = [row for row in rows if _fulfils(_column(name, metric), row, compared, value)]
+    rows = _sorted(rows, _column(sort, metric), is_reversed)
     if as_json:
         return json_text([_plain(row, Path(folder)) for row in rows], indent=1)
-    return _table(rows, metric) if rows else f"there is no run in {folder}"
+    if not rows:
+        return f"there is no run in {folder}{' that fulfils the conditions' if where and found.rows else ''}"
+    if not chosen:
+        shown[-1:-1] = [name for name in ("tags", "archived") if any(_COLUMNS[name].value(row) for row in rows)]
+    return _table(rows, [_column(name, metric) for name in shown])
 
 
-def _sorted(found: Runs, column: str, metric: str, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows by a column. Unknown values come last in both directions. Equal rows stay sorted by age, newest first."""
-    key, greatest_first = COLUMNS[column]
+# --- columns ---
+
+
+def _column(name: str, metric: str) -> Column:
+    """Return the column with this name: one of `COLUMNS`, `lowest(METRIC)` and the like, a metric's last value, or a setting."""
+    if name in _COLUMNS:
+        return _COLUMNS[name]
+    if name in _SHORT:
+        is_last = name in ("loss", "last")
+        found = _column(_SHORT[name].format(metric), metric)
+        return Column(
+            (LOSS if name == "loss" else metric) if is_last else name, found.value, found.text, found.greatest_first, True
+        )
+    if match := _OF_METRIC.fullmatch(name):
+        return _metric_column(match[2], match[1], name)
+
+    def value(row: RunRow) -> Value:
+        if name in row.metrics:
+            return row.metrics[name].last
+        text = row.settings.get(name, "")
+        number = _number_in(text)
+        return text if number is None else number
+
+    return Column(
+        name, value, lambda row: _number(value(row)) if name in row.metrics else row.settings.get(name, ""), is_number=True
+    )
+
+
+def _metric_column(metric: str, what: str, head: str) -> Column:
+    def value(row: RunRow) -> Value:
+        found: float = getattr(row.metrics.get(metric, MetricRow()), what)
+        return found
+
+    return Column(head, value, lambda row: _number(value(row)) if metric in row.metrics else "", what == "highest", True)
+
+
+def _check_names(folder: str, rows: Iterable[RunRow], names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is no column, and that no run has as a metric or setting."""
+    plain = [match[2] if (match := _OF_METRIC.fullmatch(name)) else name for name in names if name not in COLUMNS]
+    missing = [name for name in plain if not any(name in row.metrics or name in row.settings for row in rows)]
+    if missing:
+        every = [*COLUMNS, *{name for row in runs_in(folder).rows for name in (*row.metrics, *row.settings)}]
+        raise ConfigError(
+            f"there is no column {missing[0]!r}, and no run in {folder} has such a metric or setting{did_you_mean(missing[0], every)} (the "
+            f"columns are {', '.join(COLUMNS)})"
+        )
+
+
+# --- filter and sort ---
+
+
+def _condition(text: str) -> tuple[str, str, str]:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--where {text!r} is no condition; give NAME, one of < <= > >= = != ~, and a value, such as 'validation/loss < 2', "
+            "'optimizer.lr = 0.001' or 'name ~ lr-'"
+        )
+    return match[1], match[2], match[3]
+
+
+def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
+    """Return whether the run fulfils the condition. A run without the value fulfils none."""
+    value = column.value(row)
+    if compared == "~":
+        return wanted.lower() in str(value).lower()
+    if column is _COLUMNS["tags"] and compared in ("=", "!="):
+        return (wanted in row.tags.split()) == (compared == "=")
+    if column is _COLUMNS["archived"]:
+        value = value or "no"
+    number = _date(wanted) if column is _COLUMNS["started"] else _number_in(wanted)
+    if isinstance(value, str) and value and compared in ("=", "!="):
+        return _COMPARED[compared](value, wanted)
+    if isinstance(value, str):
+        if number is None and compared not in ("=", "!="):
+            raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give a number")
+        return False
+    if number is None:
+        raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give {_expected(column)}")
+    return not math.isnan(value) and _COMPARED[compared](value, number)
+
+
+def _expected(column: Column) -> str:
+    return "a date or time, such as 2026-11-30" if column is _COLUMNS["started"] else "a number"
+
+
+def _number_in(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _date(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
+    """Sort the rows by a column, numbers before text. Unknown values come last in both directions. Equal rows keep their order."""
 
     def is_known(row: RunRow) -> bool:
-        value = key(row, metric)
-        return isinstance(value, str) or not math.isnan(value)
+        value = column.value(row)
+        return value != "" and value == value
 
-    known = sorted(filter(is_known, found.rows), key=lambda row: key(row, metric), reverse=greatest_first != is_reversed)
-    return [*known, *(row for row in found.rows if not is_known(row))]
+    def key(row: RunRow) -> tuple[bool, Value]:
+        value = column.value(row)
+        return isinstance(value, str), value
+
+    known = sorted(filter(is_known, rows), key=key, reverse=column.greatest_first != is_reversed)
+    return [*known, *(row for row in rows if not is_known(row))]
 
 
-def _table(rows: list[RunRow], metric: str) -> str:
-    heads = ("name", "outcome", "steps", "duration", LOSS, metric, "lowest", "highest", "started", "device", "reason")
-    lines = [heads, *(_cells(row, metric) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-    is_number = [head in ("steps", "duration", LOSS, metric, "lowest", "highest") for head in heads]
+# --- text ---
+
+
+def _table(rows: Sequence[RunRow], columns: Sequence[Column]) -> str:
+    lines = [[column.head for column in columns], *([_cell(column.text(row)) for column in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, is_number, strict=True)
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
         ).rstrip()
         for line in lines
     )
 
 
-def _cells(row: RunRow, metric: str) -> tuple[str, ...]:
-    values = row.metrics.get(metric)
-    started = "" if math.isnan(row.started) else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
-    numbers = [_number(row.metrics.get(LOSS), "last"), *(_number(values, what) for what in ("last", "lowest", "highest"))]
-    cells = (row.name, row.outcome, str(row.steps), _duration(row.seconds), *numbers, started, _device(row), _cut(row.reason))
-    return tuple(
-        "".join(char if char.isprintable() else "?" for char in cell) for cell in cells
-    )  # control characters would change the terminal
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
-
-
-def _metric(row: RunRow, name: str) -> MetricRow:
-    return row.metrics.get(name, MetricRow())
+def _cell(text: str) -> str:
+    short = text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 3]}..."
+    return "".join(char if char.isprintable() else "?" for char in short)  # control characters would change the terminal
 
 
 def _device(row: RunRow) -> str:
     return f"{row.device} x {row.world_size}" if row.world_size > 1 else row.device
 
 
-def _number(of: MetricRow | None, what: str) -> str:
-    return "" if of is None else f"{getattr(of, what):.4g}"  # `nan` is shown too, because it matters
+def _moment(started: float) -> str:
+    return "" if math.isnan(started) else time.strftime("%Y-%m-%d %H:%M", time.localtime(started))
+
+
+def _number(value: Value) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"  # `nan` is shown too, because it matters
 
 
 def _duration(seconds: float) -> str:
@@ -125,6 +294,6 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(row: RunRow, folder: Path) -> dict[str, Any]:
-    plain = {"name": row.name, "folder": str(folder / row.name), **asdict(row)}
+    plain = {"name": row.name, "folder": str(folder / row.name), **asdict(row), "tags": row.tags.split()}
     unknown = {name: None for name in ("seconds", "started", "last_write") if math.isnan(plain[name])}
     return plain | unknown

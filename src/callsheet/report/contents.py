@@ -72,6 +72,8 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "path": str(run.path),
         "outcome": run.outcome,
         "reason": cell_text(run.reason),
+        "tags": list(run.notes.tags),
+        "note": cell_text(run.notes.note),
         "started": run.started,
         "ended": run.ended,
         "last_write": run.last_write,

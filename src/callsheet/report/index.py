@@ -15,15 +15,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from callsheet.report.compare.settings import settings as settings_of
 from callsheet.report.run_folder import RUNNING, RunFolder, RunReader
 from callsheet.run.run_marker import MARKER
 
 logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
-_VERSION = 2
+_VERSION = 3
 _APPLICATION = 0x63737831  # SQLite's application_id, which marks a file as such an index
 _LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait for another process that writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
@@ -32,12 +33,18 @@ _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _SCHEMA = f"""
 DROP TABLE IF EXISTS runs;
 DROP TABLE IF EXISTS metrics;
+DROP TABLE IF EXISTS settings;
 CREATE TABLE runs (
     name TEXT PRIMARY KEY, version TEXT, outcome TEXT, steps INTEGER, seconds REAL, started REAL, last_write REAL,
-    device TEXT, world_size INTEGER, best_checkpoint TEXT, reason TEXT
+    device TEXT, world_size INTEGER, best_checkpoint TEXT, reason TEXT,
+    tags TEXT, note TEXT, is_archived INTEGER
 );
 CREATE TABLE metrics (
     run TEXT, name TEXT, last REAL, last_step INTEGER, lowest REAL, lowest_step INTEGER, highest REAL, highest_step INTEGER,
+    PRIMARY KEY (run, name)
+) WITHOUT ROWID;
+CREATE TABLE settings (
+    run TEXT, name TEXT, value TEXT,
     PRIMARY KEY (run, name)
 ) WITHOUT ROWID;
 PRAGMA application_id = {_APPLICATION};
@@ -72,7 +79,7 @@ class RunRow:
 
     `name` is the name of its folder, and `seconds` its time of training. `started` and `last_write` are in seconds since 1970, and
     NaN if unknown. `reason` says why it ended. `best_checkpoint` is the path of the last checkpoint that was the best so far, or
-    empty.
+    empty. `tags` are separated by spaces. `settings` are those of the run's configuration, as text by dotted name.
     """
 
     name: str
@@ -85,7 +92,11 @@ class RunRow:
     world_size: int
     best_checkpoint: str
     reason: str = ""
+    tags: str = ""
+    note: str = ""
+    is_archived: bool = False
     metrics: dict[str, MetricRow] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +123,10 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
         return []
 
 
-def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None) -> Runs:
-    """Return the runs in `folder`, as they are now, with the given metrics or with all.
+def runs_in(
+    folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
+) -> Runs:
+    """Return the runs in `folder`, as they are now, with the given metrics and settings. None: with all of them.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -121,7 +134,7 @@ def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = N
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}")
-    wanted = None if metrics is None else sorted(set(metrics))
+    wanted = _Wanted(*(None if names is None else sorted(set(names)) for names in (metrics, settings)))
     try:
         try:
             return Runs(_kept(path, wanted))
@@ -142,12 +155,19 @@ def runs_in(folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = N
                 return Runs(_refreshed(index, path, wanted), note)
 
 
-def _kept(folder: Path, wanted: list[str] | None) -> list[RunRow]:
+class _Wanted(NamedTuple):
+    """The names of the metrics and of the settings to return; None: all."""
+
+    metrics: list[str] | None
+    settings: list[str] | None
+
+
+def _kept(folder: Path, wanted: _Wanted) -> list[RunRow]:
     with closing(_opened(folder / INDEX)) as index:
         return _refreshed(index, folder, wanted)
 
 
-def _refreshed(index: sqlite3.Connection, folder: Path, wanted: list[str] | None) -> list[RunRow]:
+def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list[RunRow]:
     """Read the runs that have changed, write them to the index, and return the rows of all runs."""
     known = {name: (version, outcome) for name, version, outcome in index.execute("SELECT name, version, outcome FROM runs")}
     names = set(run_names(folder))
@@ -166,6 +186,7 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: list[str] | None
         for name in {*gone, *(row.name for _, row in changed)}:
             index.execute("DELETE FROM runs WHERE name = ?", (name,))
             index.execute("DELETE FROM metrics WHERE run = ?", (name,))
+            index.execute("DELETE FROM settings WHERE run = ?", (name,))
         for version, row in changed:
             _insert(index, row, version)
         index.execute("COMMIT")
@@ -193,13 +214,17 @@ def _row(name: str, run: RunFolder) -> RunRow:
         world_size=size if isinstance(size, int) and size > 0 else 1,
         best_checkpoint=best[-1] if best else "",
         reason=run.reason,
+        tags=" ".join(run.notes.tags),
+        note=run.notes.note,
+        is_archived=run.notes.is_archived,
         metrics=metrics,
+        settings=settings_of(run)["settings"],
     )
 
 
 # --- SQLite ---
 
-_COLUMNS = tuple(each.name for each in fields(RunRow) if each.name != "metrics")
+_COLUMNS = tuple(each.name for each in fields(RunRow) if each.name not in ("metrics", "settings"))
 _METRIC = tuple(each.name for each in fields(MetricRow))
 
 
@@ -211,6 +236,10 @@ def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
         f"INSERT INTO metrics (run, name, {', '.join(_METRIC)}) VALUES ({', '.join('?' * (len(_METRIC) + 2))})",
         ((row.name, _storable(name), *(_storable(getattr(metric, column)) for column in _METRIC)) for name, metric in row.metrics.items()),
     )  # fmt: skip
+    index.executemany(
+        "INSERT OR IGNORE INTO settings (run, name, value) VALUES (?, ?, ?)",
+        ((row.name, _storable(name), _storable(value)) for name, value in row.settings.items()),
+    )
 
 
 def _storable(value: object) -> object:
@@ -225,16 +254,22 @@ def _storable(value: object) -> object:
     return value
 
 
-def _rows(index: sqlite3.Connection, wanted: list[str] | None) -> Iterator[RunRow]:
+def _rows(index: sqlite3.Connection, wanted: _Wanted) -> Iterator[RunRow]:
     metrics: dict[str, dict[str, MetricRow]] = {}
-    where = "" if wanted is None else f"WHERE name IN ({', '.join('?' * len(wanted))})"
-    for run, name, *values in index.execute(
-        f"SELECT run, name, {', '.join(_METRIC)} FROM metrics {where} ORDER BY name", wanted or ()
-    ):
+    for run, name, *values in _selected(index, "metrics", _METRIC, wanted.metrics):
         metrics.setdefault(run, {})[name] = MetricRow(**_named(_METRIC, values))
+    found_settings: dict[str, dict[str, str]] = {}
+    for run, name, value in _selected(index, "settings", ("value",), wanted.settings):
+        found_settings.setdefault(run, {})[name] = value
     for found in index.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY started DESC, name"):
         row = _named(_COLUMNS, found)
-        yield RunRow(**row, metrics=metrics.get(row["name"], {}))
+        row["is_archived"] = bool(row["is_archived"])
+        yield RunRow(**row, metrics=metrics.get(row["name"], {}), settings=found_settings.get(row["name"], {}))
+
+
+def _selected(index: sqlite3.Connection, table: str, columns: Iterable[str], wanted: list[str] | None) -> sqlite3.Cursor:
+    where = "" if wanted is None else f"WHERE name IN ({', '.join('?' * len(wanted))})"
+    return index.execute(f"SELECT run, name, {', '.join(columns)} FROM {table} {where} ORDER BY name", wanted or ())
 
 
 def _named(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from callsheet.core.costs import Cost, CostReport, Failures, Slice, Window
 from callsheet.core.run_state import MetricsRecord, Outcome
 from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_of, whole
 from callsheet.report.lines import moment as moment_of
+from callsheet.report.notes import NOTES, Notes, read_notes
 from callsheet.report.records import RecordLines, Resume
 from callsheet.run.run_lock import claim_of
 from callsheet.run.run_marker import MARKER
@@ -55,7 +56,7 @@ class RunFolder:
     records are left out (`records_left_out`), but none with a rare metric or a value that is not finite. `checkpoints` and
     `evaluations` have `is_undone`, which is true if the run was later resumed from an earlier step. `costs` has the last report
     of each process, and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running`,
-    `ended` or `lost`; `reason` says why it ended. `version` changes whenever the content of the folder has changed.
+    `ended` or `lost`; `reason` says why it ended. `notes` are the user's. `version` changes whenever the content of the folder has changed.
     """
 
     path: Path
@@ -84,6 +85,7 @@ class RunFolder:
     windows: list[Window] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
     torn_lines: int = 0
     version: str = ""
 
@@ -232,6 +234,7 @@ class RunReader:
             windows=sorted(self._windows, key=lambda window: window.began),
             logs={name: text_of(path, name, at_most=_LOG_TAIL, from_end=True) for name in self._log_files()},
             results=_json_object(text_of(path, "results.json", at_most=_MOST_TEXT)),
+            notes=read_notes(path),
             torn_lines=sum(lines.torn for lines in self._lines.values()),
             version=version,
         )  # fmt: skip
@@ -248,7 +251,7 @@ class RunReader:
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files that are read, and those that only show that the run is alive."""
-        names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), "heartbeat.json", "checkpoints"]
+        names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
         for name in names:
             try:
                 yield name, os.stat(self._path / name)
@@ -265,7 +268,7 @@ class RunReader:
         return f"{state}-{'silent' if self._is_silent() else 'live'}-{owner}"
 
     def _last_write(self) -> float:
-        return max((status.st_mtime for _, status in self._inputs()), default=math.nan)
+        return max((status.st_mtime for name, status in self._inputs() if name != NOTES), default=math.nan)
 
     def _is_silent(self) -> bool:
         times = [moment for moment in self._records.times[-20:] if math.isfinite(moment)]

@@ -14,6 +14,7 @@ function header() {
   return el("div", {},
     el("div", { class: "name" }, el("h1", {}, named(run.name)), pill(run.outcome, { id: "outcome" })),
     run.reason ? el("p", { class: "about", id: "reason" }, run.reason) : null,
+    run.note || run.tags.length ? el("p", { class: "about", id: "note" }, [...run.tags.map((tag) => `#${tag}`), run.note].filter(Boolean).join(" ")) : null,
     el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
 }
 

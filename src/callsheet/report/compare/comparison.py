@@ -120,6 +120,8 @@ def _run(each: Compared) -> dict[str, Any]:
         "group": each.group,
         "outcome": run.outcome,
         "reason": run.reason,
+        "tags": list(run.notes.tags),
+        "note": run.notes.note,
         "steps": run.last_step,
         "seconds": run.seconds,
         "started": run.started,

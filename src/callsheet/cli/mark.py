@@ -1,0 +1,108 @@
+"""`callsheet mark`: tag runs, note something about them, and archive them; `callsheet delete`: delete them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from callsheet.cli.named_run import runs_named
+from callsheet.core.working import working
+from callsheet.errors import ConfigError
+from callsheet.report.notes import Notes, change_notes, read_notes
+from callsheet.run.run_lock import claim_of
+
+
+def mark(
+    given: Sequence[str],
+    *,
+    folder: str = "runs",
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    note: str | None = None,
+    is_archived: bool | None = None,
+) -> str:
+    """Change what is noted about the runs, and return it as text, one line for each run. Without a change, only return it.
+
+    Raises:
+        ConfigError: there is no such run, a tag is not possible, or a file cannot be written.
+    """
+    found = _chosen(given, Path(folder))
+    if not add and not remove and note is None and is_archived is None:
+        return "\n".join(_line(path, read_notes(path)) for path in found)
+    changed = [(path, change_notes(path, add=add, remove=remove, note=note, is_archived=is_archived)) for path in found]
+    return "\n".join(_line(path, notes) for path, notes in changed)
+
+
+def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> str:
+    """Delete the folders of the runs, after asking on the terminal. Return what was deleted, as text.
+
+    A run is first renamed, so that an interruption leaves no run with a part of its files.
+
+    Raises:
+        ConfigError: there is no such run, a run is being trained or is a link, it cannot be deleted, or nobody confirms it.
+    """
+    found = _chosen(given, Path(folder))
+    for path in found:
+        claim = claim_of(path)
+        if claim is not None and claim.is_alive:
+            raise ConfigError(f"{path} is being trained by {claim}; end it first. Nothing was deleted")
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link; delete the folder that it leads to, or remove the link. Nothing was deleted")
+    if not is_confirmed:
+        _confirm(found)
+    lines = []
+    for path in found:
+        gone = path.with_name(f".{path.name}.deleted-{secrets.token_hex(4)}")
+        try:
+            with working(f"deleting {path}", is_shown=sys.stderr.isatty()):
+                os.rename(path, gone)
+                shutil.rmtree(gone)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be deleted: {error}") from None
+        lines.append(f"deleted {path}")
+    return "\n".join(lines)
+
+
+def _confirm(found: Sequence[Path]) -> None:
+    """Ask on the terminal whether to delete the runs. Raise ConfigError unless the answer is yes."""
+    what = f"{len(found)} {'run' if len(found) == 1 else 'runs'} ({_size(sum(map(_bytes_in, found)))})"
+    if not sys.stdin.isatty():
+        raise ConfigError(f"this would delete {what}: {', '.join(map(str, found))}. Confirm it with --yes. Nothing was deleted")
+    print("\n".join(f"  {path}" for path in found), file=sys.stderr)
+    print(f"Delete {what}, with their checkpoints? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("nothing was deleted")
+
+
+def _chosen(given: Sequence[str], folder: Path) -> list[Path]:
+    return list(dict.fromkeys(path for word in given for path in runs_named(word, folder)))
+
+
+def _line(path: Path, notes: Notes) -> str:
+    parts = [f"tags {' '.join(notes.tags)}" if notes.tags else "no tags", *(["archived"] if notes.is_archived else [])]
+    shown = "".join(char if char.isprintable() else " " for char in notes.note)
+    return f"{path}: {', '.join(parts)}{f'; {shown}' if shown else ''}"
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:  # deleted since it was listed
+                continue
+    return total
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
