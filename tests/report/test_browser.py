@@ -425,6 +425,7 @@ def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in each))
     (tmp_path / "hyperparameters.json").write_text(json.dumps({evil: evil, "nested": {evil: [evil]}}))
     (tmp_path / "results.json").write_text(json.dumps({"unit": evil, "results": {evil: 1.0}, "samples": [evil], "step": evil}))
+    (tmp_path / "notes.json").write_text(json.dumps({"tags": ["good", evil], "note": evil}))
     for name in ("config.yaml", "call_sheet.txt", "logs/rank-0.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{evil}\nWARNING {evil}\n")
@@ -439,6 +440,7 @@ def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
     assert page.evaluate("window.hostile") is None
     assert page.locator("img, #page a[href^=http], svg a, #page script, #page iframe").count() == 0
     assert page.locator("h1").inner_text() == evil
+    assert page.locator("#note").inner_text() == f"#good {evil}"
 
 
 # --- looks ---
