@@ -279,3 +279,23 @@ def test_values_of_a_run(runs: Path) -> None:
     assert values["memory_bytes"].best > 1e7
     assert values["train/loss"].best <= values["train/loss"].last
     assert values["train_seconds"].last > 0
+
+
+def test_the_text_leaves_out_metrics_of_single_parameters(tmp_path: Path, called: Call) -> None:
+    """CSV and JSON have them, and `--metric` shows one."""
+    for number, steps in ((1, 5), (2, 6)):
+        folder = tmp_path / f"norms-{number}"
+        folder.mkdir()
+        command = "/usr/bin/python -m callsheet train a-recipe-with-a-long-name --seed 0 --run_name"
+        (folder / "environment.json").write_text(json.dumps({"command": [*command.split(), f"norms-{number}"]}))
+        values = {"train/loss": 1.0 * number, "l2/grad/layers.0.weight": 2.0, "l2/grad/layers.1.weight": 3.0}
+        lines = [json.dumps({"step": step, "values": values}) for step in range(1, steps)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    both = [str(tmp_path / f"norms-{number}") for number in (1, 2)]
+    _, text, _ = called(*both)
+    assert "layers.0" not in text
+    assert "Values; 2 of single parameters are left out: --metric NAME shows one, --csv and --json all" in text
+    assert "Runs; their numbers of steps differ, so the last values are of different steps" in text
+    assert re.search(r"\n  command +\.\.\.--run_name norms-1 +\.\.\.--run_name norms-2\n", text)
+    assert "layers.0" in called(*both, "--metric", "l2/grad/layers.0.weight")[1]
+    assert "layers.1" in called(*both, "--csv")[1]

@@ -33,7 +33,7 @@ class EMA(Callback):
     The trained weights are saved in this callback's state. A run that is resumed with an EMA continues exactly with these;
     without an EMA it would continue from the average. If the trained weights are not finite, the checkpoint is marked as invalid,
     even if the average is finite. With a sharded model every rank keeps and saves its own shards, so such a checkpoint
-    can only be resumed on the same number of ranks.
+    can only be resumed on the same mesh.
 
     The average covers trainable parameters and floating-point buffers, such as batch norm statistics; of the buffers, those of
     rank 0 are averaged. Parameters that are unfrozen later are added at the next epoch. The average takes as much device memory
@@ -49,7 +49,7 @@ class EMA(Callback):
 
     Raises:
         ConfigError: an argument is invalid, or the model already has an EMA.
-        CheckpointError: a sharded average was saved by a different number of ranks.
+        CheckpointError: a sharded average was saved on another mesh.
     """
 
     phase = "change"

@@ -62,7 +62,6 @@ class HangDetector(Callback):
 
     Raises:
         ConfigError: an argument is invalid, or the run has no folder and none was given.
-        ConfigError: an argument is invalid, or the run has no folder and none was given.
     """
 
     writes_to_run_folder = True

@@ -58,23 +58,34 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         "evaluations",
         "checkpoints",
     ]
-    tables: list[Table] = [("Runs", heads, runs)]
+    is_uneven = len({run["steps"] for run in content["runs"]}) > 1
+    tables: list[Table] = [
+        (f"Runs{'; their numbers of steps differ, so the last values are of different steps' if is_uneven else ''}", heads, runs)
+    ]
     for group, rows in content["differences"].items():
-        tables.append(
-            (f"What differs: {group}", ["name", *names], [[name, *map(_cell, values)] for name, values in rows.items()])
-        )
+        tables.append((f"What differs: {group}", ["name", *names], [[name, *_cells(values)] for name, values in rows.items()]))
+    shown = list(metrics) or [name for name in comparison.metrics if not _is_of_one_parameter(name)]
     values = [
         [row["metric"], row["group"], _spread(row), f"{_number(row['best'])}{_at(row)}", _difference(row)]
         for row in content["values"]
-        if not metrics or row["metric"] in metrics
+        if row["metric"] in shown
     ]
-    tables.append(("Values", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values))
+    left_out = len(comparison.metrics) - len(shown) if not metrics else 0
+    note = f"; {left_out:,} of single parameters are left out: --metric NAME shows one, --csv and --json all" if left_out else ""
+    tables.append(
+        (f"Values{note}", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values)
+    )
     anatomy = [
         [f"{'' if row['kind'] == 'span' else 'callback '}{row['name']}", *(_part(row, name) for name in names)]
         for row in content["anatomy"]
     ]
     tables.append(("Anatomy of a step: milliseconds, share of the step", ["part", *names], anatomy))
     return tables
+
+
+def _is_of_one_parameter(metric: str) -> bool:
+    """Return whether the metric is about one parameter or layer of the model: its last part is a dotted name."""
+    return "/" in metric and "." in metric.rpartition("/")[2]
 
 
 def _outcome(run: Mapping[str, Any]) -> str:
@@ -113,6 +124,18 @@ def _number(value: float) -> str:
 def _cell(value: str) -> str:
     line = " ".join(value.split())
     return line if len(line) <= _LONGEST_CELL else f"{line[: _LONGEST_CELL - 3]}..."
+
+
+def _cells(values: Sequence[str]) -> list[str]:
+    """Return the values as cells. If long ones begin alike, the cells begin with the word before the first difference."""
+    lines = [" ".join(value.split()) for value in values]
+    given = [line for line in lines if line]
+    same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))
+    if max(map(len, lines)) <= _LONGEST_CELL or same <= _LONGEST_CELL // 2:
+        return list(map(_cell, lines))
+    word = given[0].rfind(" ", 0, same)
+    begin = given[0].rfind(" ", 0, max(0, word)) + 1
+    return [_cell(f"...{line[begin:]}") if line else "" for line in lines]
 
 
 def _printable(text: str) -> str:
