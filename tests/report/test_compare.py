@@ -89,9 +89,9 @@ def test_seeds_are_one_group_with_a_spread(called: Call) -> None:
     status, out, _ = called("lr*", "--group-by", "seed", "--json")
     content = json.loads(out)
     assert status == 0
-    assert content["baseline"] == "optimizer.lr=0.05"
+    assert content["baseline"] == "lr=0.05"
     rows = {(row["metric"], row["group"]): row for row in content["values"]}
-    first, other = rows["validation/loss", "optimizer.lr=0.05"], rows["validation/loss", "optimizer.lr=0.2"]
+    first, other = rows["validation/loss", "lr=0.05"], rows["validation/loss", "lr=0.2"]
     by_name = {run["name"]: run["values"]["validation/loss"]["last"] for run in content["runs"]}
     for row, rate in ((first, 0.05), (other, 0.2)):
         each = [by_name[f"lr{rate}-{seed}"] for seed in SEEDS]
@@ -107,8 +107,8 @@ def test_a_setting_makes_groups(called: Call) -> None:
     _, out, _ = called("lr*", "--group-by", "optimizer.lr", "--csv", "--metric", "train/loss")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(row["metric"], row["group"], row["runs"]) for row in rows] == [
-        ("train/loss", "optimizer.lr=0.05", "3"),
-        ("train/loss", "optimizer.lr=0.2", "3"),
+        ("train/loss", "lr=0.05", "3"),
+        ("train/loss", "lr=0.2", "3"),
     ]
 
 
@@ -157,9 +157,7 @@ def test_markdown_and_latex(runs: Path, called: Call) -> None:
 def test_the_gate_passes_and_fails(called: Call) -> None:
     status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "best(validation/loss) > +1000%")
     assert status == 0
-    assert re.fullmatch(
-        r"ok: optimizer.lr=0.2: validation/loss [+-][\d.e+-]+ %, 95 % interval .* over the seeds; limit .*\n", out
-    )
+    assert re.fullmatch(r"ok: lr=0.2: validation/loss [+-][\d.e+-]+ %, 95 % interval .* over the seeds; limit .*\n", out)
     status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "train/loss < +1e9", "--fail-if", "train/loss > +1e9")
     assert status == 1
     assert [line.partition(":")[0] for line in out.splitlines()] == ["FAIL", "ok"]

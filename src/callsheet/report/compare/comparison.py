@@ -145,19 +145,25 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
         known = dict.fromkeys(name for each in given for group in _IN_NAMES for name in each[group])
         if group_by not in known:
             raise ConfigError(f"--group-by {group_by}: no run has this setting{did_you_mean(group_by, known)}")
-        return [f"{group_by}={_found(each, group_by) or '(none)'}" for each in given]
+        return [f"{_last_part(group_by)}={_found(each, group_by) or '(none)'}" for each in given]
     is_seed: Callable[[str], bool] = lambda name: name.rpartition(".")[2].lower() in (SEED, "random_seed", "data_seed")  # noqa: E731
     plain = [
         {group: {name: value for name, value in each[group].items() if not is_seed(name)} for group in each} for each in given
     ]
-    different = differences(plain)
-    labels = []
-    for place in range(len(names)):
-        parts = [
-            f"{name}={values[place] or '(none)'}" for group in _IN_NAMES for name, values in different.get(group, {}).items()
-        ]
-        labels.append(", ".join(parts) or "all runs")
-    return labels
+    different = {
+        name: values for group, found in differences(plain).items() if group in _IN_NAMES for name, values in found.items()
+    }
+    lasts = list(map(_last_part, different))
+    shown = {name: last if lasts.count(last) == 1 else name for name, last in zip(different, lasts, strict=True)}
+    return [
+        ", ".join(f"{shown[name]}={values[place] or '(none)'}" for name, values in different.items()) or "all runs"
+        for place in range(len(names))
+    ]
+
+
+def _last_part(setting: str) -> str:
+    """Return the last part of a setting's dotted name, which is enough to name a group."""
+    return setting.rpartition(".")[2]
 
 
 def _found(each: Mapping[str, Mapping[str, str]], name: str) -> str:
