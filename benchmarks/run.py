@@ -55,6 +55,7 @@ def main() -> int:
         ("distributed", ["distributed.py"]),
         ("saving", ["saving.py", "--raw", str(HERE / "results" / "saving.jsonl")]),
         ("scale", ["scale.py"]),
+        ("many-runs", ["many_runs.py"]),
         ("monitors", ["monitors.py"]),
         ("lanes", ["lanes.py"]),
         ("lane_loss", ["lane_loss.py"]),
