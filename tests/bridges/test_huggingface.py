@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import Trainer as HuggingFaceTrainer
 
 from callsheet import Callback, Context
 from callsheet.bridges.huggingface import FIRED_AT, GUEST_EVENTS, NOT_FIRED, guest, host
-from callsheet.callbacks import EMA, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
+from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
@@ -110,6 +111,20 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     evaluated = [entry["eval_loss"] for entry in without.state.log_history if "eval_loss" in entry]
     assert history["validation/loss"] == pytest.approx(evaluated)
     assert set(recorder.values["batch"][0][1]) == {"x", "labels"}
+
+
+def test_a_saver_leaves_the_trainer_s_checkpoints_to_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says once that only the Trainer deletes them."""
+    saver = CheckpointSaver(save_interval=2, keep=1)
+    trainer(tmp_path, [host([saver])], num_train_epochs=3).train()
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) > 2
+    (warning,) = [record.getMessage() for record in caplog.records if "CheckpointSaver" in record.getMessage()]
+    assert re.match(
+        r"CheckpointSaver: keep=1 has no effect, because .*checkpoint-2 was written by the training framework", warning
+    )
+    caplog.clear()
+    trainer(tmp_path / "2", [host([CheckpointSaver(save_interval=2, keep=None)])]).train()
+    assert "CheckpointSaver" not in caplog.text
 
 
 def test_the_maps_name_every_event_once() -> None:

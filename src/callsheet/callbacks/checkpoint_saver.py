@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
+
+logger = logging.getLogger("callsheet")
 
 
 class CheckpointSaver(Callback):
@@ -24,7 +27,8 @@ class CheckpointSaver(Callback):
 
     Args:
         save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None saves only the last and the best.
-        keep: how many regular checkpoints to keep, including the final one and that of a preempted run; None keeps all.
+        keep: how many regular checkpoints to keep, including the final one and that of a preempted run; None keeps all. In the loop
+            of a framework that writes the checkpoints itself, such as Hugging Face's Trainer, only the framework deletes them.
         save_at_end: also save when `max_duration` is reached or a callback requests a stop.
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept in addition.
         mode: whether the best is the `"min"` or the `"max"`; a value that is not finite is never the best.
@@ -65,6 +69,7 @@ class CheckpointSaver(Callback):
         self._passed = 0  # how many intervals are complete
         self._saved_at = self._best_at = -1  # the steps of the last checkpoint and of the best evaluation that is not saved yet
         self._saved_stop = False  # whether that checkpoint contains the stop request that ends the run
+        self._is_warned = False
         self._best_score = math.inf  # multiplied by `_sign`, so that lower is better
 
     def on_train_start(self, ctx: Context) -> None:
@@ -117,8 +122,23 @@ class CheckpointSaver(Callback):
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Add the checkpoint to those of this saver if the saver requested it, and delete old ones."""
-        self._take(ctx)
+        """Add the checkpoint to those of this saver if the saver requested it, and delete old ones.
+
+        The checkpoints of another framework's loop are left to the framework.
+        """
+        info = ctx.checkpoint
+        if info is None or is_of_run(ctx, info.path):
+            self._take(ctx)
+        elif self._keep is not None and label_of(self) in info.requested_by and not self._is_warned:
+            self._is_warned = True
+            if ctx.run.is_world_process_zero:
+                logger.warning(
+                    "%s: keep=%d has no effect, because %s was written by the training framework, which alone deletes its checkpoints. "
+                    "Limit them there (with transformers: save_total_limit), and give keep=None",
+                    label_of(self),
+                    self._keep,
+                    info.path,
+                )
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Register the loaded checkpoint with this saver.
