@@ -27,7 +27,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager, with its count of failures and its muted events."""
+    """A callback or function that was added to the manager, with its count of failures and the events for which it is muted."""
 
     thing: Callback | Handler
     label: str
@@ -41,7 +41,7 @@ class Registration:
     """Events for which the callback is not called during the current run."""
 
     def is_silent_at(self, event: str) -> bool:
-        """Return whether the callback must not be called at `event`, because the event is muted or the callback is disabled.
+        """Return whether the callback must not be called at `event`, because it was muted for this event or is disabled.
 
         `on_exception` and `on_run_end` are delivered even to a disabled callback, because it may have to close files or
         connections.
@@ -57,7 +57,7 @@ class Registration:
 
 @dataclass(eq=False, slots=True)
 class HandlerEntry:
-    """One row of the call sheet: a handler of one event, with its options.
+    """One row of the call sheet (the table of all handlers): a handler of one event, with its options.
 
     `previous` is the number of whole intervals (such as "every 100 batches") that were complete when the event was last fired.
     """
@@ -90,11 +90,11 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call all parts in order. Used where the handler is not compiled into its parts, such as in a lane."""
+        """Call all parts in order. Used where they are not called one by one, as in a lane (a background thread or process)."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return the call sheet entries of the parts, which replace `entry`.
+        """Return one table entry for each part of this handler. Together they replace `entry`, the entry of the whole handler.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
@@ -141,7 +141,7 @@ class CallSheet:
 
 
 def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
-    """Return a call sheet entry for a handler of callsheet itself rather than of a callback.
+    """Return an entry of the table of handlers, for a function of callsheet itself rather than of a callback.
 
     Its phase is `report`, so that it is called even after a callback has failed.
     """
@@ -191,7 +191,7 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return the compiled form of `event`, with these handlers and their call sheet entries."""
+    """Return what the manager needs to fire `event`: its first handler, the other handlers, the event, and the table entries."""
     return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
 
 
@@ -244,7 +244,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the event with one more handler, that of the entry `mark`.
+    """Return the compiled event with one more handler, which records the time: that of the entry `mark`.
 
     It is called last at the end of a span, and first at any other event.
     """
@@ -255,7 +255,7 @@ def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
 
 
 def all_entries(by_event: dict[str, list[HandlerEntry]]) -> CallSheet:
-    """Return the call sheet with the handlers of all ranks, in the order of the lifecycle."""
+    """Return the table of the handlers of all ranks, in the order in which a run fires their events."""
     return CallSheet(tuple(entry for event in EVENTS for entry in sorted(by_event[event], key=lambda entry: entry.order)))
 
 

@@ -35,13 +35,13 @@ Loggable = Mapping[Any, Any]
 
 
 class Accumulator(Protocol):
-    """Collects logged values until the next log boundary; see `callsheet.run.metrics`."""
+    """Collects logged values until the next metrics record is made of them; see `callsheet.run.metrics`."""
 
     def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
         """Add values; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last logged value of each name in a family; see `Context.logged`."""
+        """Return the last logged value of each metric named `<family>/<name>`; see `Context.logged`."""
 
 
 class LoggerLine(Protocol):
@@ -147,7 +147,7 @@ class Context:
         return other
 
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Log numbers for the next metrics record. Tensors stay on their device until the log boundary.
+        """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
 
         At `on_log`, values with `across="same"` are added to `ctx.record`, the record that is being made, so handlers that are
         called later, such as the loggers, read them.
@@ -171,7 +171,7 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """Return the last value of each `<family>/<name>` that this rank logged since the last log boundary, by full name.
+        """Return the last value of each `<family>/<name>` that this rank logged since the last metrics record, by full name.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
         """
@@ -213,7 +213,7 @@ class Context:
             self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Call the callback's handlers for these events again after `mute`."""
+        """Call the callback's handlers for these events again, after `mute` had stopped that."""
         if self.muting is not None:
             self.muting(callback, events, False, None)
 
@@ -244,7 +244,7 @@ class Context:
         return True
 
     def close(self, event: str) -> None:
-        """Delete the fields whose window ends with `event`. The loop calls this after firing it."""
+        """Delete the fields that are available up to `event` and not after it. The loop calls this after firing the event."""
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
                 if not (keeps and name in self.kept):  # `keep_fields` names it, so that it stays until `kept_until`
@@ -257,9 +257,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that have a window, for example after an exception; keep those whose window ends with the event
-        `before`.
-        """
+        """Delete all fields that are not always available, as after an exception; keep those available up to event `before`."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):
@@ -278,7 +276,7 @@ class Context:
 
 
 def _floats(values: Loggable) -> dict[str, float]:
-    """Return the values as a float for each name, with tensors of several values split up."""
+    """Return a float for each name. A tensor that was logged under several names is split into one float for each of them."""
     found: dict[str, float] = {}
     for name, value in values.items():
         try:

@@ -78,12 +78,12 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
-        self.is_boundary_requested = False  # a lane has made a request that the loop has not yet processed
+        self.is_boundary_requested = False  # a callback in another thread has made a request that the loop has not processed yet
         self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
-        """Request that training ends at the next boundary, with outcome `stopped`.
+        """Request that training ends after the current step, epoch or round, with outcome `stopped`.
 
         `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then
         complete, and `resume="auto"` trains no further step. Pass `resumable=True` if a later start with `resume="auto"` should
@@ -96,7 +96,7 @@ class Control:
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Request a checkpoint at the next boundary; `kind` is one of `SAVE_KINDS`. Raises the same errors as `stop`.
+        """Request a checkpoint after the current step, epoch or round. `kind` is one of `SAVE_KINDS`. Raises what `stop` raises.
 
         `by` is the requester's name. A requester finds its checkpoint by this name in `ctx.checkpoint.requested_by`, also after a
         resume. `metric` names the metric for which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
@@ -104,7 +104,7 @@ class Control:
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluators run at the next boundary. Raises the same errors as `stop`."""
+        """Request that all evaluators run after the current step, epoch or round. Raises the same errors as `stop`."""
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
@@ -133,17 +133,17 @@ class Control:
 
     @property
     def save_requested(self) -> Request | None:
-        """The request that decides which kind of checkpoint is saved at the next boundary, or None."""
+        """The request that decides which kind of checkpoint is saved after the current step, epoch or round, or None."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property
     def save_requests(self) -> tuple[Request, ...]:
-        """All save requests that the checkpoint at the next boundary will satisfy."""
+        """All save requests that the next checkpoint, after the current step, epoch or round, will satisfy."""
         return tuple(self._saves)
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the next boundary will carry out, or None."""
+        """The evaluation request that the loop will carry out after the current step, epoch or round, or None."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
@@ -170,7 +170,7 @@ class Control:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks disable an isolated callback that failed too often on this rank.
+        """Request that all ranks disable a callback with `on_error="isolate"` that failed too often on this rank.
 
         Called by the manager; see `switched_off`.
         """
@@ -191,7 +191,7 @@ class Control:
     def look_again(self) -> None:
         """Update `pending`, which is True as long as any request is left. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if self.is_boundary_requested or self.is_rescheduled:  # checked last, since a lane may set it at any time
+        if self.is_boundary_requested or self.is_rescheduled:  # checked last, since another thread may set it at any time
             self.pending = True
 
     def take_requests(self) -> list[Request]:
@@ -204,7 +204,7 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about, so that the next boundary carries it out. Called by the loop."""
+        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round."""
         if request.what == "stop":
             self._stop = self._stop or request  # the first request is kept
         elif request.what == "evaluate":
@@ -258,7 +258,7 @@ def _asker() -> str:
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, Hooks):  # a callback; its class is above this module
+        if isinstance(first, Hooks):  # a callback; importing `Callback` itself here would be circular
             return getattr(first, "name", "") or type(first).__name__
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return asking.f_code.co_qualname

@@ -30,13 +30,13 @@ MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they allocate and compile
-_STEPS_PER_TIMED_STEP = 16  # at most one step in this many is in a window
-_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # a pause between windows grows with the run's time by this share, up to the seconds
+_STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
+_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # longest pause between timed steps: seconds, and share of the run's time
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (
     1.1,
     2.0,
-)  # the costs are published next after this many times the run's time, plus the seconds
-_MAX_SLICES = 20_000  # how many slices of a window are kept; a long evaluation may have more
+)  # costs are published again when the run has taken this factor times as long, plus these seconds
+_MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more
 _MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
 _MIN_WARN_SECONDS = 50e-6  # time per step below which there is no warning
 
@@ -77,7 +77,7 @@ class Cost(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """The number of failures of an isolated callback in this process, and what became of its events.
+    """How often a callback whose errors are logged instead of raised has failed in this process, and what became of its events.
 
     `last` is the message of the last error. `is_off` is True if the callback was disabled. `dropped` counts the events that its
     lane dropped, and `undelivered` those that were still in the lane's queue at the run's end.
@@ -94,7 +94,7 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures of these callbacks, and those of callbacks that were removed after their lanes dropped events.
+    """Return the failures of these callbacks, and of removed ones whose lanes (background threads or processes) dropped events.
 
     Callbacks without failures are left out.
     """
@@ -174,7 +174,7 @@ class _Cell:
         self.callback, self.event = callback, event
         self.calls = 0
         self.seconds = self.worst = 0.0
-        self.window_seconds = 0.0  # the part of `seconds` that was measured in windows
+        self.window_seconds = 0.0  # the part of `seconds` that was measured in timing windows
 
 
 class _Open(NamedTuple):
@@ -224,7 +224,7 @@ class Costs:
         """The step after which a timing window begins or ends next."""
 
     def begin(self, step: int) -> None:
-        """Start to plan timing windows. `step` is the last step before this process begins to train."""
+        """Start to choose the steps that are timed. `step` is the last step before this process begins to train."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP
@@ -341,7 +341,7 @@ class Costs:
 
 
 def _nested(opened: _Open) -> list[Slice]:
-    """Return the window's slices in the order of their starts.
+    """Return the timing window's slices (spans and calls of callbacks) in the order of their starts.
 
     Spans that began before the window or have not ended are left out.
     """
@@ -353,7 +353,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # otherwise the span began before the window
+        elif stack and stack[-1][0] == name:  # otherwise the span began before the timing window
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

@@ -1,4 +1,4 @@
-"""The dispatch table: for each event the tuple of functions that a dispatch calls, compiled from the call sheet's entries."""
+"""The dispatch table: for each event, the functions to call on this rank, compiled from the table of all handlers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from callsheet.core.wrappers import Handler
 
 
 class Lanes(Protocol):
-    """The methods that the dispatch table needs of the lanes."""
+    """The methods that the dispatch table needs of the lanes, the threads and processes in which some callbacks run."""
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return the function that the training thread calls in place of a handler that runs in a lane.
+        """Return the function that the training thread calls in place of a handler that runs in another thread or process.
 
         It puts the event into the lane's queue.
         """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the event `on_run_end` with an additional handler, which waits for the lanes before the loggers are called."""
+        """Return `on_run_end` with one more handler. It waits for callbacks in other threads before the loggers are called."""
 
 
 class DispatchTable:
-    """The call sheet entries of all events, and the functions compiled from them for this rank.
+    """The table entries of all handlers (the call sheet), by event, and the functions compiled from them for this rank.
 
     There are two compiled tables: the plain one, and one of timed handlers, which is used inside a timing window.
 
@@ -57,13 +57,13 @@ class DispatchTable:
         self._spans: list[Spans] = []
 
     def add(self, entries: Iterable[HandlerEntry]) -> None:
-        """Add call sheet entries, and recompile their events."""
+        """Add handlers, given as entries of the table of all handlers, and recompile their events."""
         for entry in entries:
             self.entries[entry.event].append(entry)
         self.changed()
 
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove the entries of these callbacks, and recompile their events."""
+        """Remove the handlers of these callbacks, and recompile their events."""
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
         self.changed()
@@ -82,7 +82,7 @@ class DispatchTable:
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the compiled form of the event. This can be called both outside and inside a run."""
+        """Return the event compiled to the handlers to call on this rank. This can be called both outside and inside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -93,7 +93,7 @@ class DispatchTable:
         return self._plain[event][0] is not None
 
     def changed(self, *events: str) -> None:
-        """Recompile these events after the call sheet has changed. Without arguments, recompile all events."""
+        """Recompile these events after their handlers have changed. Without arguments, recompile all events."""
         is_running = bool(self._spans) or self.ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
@@ -102,7 +102,7 @@ class DispatchTable:
             self.compile(events if is_compiled else EVENTS)
 
     def compile(self, events: Iterable[str] = EVENTS) -> None:
-        """Compile these events from the current call sheet entries."""
+        """Compile these events from the current handlers and their options."""
         self._plain, self._timed = self._table(self._plain, events, in_window=False), {}
         self.has_listeners.link(self._plain, events)
         self.use_window(events)
@@ -120,7 +120,7 @@ class DispatchTable:
         self._plain, self._timed = {}, {}
 
     def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """Return a copy of `table` in which these events are compiled again from the current entries."""
+        """Return a copy of `table` in which these events are compiled again from the current handlers."""
         ranks = self.ranks or read_ranks()
         table = dict(table)
         for event in events:
@@ -132,7 +132,7 @@ class DispatchTable:
         return table
 
     def _enqueuer(self, entry: HandlerEntry) -> Handler:
-        assert self.lanes is not None  # the manager sets it when it adds an entry with a lane
+        assert self.lanes is not None  # the manager sets it when it adds a handler that runs in a lane
         return self.lanes.enqueuer(entry)
 
     def _mark(self, event: str) -> HandlerEntry:

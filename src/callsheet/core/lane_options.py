@@ -1,4 +1,4 @@
-"""The options of a callback's lane."""
+"""The options of a callback's lane, the thread or process in which it runs."""
 
 from __future__ import annotations
 

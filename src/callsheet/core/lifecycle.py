@@ -341,7 +341,7 @@ FIELDS: dict[str, Field] = {
 
 
 def names_in(order: str) -> list[str]:
-    """Return the names of spans and points in an `order`, each once, as they first appear."""
+    """Return the names of the spans and single events in an `order`, each once, as they first appear."""
     return list(dict.fromkeys(re.findall(r"[a-z_]+", order)))
 
 
@@ -414,7 +414,7 @@ ALWAYS: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not f
 
 
 def tree() -> str:
-    """Return the lifecycle drawn as a tree, with one span or point a line.
+    """Return the lifecycle drawn as a tree, with one line for each span and each event that belongs to no span.
 
     What may occur at several boundaries is drawn only once.
     """

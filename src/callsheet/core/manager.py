@@ -1,4 +1,4 @@
-"""The callback manager: it holds the call sheet and fires the events."""
+"""The callback manager: it holds the table of all handlers (the call sheet) and fires the events."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # the same dict, to save `fire` an attribute
         self._muting = Muting(self._table)
-        self._lanes: LaneSet | None = None  # None until a handler has a lane
+        self._lanes: LaneSet | None = None  # None until a handler runs in a lane
         self._registrations: list[Registration] = []
-        self._numbers = count()  # numbers registrations and entries in the order in which they are added
+        self._numbers = count()  # numbers callbacks and their handlers in the order in which they are added
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # a run has ended, and no other has begun
         self.add(callbacks)
@@ -278,7 +278,7 @@ class CallbackManager:
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
-        """Compile the call sheet for a run that begins, and set the manager's `user_state` on `ctx`.
+        """Compile the table of handlers for a run that begins, and set the manager's `user_state` on `ctx`.
 
         Call this when the ranks of the run are known.
 
@@ -342,7 +342,7 @@ class CallbackManager:
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Open or close a timing window, and unmute events, if this is due after `step`.
+        """Start or stop timing the handlers, and call muted handlers again, if this is due after `step`.
 
         The loop calls this before the first step, and after each step that `next_step` names.
         """
@@ -362,7 +362,7 @@ class CallbackManager:
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Pass the callbacks' costs and the latest timing window to the loggers, if they are due or `is_last` is set.
+        """Pass the measured time of the callbacks, and the latest timeline of it, to the loggers, if due or if `is_last` is set.
 
         The loop calls this after each metrics record.
         """
@@ -375,13 +375,13 @@ class CallbackManager:
     # --- lanes ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """Carry out what callbacks in lanes have sent: logged values and requests.
+        """Carry out what callbacks in other threads and processes have sent: logged values and requests.
 
         Also disable the callbacks that failed too often, once all ranks agree on this.
 
         The loop calls this at each boundary.
         """
-        ctx.control.is_boundary_requested = False  # before the inbox is emptied: a message that arrives during that sets it again
+        ctx.control.is_boundary_requested = False  # set before the messages are read: one that arrives meanwhile sets it again
         if self._lanes is not None:
             self._lanes.process_messages(ctx)
         while ctx.control.switched_off:
@@ -392,7 +392,7 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """Wait a moment for the lanes, so that the next metrics record includes what they are logging.
+        """Wait a moment for callbacks in other threads, so that the next metrics record includes what they are logging.
 
         The loop calls this before a metrics record that may be the last.
         """
@@ -401,7 +401,7 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for callbacks in lanes, because the process will be killed in `seconds`.
+        """Limit how long a checkpoint waits for callbacks in other threads, because this process will be killed in `seconds`.
 
         The loop calls this when it receives a signal.
         """
@@ -409,7 +409,7 @@ class CallbackManager:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until the lanes have delivered all events that were fired so far. Each lane may use most of its deadline.
+        """Wait until callbacks in other threads have handled all events fired so far. Each may use most of its deadline.
 
         Called before `on_run_end` is fired.
         """
@@ -418,7 +418,7 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
-        """End the lanes and forget the ranks and loops of the run. May be called twice.
+        """End the callbacks' threads and processes, and forget the run's ranks and loops. May be called twice.
 
         Afterwards the manager may serve another run.
 
@@ -480,7 +480,7 @@ class CallbackManager:
     # --- adding ---
 
     def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
-        """Add registrations and their call sheet entries. If one of them is invalid in the current run, add none."""
+        """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""
         ctx = self._ctx() if self._ctx is not None else None
         for entry in lines:
             if ctx is not None:

@@ -1,4 +1,4 @@
-"""Muting: a callback's handlers for an event are not called, for the rest of the run or until a step.
+"""Muting: stop calling a callback's handlers for an event, for the rest of the run or until a step.
 
 Handlers could check the step themselves, but calling them at every step costs more (`benchmarks/results/shortcuts.md`).
 """
@@ -15,7 +15,7 @@ _MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
 
 
 class Muting:
-    """The events for which callbacks of one manager are muted, and the steps at which they are unmuted."""
+    """The events at which callbacks of one manager are not called, and the steps from which they are called again."""
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
@@ -23,28 +23,28 @@ class Muting:
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called; infinite if no event is to be unmuted."""
+        """The step after which `unmute_due` must be called; infinite if no handlers are waiting to be called again."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
-        """Cancel all scheduled unmuting."""
+        """Forget all steps at which muted handlers should be called again."""
         self._wakes = []
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Cancel the scheduled unmuting of callbacks that were removed."""
+        """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(
         self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
     ) -> None:
-        """Mute or unmute events of a callback. With `until`, mute them only until that step.
+        """Stop calling the callback's handlers for these events, or call them again. With `until`, stop only until that step.
 
         A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
         """
         if until is not None and ctx is not None:
-            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: nobody would unmute
+            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # before training, no loop ends the muting
                 return
-            events -= registration.muted - self._waking(registration)  # events that are muted for good stay muted
+            events -= registration.muted - self._waking(registration)  # events that are muted without an end stay muted
         self._forget_wakes(registration, events)
         if until is not None and ctx is not None:
             self._wakes.append((until, registration, events))
@@ -52,18 +52,18 @@ class Muting:
         self._set(registration, registration.muted | events if is_muted else registration.muted - events)
 
     def unmute_due(self, step: int) -> None:
-        """Unmute the events that were muted until the step that follows `step`."""
+        """Call the handlers again that were muted until the step that follows `step`."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake
             self._set(registration, registration.muted - events)
 
     def _waking(self, registration: Registration) -> frozenset[str]:
-        """Return the events of the callback whose unmuting is scheduled for some step."""
+        """Return the events for which the callback is muted only until some step."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Cancel the scheduled unmuting of these events, because a new call of `mute` or `unmute` replaces it."""
+        """Forget until when the callback was muted for these events, because a new call of `mute` or `unmute` replaces that."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

@@ -40,7 +40,7 @@ _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
 class HandlerOptions(NamedTuple):
-    """The options of a handler, after they were checked."""
+    """The checked options of a handler, such as its phase, ranks and interval."""
 
     phase: Phase
     ranks: RankGate
@@ -165,7 +165,7 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 def entry_of(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: dict[str, Any], number: int
 ) -> HandlerEntry:
-    """Return the call sheet entry for a handler. Its options come from `given`, else from its decorators or `owner`.
+    """Return the entry of the handler table for a handler. Its options come from `given`, else from its decorators or `owner`.
 
     Raises the same errors as `resolve_options`.
     """
@@ -199,7 +199,7 @@ def interval_of(every: str | int | Time, label: str, function: Callable[..., Any
 
 
 def check_interval(entry: HandlerEntry, ctx: Context) -> None:
-    """Raise ConfigError if the interval of the entry is a fraction of the run's duration, and the run has no duration."""
+    """Raise ConfigError if the handler's interval is a fraction of the run's duration, and the run has no duration."""
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
         raise ConfigError(
             f"{entry.registration.label} ({entry.registration.source}) handles {entry.event} {entry.every}, but this run has no max_duration; "

@@ -1,4 +1,4 @@
-"""Spans: context managers that fire the start and end event of a span.
+"""Spans (named parts of a run, such as `epoch`): context managers that fire the start and end event of a span.
 
 They let the code of a loop show the order of the lifecycle.
 
@@ -20,7 +20,7 @@ from callsheet.core.lifecycle import EVENTS, SPANS
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
-    """Store on `error` the span in which it was raised. Only the first call, for the innermost span, has an effect."""
+    """Store on `error` the span (part of the run) in which it was raised. Only the first call, for the innermost span, counts."""
     error.__dict__.setdefault("_callsheet_span", (span, ctx))  # not setattr, which a frozen exception rejects
 
 
@@ -126,7 +126,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Set the compiled form of these events in their spans, after the dispatch table has changed."""
+        """Give these events' new tuples of handlers to their spans, after the handlers have changed."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -207,6 +207,6 @@ class HasListeners:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Update the attributes of these events after the dispatch table has changed."""
+        """Update the attributes of these events after their handlers have changed."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

@@ -23,7 +23,7 @@ def keeps_state(callback: Callback) -> bool:
 
 
 def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-    """Return the callback's state, as copied by `copied`."""
+    """Return a copy of the callback's state, made by the function `copied`."""
     return copied(dict(callback.state_dict()))
 
 
@@ -102,7 +102,7 @@ def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Call
 
 
 def is_inline(registration: Registration) -> bool:
-    """Return whether the callback runs on the training thread and not in a lane."""
+    """Return whether the callback runs on the training thread and not in another thread or process."""
     return not isinstance(registration.thing, Callback) or registration.thing.lane == "inline"
 
 
@@ -114,7 +114,7 @@ def _may_fail(registration: Registration) -> bool:
 def results_of(
     calls: Mapping[Registration, Callable[[], T]], failed: Callable[[Registration, Exception], None]
 ) -> dict[Registration, T]:
-    """Return the result of each call. Calls that failed are left out.
+    """Return the result of each call, by callback. Calls that failed are left out.
 
     Args:
         calls: the function to call for each callback; for one in a lane, a function that waits for its result.

@@ -32,7 +32,7 @@ class TimeUnit(StrEnum):
 
 _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
-_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # "10steps": meant 'ba'
+_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # for hints: "10steps" means "10ba"
 
 # Both patterns accept more than numbers; int() and float() check these afterwards.
 # They are strings, so that `re` compiles them at the first use and not at import.
@@ -77,7 +77,7 @@ def _read(text: str) -> tuple[float, TimeUnit]:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """A number of one unit: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
+    """A duration or count in one unit, such as batches: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
     A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
     hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). `value` is an int, or a float for
@@ -130,7 +130,7 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(a, b)` for the values `a` and `b` of the two times, which must have the same unit.
+        """Return `how(a, b)`, where `a` and `b` are the values of the two times, which must have the same unit.
 
         Return NotImplemented if `other` is not a time.
         """

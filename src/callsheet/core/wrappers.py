@@ -1,4 +1,4 @@
-"""The wrappers of a handler: its interval, its rank gate, the isolation of its errors, and checks of the random state."""
+"""Wrappers of a handler: they check its interval and rank, log its errors instead of raising them, and check the random state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAILURES_ALLOWED = 3
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
-    """Return the entry's handler with the wrappers that its options need, such as a rank gate.
+    """Return the handler of a table entry with the wrappers that its options need, such as a check of the rank.
 
     A handler without such options is returned unchanged, so it has no overhead.
     """
@@ -113,7 +113,7 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
 
 
 def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
-    """Log the error that an isolated callback raised. Disable the callback after too many failures in a row."""
+    """Log the error that a callback raised, instead of raising it. Disable the callback after too many failures in a row."""
     registration.failures += 1
     registration.failures_in_a_row += 1
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
