@@ -33,7 +33,7 @@ class NotACallbackError(CallsheetError, TypeError):
 
 
 class FieldNotAvailable(CallsheetError, AttributeError):
-    """A context field was read outside its window."""
+    """A context field was read at an event at which it is not available."""
 
 
 class MixedUnitsError(CallsheetError, TypeError):
@@ -88,7 +88,7 @@ class UnknownArgument(ConfigError, TypeError):
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host (the adapter for another framework's loop) could not follow that loop.
+    """A host (the adapter that runs callbacks in another framework's loop) could not follow that loop.
 
     The host stops observing the run, and training continues.
     """
@@ -99,7 +99,7 @@ class NotSupported(CallsheetError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return `str(error)`, or a placeholder if the exception's own `__str__` raises.
+    """Return `str(error)`, or a placeholder text if the exception's own `__str__` raises.
 
     Reporting an error must not raise another one.
     """
