@@ -1,3 +1,1 @@
-"""The parts that every run needs, whichever loop it uses: lifetime, records, agreement between ranks, boundaries, checkpoints,
-the folder's lock.
-"""
+"""What every run needs, whichever loop it uses: lifetime, metrics records, agreement of ranks, checkpoints, the folder's lock."""

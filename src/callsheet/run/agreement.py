@@ -21,7 +21,7 @@ LONGEST_PERIOD = 1000  # the largest number of steps between two messages
 
 
 class Agreement:
-    """Exchanges a message between the ranks every few steps, so that all ranks carry out requests at the same boundary.
+    """Exchanges a message between the ranks every few steps, so that all ranks carry out requests after the same step.
 
     The message is five integers, reduced with MAX on a process group of its own. The reduction begins at one step, and its result
     is read at a fixed later step. If the result says that a rank has a request, all ranks exchange their requests. Steps of
@@ -35,7 +35,7 @@ class Agreement:
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
-        self._next = 0  # the count at which to read the message
+        self._next = 0  # the count of steps at which to read the other ranks' message
         self._steps = 0  # the count of training and evaluation steps
         self._evaluated = 0  # the count of evaluation steps
         self.published = 0
@@ -68,7 +68,7 @@ class Agreement:
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def look(self, step: int) -> None:
-        """After training step `step`: read the message of the other ranks that is due, and send the next one."""
+        """After training step `step`, read the other ranks' message if it is due, and send the next one."""
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -76,7 +76,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # a step is longer than the period, so waiting costs less than acting a step late
+            if not self._period:  # steps are long, so waiting for the answer costs less than acting one step later
                 self._read()
 
     def evaluated_step(self, step: int) -> None:
@@ -85,7 +85,7 @@ class Agreement:
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """Wait for the pending message and for one more, so that all ranks know all requests.
+        """Wait for the message that is being exchanged and for one more, so that all ranks know all requests.
 
         All ranks must call this at the same point.
         """

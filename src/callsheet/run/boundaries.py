@@ -1,4 +1,4 @@
-"""The boundaries between steps, epochs and rounds.
+"""Boundaries: the ends of steps, epochs and rounds, where requests are carried out.
 
 At a boundary, the ranks agree on requests, `on_log` is fired, evaluations run, and checkpoints are saved.
 """
@@ -27,7 +27,7 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # these units advance only at log boundaries
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # updated only when a metrics record is made
 
 
 class Boundaries:
@@ -57,7 +57,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
-        self._next_due = 0  # before this step, only a log boundary can be due
+        self._next_due = 0  # before this step, nothing but a metrics record can be due
         self.is_preempted = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 
@@ -76,7 +76,7 @@ class Boundaries:
         self._next_due = 0
         if self._evaluation.due(ctx, is_over=False):  # a crash prevented this evaluation, so the first step is a boundary
             return step + 1
-        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, the agreement reports when the save is durable
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` reports when the save is durable
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
@@ -103,7 +103,7 @@ class Boundaries:
         return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
 
     def reach(self, boundary: str) -> bool:
-        """Carry out a boundary: log, evaluate and save whatever is due. Return whether training is over."""
+        """At the end of a step, epoch or round: log, evaluate and save whatever is due. Return whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
         if boundary == "step" and ctx.step < self._next_due and self._is_unread:
@@ -131,7 +131,7 @@ class Boundaries:
         return self._end(boundary)
 
     def finish_undone(self, boundary: str) -> bool:
-        """After a resume, finish a boundary of this kind if its evaluation was still due when the checkpoint was saved.
+        """After a resume, finish the end of a step, epoch or round if its evaluation was still due when the checkpoint was saved.
 
         Return whether training is over after that.
         """
@@ -139,7 +139,7 @@ class Boundaries:
         return undone is not None and undone.boundary == boundary and self._end(boundary)
 
     def _end(self, boundary: str) -> bool:
-        """Run the evaluations and save the checkpoints that are due at the boundary. Return whether training is over."""
+        """Evaluate and save what is due at the end of a step, epoch or round. Return whether training is over."""
         ctx = self._ctx
         if self._plan(boundary):
             self._fire_before_evaluation()
@@ -151,7 +151,7 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # a stop requested since then takes effect at the next boundary
+        return is_over  # a stop requested since then takes effect at the end of the next step or epoch
 
     def fire_checkpoint_due(self, boundary: str) -> None:
         """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save one if it was requested."""
@@ -164,7 +164,7 @@ class Boundaries:
                 self._save_requested()
 
     def finish(self) -> None:
-        """Finish what is left after training.
+        """After training, carry out the requests, evaluations and saves that are left.
 
         Save what was requested after the last boundary, such as at `on_train_end`. Run the evaluation that a signal prevented, if
         it is still due. Wait for background saves.
@@ -225,7 +225,7 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Return whether this log boundary can be skipped.
+        """Return whether the metrics record that is due now can be skipped.
 
         That is so if no callback reads the metrics record, and nothing has been requested since the boundary was scheduled.
         """
@@ -267,7 +267,8 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        if self._agreement.signal is None or not self._evaluation.ends_at_signal:  # else it runs again after a resume
+        # A signal may have cut the evaluation short; it then runs again after a resume.
+        if self._agreement.signal is None or not self._evaluation.ends_at_signal:
             self._evaluation.done(self._ctx, undone.names)
 
     def _save_requested(self) -> None:

@@ -151,7 +151,7 @@ class Checkpoints:
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate buffers
-        self._prepare_again = 1  # the number of steps until the next attempt
+        self._prepare_again = 1  # the number of steps until the next attempt to allocate them
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -318,9 +318,9 @@ class Checkpoints:
         elif is_in_folder and self._world.rank == 0:
             try:
                 point_latest(info.path)
-            except CheckpointError as error:  # no code needs this file, so a failure must not end the run
+            except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
-        if is_in_folder:  # then this run holds the lock, so no other process writes to them
+        if is_in_folder:  # this run holds the folder's lock, so no other process still writes the unfinished checkpoints
             abandoned, self._abandoned = self._abandoned, []
             for path in abandoned:
                 if path != info.path:
@@ -417,7 +417,7 @@ class Checkpoints:
         if self._world.rank == 0:
             try:
                 found = self._listed(resume)
-            except CallsheetError as error:  # raised on all ranks, below
+            except CallsheetError as error:  # the error is raised below, on all ranks
                 found = error
         found = self._world.of_rank_zero(found)
         if isinstance(found, CallsheetError):
@@ -456,7 +456,7 @@ class Checkpoints:
         return [os.fspath(checkpoint.path) for checkpoint in good]
 
     def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor into which a tensor of the checkpoint is read.
+        """Return the existing or empty tensor into which the checkpoint's tensor `name` is read.
 
         This is the model's own tensor or, for the optimizer's state, an empty tensor that is sharded like its parameter.
         """
@@ -521,7 +521,7 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether a piece of a tensor has valid values.
+    """Return whether this piece of a saved tensor has valid values, such as no NaN in a weight.
 
     A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """

@@ -114,7 +114,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     def restore() -> None:
         values.remove(value)
-        if attributes.get(name) is value:  # otherwise another library has replaced it since, and may call this value
+        # Otherwise another library has replaced the attribute since, and may still call our value.
+        if attributes.get(name) is value:
             attributes[name] = values[-1]
             if values[-1] is _ABSENT:
                 del attributes[name]

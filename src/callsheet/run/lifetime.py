@@ -69,7 +69,7 @@ class Lifetime:
         self._closers.append(close)
 
     def start(self) -> None:
-        """Compile the call sheet for this run, and fire `on_run_start`."""
+        """Compile the table of all handlers for this run, and fire `on_run_start`."""
         self._manager.open(self._ctx)
         self._started = True
         self._manager.fire(Event.RUN_START, self._ctx)
@@ -139,7 +139,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return a reason for an outcome, if the loop gave none."""
+        """Return the reason for the run's outcome, such as what stopped the run, if the loop gave none."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:

@@ -31,7 +31,7 @@ class LogRanks:
         self._handlers: list[logging.Handler] = []
 
     def start(self) -> None:
-        """Add the filter. On rank 0 this does nothing."""
+        """Add the filter that hides messages below ERROR. On rank 0 this does nothing."""
         if self._filters and not self._handlers:
             named = [logger for logger in logging.Logger.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
             loggers = [logging.getLogger(), *named]
@@ -42,7 +42,7 @@ class LogRanks:
                 handler.addFilter(self._is_error)
 
     def end(self) -> None:
-        """Remove the filter. This may be called twice."""
+        """Remove the filter that hides messages on ranks above 0. This may be called twice."""
         for handler in self._handlers:
             handler.removeFilter(self._is_error)
         self._handlers = []

@@ -1,4 +1,4 @@
-"""Collects logged values. At a log boundary they are reduced to one record of floats that is the same on all ranks.
+"""Collects logged values. Every few steps they are reduced to a record of floats that is the same on all ranks.
 
 Tensors stay on their device until the boundary. There, each device's tensors are copied to the host in one copy, and the values
 of all ranks are reduced with one sum and one maximum. All ranks share a schema, which fixes the place of each value in them. The
@@ -45,7 +45,7 @@ class Reducer(Protocol):
 
 
 class Series:
-    """The values that were logged since the last log boundary under one name, or under several names in one tensor.
+    """The values that were logged since the last metrics record under one name, or under several names in one tensor.
 
     Or under several names whose values are logged in one tensor.
     """
@@ -89,14 +89,14 @@ class Series:
         return apart
 
     def result(self) -> tuple[Any, Any]:
-        """Return the total, and the weight by which to divide it, as numbers or scalar tensors."""
+        """Return the total of the logged values, and the weight by which to divide it, as numbers or scalar tensors."""
         if self.over != "mean":
             return _total(self.values), 1
         return _total(self.values), _total([self.unweighted, *self.weights]) if self.weights else self.unweighted
 
 
 class MetricLog:
-    """Collects logged values and, at a log boundary, returns them reduced over the ranks.
+    """Collects logged values and, when a metrics record is due, returns them reduced over the ranks.
 
     Args:
         reducer: reduces over the ranks; None for a single rank.
@@ -106,7 +106,7 @@ class MetricLog:
         self._series: dict[Names, Series] = {}  # each name is in exactly one series
         self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
         self._reducer = reducer
-        self._schema: Schema = {}  # the names that all ranks know
+        self._schema: Schema = {}  # the names that all ranks know, after the ranks exchanged them
 
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
@@ -216,7 +216,7 @@ class MetricLog:
                 series.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged since the last log boundary, as plain data and tensors.
+        """Return what was logged since the last metrics record, as plain data and tensors.
 
         With this state, the next metrics record of a resumed run equals that of a run without interruption.
         """
@@ -247,7 +247,7 @@ _BY_MAX = ("max", "same")
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
-    """Return a rank's contribution to the sum, and its weight.
+    """Return what this rank adds to the sum of a metric over the ranks, and to the sum of its weights.
 
     With `across="sum"`, the contribution is the mean of the rank's own values.
     """
@@ -257,7 +257,7 @@ def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return a rank's contribution to the maximum, and a mark: 0 for no value, 1 for a number, 2 for NaN.
+    """Return this rank's value for the maximum of a metric over the ranks, and a mark: 0 for no value, 1 for a number, 2 for NaN.
 
     The mark is needed because a maximum would lose a NaN.
     """
@@ -272,12 +272,12 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return a digest of the schema and its order, as a whole number that a float holds exactly."""
+    """Return a digest of the metric names and their options, in order, as a whole number that a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """Return a schema of all names: first the known ones, then the new ones in the order of ranks."""
+    """Return all metric names with their options: first the known names, then the new ones in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():
@@ -300,7 +300,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()  # also if it needs no gradient yet, since it may need one before the boundary
+        return value.detach()  # also if it needs no gradient yet, since it may need one before the record is made
     try:
         if isinstance(value, str):
             raise TypeError

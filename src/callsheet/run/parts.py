@@ -17,7 +17,7 @@ from callsheet.core.time import Interval
 
 @dataclass
 class DueEvaluation:
-    """An evaluation that is due and not done yet, at the boundary after `step`.
+    """An evaluation that is due at the end of a step, epoch or round, after `step`, and not done yet.
 
     The boundary is that of a `"step"`, an `"epoch"` or a `"round"`.
 
@@ -43,7 +43,7 @@ class EvaluationSchedule(Protocol):
 
 
 class EvaluationPart(Protocol):
-    """Evaluates datasets.
+    """The part of a run that evaluates datasets, as `Boundaries` needs it.
 
     `results` holds the latest results by dataset name; `undone` is an evaluation that is due at this boundary.
     """
@@ -91,7 +91,7 @@ class Stateful(Protocol):
 
 
 class CheckpointsPart(Protocol):
-    """Saves and loads checkpoints.
+    """The part of a run that saves and loads checkpoints, as `Boundaries` needs it.
 
     Checkpoints store the states of the parts in `shared` (the same on all ranks) and in `local` (each rank's own).
     """

@@ -47,7 +47,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once. This never waits."""
-        # torch's FakeWork never reports that it is completed.
+        # The result of torch's fake backend (FakeWork) never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
@@ -319,19 +319,19 @@ class _Notes:
         return kind, text
 
     def question(self) -> None:
-        """Ask all ranks, through the store, whether they are present."""
+        """Ask all ranks, through the rendezvous store, whether they still run."""
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank has asked whether the others are present."""
+        """Return whether some rank has asked whether the others still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:
-        """Answer in the store that this rank is present."""
+        """Write the answer to the store that this rank still runs."""
         self._set(f"here/{self._rank}", "")
 
     def answered(self, rank: int) -> bool:
-        """Return whether `rank` has answered that it is present."""
+        """Return whether `rank` has answered that it still runs."""
         return self._get(f"here/{rank}") is not None
 
     def _get(self, key: str) -> str | None:
@@ -344,7 +344,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers that this rank is present when another rank asks after a failed collective.
+    """A thread that answers that this rank still runs, when another rank asks after a failed collective.
 
     A thread is needed because the main thread may be blocked then.
     """
@@ -356,7 +356,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store or the group has ended
+        with contextlib.suppress(RuntimeError, ValueError):  # the store or the process group has ended, so nobody can ask
             while not self._is_over.wait(pause):
                 if notes.is_asked():
                     notes.answer()

@@ -1,4 +1,4 @@
-"""Metrics records: `on_log` receives what was logged between two log boundaries."""
+"""Metrics records: every few steps, `on_log` receives what was logged since the last record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.run.tally import Tally
 
 
 class Records:
-    """Collects the run's metrics and counts. At a log boundary, it makes a record of them that is the same on all ranks."""
+    """Collects the run's metrics and counts. Every few steps, it makes a record of them that is the same on all ranks."""
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
@@ -68,7 +68,7 @@ class Records:
                     series.add(scalar(name, each))
 
     def are_due(self, ctx: Context) -> bool:
-        """Return whether a log boundary has been reached since the last metrics record."""
+        """Return whether a new metrics record is due."""
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def fire_log(self, ctx: Context) -> None:

@@ -120,7 +120,7 @@ class Run:
     def connect(
         self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
     ) -> None:
-        """Create the boundaries of the run from the loop's own evaluation and checkpoints."""
+        """Create `boundaries`, which carries out what is due after each step, from the loop's own evaluation and checkpoints."""
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable

@@ -38,7 +38,7 @@ class RunGuard:
         self._has_begun = False
         self._is_unguarded = False
 
-        def request_boundary() -> None:  # called on the lock's thread; the loop reacts after its next step
+        def request_boundary() -> None:  # called when the lock is lost, on the lock's thread; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # on rank 0
@@ -53,7 +53,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # each exchange is short, so that no rank waits longer than a collective may
+            pass  # each try is short, so that no rank waits longer than the timeout of a collective
         if rejection:
             raise RunInUseError(rejection)
 
@@ -127,7 +127,7 @@ class RunGuard:
             return
         try:
             if self._lock.is_held:
-                self.mark()  # something may have been written since training began
+                self.mark()  # the run's folder may have been created since training began
         finally:
             self._lock.release()
 

@@ -98,7 +98,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # this process, which may have called `exec` since
+        if self.pid == os.getpid():  # it is this process, which may have called `exec` since
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -275,7 +275,7 @@ class RunLock:
         number, record = highest + 1, _new_claim()
         created: list[Path] = []
         descriptor = _created(self._path / str(number), created)
-        if descriptor is None:  # another waiter was first
+        if descriptor is None:  # another process that waits created this lock file first
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
         try:
@@ -334,7 +334,7 @@ class _Ownership:
         self._file = path / str(number)
         self._number = number
         self._descriptor = descriptor
-        self._created = created  # folders that were created for the claim
+        self._created = created  # folders that were created for the lock file
         self._is_over = threading.Event()
         self._has_warned = False
         self._thread: threading.Thread | None = None
@@ -345,20 +345,20 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # so that other machines see it
+        os.fsync(self._descriptor)  # so that other machines see the new heartbeat
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
         self._thread.start()
 
     def is_intact(self) -> bool:
-        """Return whether this claim owns the run.
+        """Return whether this process still owns the run's folder.
 
         If the folder cannot be read, it still does, since no other run can take the folder over then.
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # a waiter may be about to withdraw
+        time.sleep(_SECOND_LOOK_SECONDS)  # another process that waits may be about to withdraw its claim
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
@@ -476,7 +476,7 @@ def process_started(pid: int) -> str:
             os.kill(pid, 0)
         except ProcessLookupError:
             return ""
-        except OSError:  # it belongs to another user
+        except OSError:  # its files belong to another user
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()

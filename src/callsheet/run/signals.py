@@ -1,4 +1,4 @@
-"""Signals that preempt a run.
+"""Records the signals, such as SIGTERM, that preempt a run.
 
 The signal handler only records the signal, because saving a checkpoint inside a handler can hang. Python calls handlers between
 bytecodes, so a handler has to wait while a collective or another C call blocks. Therefore a thread records the time of arrival;
@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError
 GRACE_SECONDS = 30.0
 """How long launchers commonly wait between SIGTERM and SIGKILL."""
 
-_active: list[SignalWatch] = []  # outermost first
+_active: list[SignalWatch] = []  # the watches whose `with` blocks are running, outermost first
 
 
 class SignalWatch:
@@ -72,7 +72,7 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """Record when a signal arrived, whether or not its handler has run. Called by the thread that notes the time."""
+        """Record when a signal arrived, whether or not its handler has run yet. The thread `_Clock` calls this."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
@@ -128,7 +128,7 @@ class _Clock:
                 watch.saw(number)
 
     def close(self) -> None:
-        """End the thread. Closing the pipe would not end it, because a forked child may hold the pipe open."""
+        """End the thread by a message. Closing the pipe would not end it, because a forked child may hold the pipe open."""
         os.write(self._write, b"\0")
         self._thread.join()
         self.close_descriptors()
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has replaced it since
+        if current not in (-1, self._write):  # other code has set its own descriptor since
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)
@@ -153,7 +153,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in reversed(_active.copy()):  # innermost first, since each knows only the handler that was set before its own
+    for watch in reversed(_active.copy()):  # innermost first, since each restores the handler that was set before its own
         watch.after_fork()
 
 

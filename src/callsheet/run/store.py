@@ -79,7 +79,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
                 raise
-            except RuntimeError as error:  # rank 0 has closed an earlier run's store, and will open the next one
+            except RuntimeError as error:  # rank 0 has closed the store of an earlier run, and will open a new one
                 if base is not None or time.monotonic() > deadline:
                     first = (str(error).splitlines() or [""])[0]
                     raise DistributedError(

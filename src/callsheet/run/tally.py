@@ -1,4 +1,4 @@
-"""Counts samples, tokens and seconds of training between two boundaries."""
+"""Counts samples, tokens and seconds of training, and adds them to the run's totals every few steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callsheet.run.process_groups import ProcessGroups
 
 
 class Tally:
-    """Counts the samples, tokens and seconds of each step on this process, and adds them to the run's timestamp at boundaries.
+    """Counts the samples, tokens and seconds of each step in this process, and every few steps adds them to the run's timestamp.
 
     In the timestamp, samples and tokens are those of all ranks; the seconds are those of rank 0. Between boundaries the
     timestamp's samples, tokens and seconds do not change, so every decision that depends on them uses values that all ranks
