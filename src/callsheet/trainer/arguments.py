@@ -110,7 +110,8 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    name = type(getattr(shown, "foreign", shown)).__name__.lower()  # for a guest, use the class of the other framework's callback
+    # If this wraps another framework's callback, use the class of that callback.
+    name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
 
@@ -181,7 +182,7 @@ def _check_usable(device: torch.device) -> None:
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # CUDA must not be initialized before the rank's own device is set
+        return  # do not check CUDA here: it must not be initialized before the rank's own device is set
     try:
         torch.empty(0, device=device)
     except Exception as error:  # the class depends on the device: AssertionError, RuntimeError, NotImplementedError
@@ -207,7 +208,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     enable: Any = getattr(model, name)
     try:
         enable(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
-    except ValueError as error:  # a Hugging Face model without support
+    except ValueError as error:  # a Hugging Face model that does not support gradient checkpointing
         raise ConfigError(f"gradient_checkpointing=True: {error}") from error
 
 

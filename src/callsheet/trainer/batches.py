@@ -49,7 +49,7 @@ class TrainBatches:
         self._loader: Iterable[Any] | None = None
         self._argument = ""
         self._sharing: Sharing | None = None
-        self._epoch: Iterator[Any] | None = None  # the current epoch
+        self._epoch: Iterator[Any] | None = None  # the batches that are left of the current epoch
         self._resumed: Mapping[str, Any] | None = None  # the loaded state, until its epoch begins
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
@@ -61,7 +61,7 @@ class TrainBatches:
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        """See `load`."""
+        """Set the dataloader, or call the factory that returns it; see `load`."""
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
@@ -101,7 +101,8 @@ class TrainBatches:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            restore_random_state_of(self._loader, resumed["now"])  # last, because opening the data has drawn from them
+            # Restored last, because opening the data has drawn random numbers.
+            restore_random_state_of(self._loader, resumed["now"])
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
         return self._epoch

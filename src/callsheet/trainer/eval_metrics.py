@@ -1,4 +1,4 @@
-"""The task's metrics over one dataset and all ranks."""
+"""Computes the task's torchmetrics over one evaluation dataset and all ranks."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ class Schedule:
 
     def __init__(self, every: Interval | None) -> None:
         self.every = every
-        self._passed = 0  # the number of intervals after which it was evaluated
+        self._passed = 0  # how many intervals had passed at the last evaluation
         self._last_step = 0
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
-        """Return whether the evaluation is due at the boundary after `step`."""
+        """Return whether the evaluation is due after `step`."""
         return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
 
     def done(self, step: int, state: TrainState) -> None:
@@ -138,7 +138,8 @@ class Evaluation:
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
-        self._may_be_called_off = False  # False for evaluations that the user calls directly
+        # Whether a signal may end the running evaluation early; not if the user called it directly.
+        self._may_be_called_off = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
         self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders, in a single process
@@ -176,14 +177,14 @@ class Evaluation:
         return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # a fixed seed for all runs
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the evaluators that are due at the current boundary.
+        """Return the names of the evaluators that are due after the current step, epoch or round.
 
         A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
         due in the checkpoint of a resumed run.
         """
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
-                ctx.control.done("evaluate")  # there is nothing to evaluate
+                ctx.control.done("evaluate")  # there is no dataset to evaluate, so the request is done
             return list(self.loaders)
         left = self.undone.names if self.undone is not None and self.undone.step == ctx.step else []
         return [
@@ -191,7 +192,7 @@ class Evaluation:
         ]
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
-        """Record that these evaluators are done.
+        """Record that these datasets have been evaluated at the current step.
 
         Call this only after the evaluation, because a checkpoint that is saved before it must still contain the evaluation as
         due.
@@ -240,7 +241,7 @@ class Evaluation:
                     if self._is_called_off:
                         break
                 if self._is_called_off:
-                    results = {}  # after a signal, a resumed run repeats the whole evaluation
+                    results = {}  # a signal ended the evaluation early; a resumed run repeats all of it
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -306,7 +307,7 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # the mean of a batch without any weight is NaN
+                counts = weight > 0  # leave out batches of weight 0, whose mean is NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )
@@ -356,7 +357,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_called_off:  # the user called it, so no later code reads the pending reduction
+            if not self._may_be_called_off:  # the user called this evaluation, so no later code reads the pending reduction
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

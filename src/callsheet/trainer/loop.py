@@ -1,4 +1,4 @@
-"""The training loop, written with the lifecycle's spans."""
+"""The training loop. It enters a span (`with spans.epoch:`) for each part of the run, which fires the callbacks' events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # marks the end of the data
+_END: Any = object()  # what the data iterator returns at its end
 
 
 class TrainLoop:
@@ -166,7 +166,7 @@ class TrainLoop:
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0]["lr"]
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # the scheduler changes the tensor in place
+                    rate = rate.clone()  # copy the learning rate, because the scheduler changes this tensor in place
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
@@ -179,7 +179,7 @@ class TrainLoop:
                     records.tally.count(*plan.counts(task))
                     records.add(means, plan.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                # The count is needed only at the last step before a record.
+                # The number of tokens is needed only at the last step before a metrics record.
                 if ctx.step >= next_boundary and listens.on_log and records.are_due(ctx):
                     labels = task.label_tokens(ctx.batch) if plan is None else plan.label_tokens(task)
                     if labels is not None:
@@ -203,7 +203,7 @@ class TrainLoop:
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # None would look like the end of the data
+            if batch is None:  # a batch must not be None, because None means the end of the data
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
@@ -215,7 +215,7 @@ class TrainLoop:
         return batch is not _END
 
     def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
-        """Fetch the rest of the step that begins with `ctx.batch`.
+        """Fetch the other batches of the step whose first batch is `ctx.batch`.
 
         Return all batches of the step, and whether the epoch has ended.
 

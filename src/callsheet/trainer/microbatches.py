@@ -128,14 +128,14 @@ class MicrobatchPlan:
             self._scale = None if here * world.size == in_all else here * world.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
-            # `as_tensor` would wait for the device.
+            # `torch.as_tensor` would wait for the device here.
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
             self._scale = mine * world.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
 
     @property
     def scale(self) -> Any:
-        """The weight of this rank's mean relative to those of the other ranks; see the class."""
+        """The factor for this rank's loss, with which the ranks' averaged gradient is that of the global mean; see the class."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -165,7 +165,8 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        return torch.where(total > 0, weight / total, 0.0)  # a step without labels has no mean and does not train
+        # A step without labels has no mean loss and must not change the weights.
+        return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
 
 

@@ -67,7 +67,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # so the same script also works on one rank
+            return "single"  # with one rank there is nothing to distribute, so the same script also works there
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -119,7 +119,7 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            for beside in frozen:  # without a backward pass, the root module need not stay gathered
+            for beside in frozen:  # frozen modules have no backward pass, so their root need not stay gathered
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)
 
@@ -237,7 +237,7 @@ def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
 
 
 def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether the block shares no parameters with the rest of the model.
+    """Return whether the block shares no parameters with the rest of the model, so that FSDP can shard it as a unit.
 
     Shared parameters are gathered with the root module.
     """

@@ -72,7 +72,8 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
-        if self._hooked is not optimizer:  # the scaler does not report whether it stepped
+        # Find out with a hook whether the optimizer stepped, since the gradient scaler does not report it.
+        if self._hooked is not optimizer:
             optimizer.register_step_post_hook(self._note_step)
             self._hooked = optimizer
         self._stepped = False

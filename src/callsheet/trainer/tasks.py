@@ -209,8 +209,9 @@ class ForwardStepTask(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        loss_function, self._loss_function = self._loss_function, None  # it may hold the batch and the graph
-        assert loss_function is not None  # set in forward
+        # Forget the function, since it may hold the batch and the graph.
+        loss_function, self._loss_function = self._loss_function, None
+        assert loss_function is not None  # `forward` was called before and has set it
         given = loss_function(outputs)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             return {**given[1], "loss": given[0]}

@@ -1,4 +1,4 @@
-"""The Trainer: a loop written with the lifecycle's spans."""
+"""The Trainer: callsheet's own trainer, which fires the events that callbacks handle."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ class Trainer:
         )
         self.ctx = run.ctx
         self.ctx.loss_is_new = True
-        self._end = weakref.finalize(self, run.lifetime.end)  # ends the run when the trainer is collected, and at exit
+        # Ends the run when the trainer is garbage-collected, or when the process exits.
+        self._end = weakref.finalize(self, run.lifetime.end)
         with run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
                 run.guard.acquire()
@@ -282,7 +283,8 @@ class Trainer:
                     epochs_per_round=self.epochs_per_round,
                 )
             if seed is not None and world.size > 1:
-                seed_all(seed + world.rank)  # ranks must draw different numbers, for example in dropout
+                # Every rank gets its own seed, since ranks must draw different numbers, for example in dropout.
+                seed_all(seed + world.rank)
             run.load(*self._parts(), resume)
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
@@ -324,7 +326,7 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The stop request because of which the run was already complete before it was resumed with `resume="auto"`.
+        """The callback's stop request that had completed the run before it was resumed with `resume="auto"`.
 
         None if `fit` continues training.
         """
@@ -442,7 +444,7 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # the Trainer saves its checkpoints at once
+            assert info is not None  # only a host of another framework saves later and returns None
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:

@@ -232,12 +232,12 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Return the attributes whose checksums differ, as texts `Class.attribute`."""
+    """Compare two results of `attributes`: return the attributes whose checksums differ, as texts `Class.attribute`."""
     return sorted(name.partition(".")[2] for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
-    """Draw `count` batches and discard them, to reach a position in an epoch.
+    """Draw `count` batches and discard them, so that a resumed run reaches its position in the epoch.
 
     Raises:
         ConfigError: the epoch has fewer batches.

@@ -48,7 +48,7 @@ class Order:
         self._drawn = self._noted(source) if self._is_checked else source
 
     def skip(self, count: int, epoch: int | None) -> None:
-        """Draw `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer."""
+        """Draw and discard `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer."""
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:

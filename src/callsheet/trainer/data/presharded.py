@@ -1,4 +1,4 @@
-"""The strategy `own`: each rank's dataloader already yields only that rank's part of the data.
+"""The data strategy `own`, for a dataloader that already yields only its rank's part of the data.
 
 A single process uses this strategy too.
 """
@@ -163,7 +163,7 @@ class PreshardedData:
         return rebuilt(loader, kind_of(loader) if has_state else DataLoader, **changes)
 
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
-        """Return an iterator over the dataloader for an epoch.
+        """Begin an epoch of the dataloader, and return an iterator over its batches.
 
         `restored` holds the random states of an epoch for which a sampler loaded its state.
         """
@@ -176,7 +176,8 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                if self._loader.generator is self._given.generator:  # a loader draws its workers' seed first
+                # A loader draws the seed of its workers from this generator first.
+                if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
         batches: Iterator[Any] = iter(self._loader)
@@ -193,7 +194,7 @@ class PreshardedData:
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return  # samples do not affect each other, and the order was checked
+            return  # no warning is needed: samples do not affect each other, and the order was checked
         last, then = cpu_random_state(), now["global"]
         shared = [
             _NAMES[name]
@@ -345,7 +346,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # this is the exchange for the previous batch, which is complete by now
+            self._answer.wait()  # the answer to the question for the previous batch, which has arrived by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

@@ -1,4 +1,4 @@
-"""The strategy `split`: a map-style DataLoader gets a batch sampler that gives each rank its own samples."""
+"""The data strategy `split`: a map-style DataLoader gets a batch sampler that gives each rank its own samples."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ResampledData:
         return self._opened()
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch, which any number of ranks may have begun.
+        """After a resume, return the remaining batches of an epoch. Another number of ranks may have begun it.
 
         Raise ConfigError if the order of the data has changed.
         """
@@ -89,7 +89,7 @@ class ResampledData:
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: the length of the order that was trained on, and a digest of the order."""
+        """Return the position in the epoch, for a checkpoint: how many samples were trained on, and a digest of their order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:

@@ -1,4 +1,4 @@
-"""The strategy `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
+"""The data strategy `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RoundRobinData:
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch, found either from the dataloader's own state or by drawing again.
+        """After a resume, return the remaining batches of an epoch, from the dataloader's own state or by drawing again.
 
         Any number of ranks may have begun the epoch.
         """

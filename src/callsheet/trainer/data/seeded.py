@@ -1,6 +1,4 @@
-"""Random states for the data: the random numbers in a sample's augmentation depend only on the seed, the epoch and the sample's
-index.
-"""
+"""Random states for data: a sample's augmentation draws numbers that depend only on the seed, the epoch and the sample's index."""
 
 from __future__ import annotations
 
@@ -110,12 +108,12 @@ class _Seeds:
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """Set a flag in shared memory, so that a worker can tell the loader's process that something has changed."""
+        """Set a flag in shared memory, with which a worker tells the loader's process that the dataset has changed."""
         self._shared[1] = 1
 
     @property
     def is_noted(self) -> bool:
-        """Whether a worker has called `note`."""
+        """Whether a worker has called `note`, because its copy of the dataset has changed."""
         return bool(self._shared[1])
 
     def begin(self, *numbers: int) -> None:
@@ -125,7 +123,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            if get_worker_info() is not None:  # in a worker, the Trainer has set the epoch of another copy
+            if get_worker_info() is not None:  # the Trainer has set the epoch in its own copy only, not in that of this worker
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
@@ -135,7 +133,7 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_own": None, "_epoch": None}  # the copy has its own generators
+        return vars(self) | {"_own": None, "_epoch": None}  # the copy finds the generators of its own dataset
 
 
 class SeededDataset(Dataset[Any]):
@@ -257,11 +255,11 @@ class SeededStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # as in a SeededDataset
+        setattr(self.dataset, name, value)  # a worker_init_fn may store attributes, as in a SeededDataset
 
 
 def _number(index: Any) -> int:
     try:
         return operator.index(index)
-    except TypeError:  # the dataset is indexed by names
+    except TypeError:  # the dataset is indexed by names and not by numbers
         return zlib.crc32(repr(index).encode())

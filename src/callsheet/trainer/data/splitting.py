@@ -1,4 +1,4 @@
-"""Splits an order of samples into global batches. Of each global batch, every rank gets every n-th sample."""
+"""Splits the samples of an epoch into global batches (those of all n ranks), of which every rank gets every n-th sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Share:
 
     @property
     def samples_here(self) -> int:
-        """How many of this rank's samples are counted; a filler is not."""
+        """How many of this rank's samples count: none if the rank only loads a filler, which another rank counts."""
         return 0 if self.is_filler else len(self.indices)
 
 
