@@ -47,7 +47,7 @@ Deliver = Callable[[Values], None]
 
 
 class DeviceNumbers:
-    """Copies the scalar tensors of one event from the device to the host.
+    """Copies the scalar tensors of one event from the device to the host, for callbacks that run in lanes (other threads).
 
     All lanes that handle the event share one copy, and the training thread does not wait for the device.
     """
@@ -55,7 +55,7 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The names of the fields that any lane reads."""
-        self._tensors: list[tuple[Any, int | None]] = []  # and their versions: a changed tensor is copied again
+        self._tensors: list[tuple[Any, int | None]] = []  # tensors and their versions: a changed tensor is copied again
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
@@ -129,7 +129,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the state of the run that `_kind` was made for; None: make a new class next time
+        self._state: TrainState | None = None  # the state of the run for which the class `_kind` was made; None: make a new class
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
@@ -137,7 +137,7 @@ class SnapshotCapture:
     def enqueuer(
         self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
-        """Return the function that puts the event into the lane's queue. The training thread calls this function.
+        """Return a function that puts the event into the queue of the callback's lane (thread). The training thread calls it.
 
         Args:
             deliver: the first item of what is put; the lane calls it with the whole item.
@@ -158,7 +158,7 @@ class SnapshotCapture:
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
     ) -> Deliver:
-        """Return the function that builds a snapshot from what was captured and calls the handler with it.
+        """Return a function for the lane's thread: it builds a snapshot from the captured fields and calls the handler with it.
 
         The lane's thread calls it.
 
@@ -183,7 +183,7 @@ class SnapshotCapture:
         return values
 
     def arrived(self, values: Values) -> Values:
-        """Return the values with every `Pending` scalar replaced by its tensor. This waits for the copies."""
+        """Return the captured values, with every `Pending` scalar replaced by its tensor. This waits for the copies."""
         return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
@@ -198,7 +198,7 @@ class SnapshotCapture:
         The class is valid as long as the run's state is the same object.
         """
         if self._state is None or self._state is not ctx.state:
-            control = LaneControl(ctx.control, self._inbox, self._by)  # only the part of the control that a lane may use
+            control = LaneControl(ctx.control, self._inbox, self._by)  # only the requests that a callback in a lane may make
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
         return self._kind, self._state
@@ -273,7 +273,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether the tensor is on the CPU and has no autograd graph, so that it needs no copy."""
+    """Return whether the tensor is on the CPU and has no autograd graph, so that a snapshot can hold it without a copy."""
     return value.is_cpu and not value.requires_grad
 
 
@@ -312,7 +312,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
 
 
 def _arrived(value: Any) -> Any:
-    """Return `value` with every `Pending` scalar replaced by its tensor. This waits for the copies."""
+    """Return `value` with every `Pending` scalar replaced by its tensor. This waits for the copies from the device."""
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):

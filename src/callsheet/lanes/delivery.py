@@ -29,7 +29,7 @@ class LaneExit(Exception):
 
 
 class CallbackLane:
-    """The queue and thread, or process, in which one callback runs."""
+    """A lane with its callback: a queue of events, and the thread or process that calls the callback's handlers with them."""
 
     def __init__(self, registration: Registration, inbox: Inbox) -> None:
         self.registration = registration
@@ -43,14 +43,14 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """Close the lane and end its process, if it has one. A busy process is killed. `join` waits for the end."""
+        """End the callback's thread, and its process if it has one. A busy process is killed. `join` waits for its exit."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """Wait for the process of an ended lane to exit, and kill it after `seconds`."""
+        """After `end`, wait for the callback's process, if it has one, to exit, and kill it after `seconds`."""
         if self._process is not None:
             self._process.join(seconds)
 
@@ -82,14 +82,14 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait for the processes of ended lanes, all at the same time."""
+    """Wait for the processes of callbacks to exit after `end` was called, for all at the same time."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
 
 
 class LaneDelivery:
-    """Delivers one event, or one call of a logger's method, to one callback in a lane.
+    """Delivers one event, or one call of a logger's method, to one callback in a lane (a background thread or process).
 
     Args:
         event: the event's or method's name, for messages about failures.
@@ -115,7 +115,7 @@ class LaneDelivery:
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """Return the function that the training thread calls in place of a handler that runs in a lane.
+        """Return a function that the training thread calls in place of a handler that runs in another thread or process.
 
         It puts the event into the lane's queue.
         """
@@ -125,7 +125,7 @@ class LaneDelivery:
 
     @classmethod
     def put_call(cls, lane: CallbackLane, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Put one call of a logger's method, such as `log_table`, into the lane's queue."""
+        """Put one call of a logger's method, such as `log_table`, into the queue of the logger's thread."""
         assert isinstance(lane.registration.thing, Callback)
         called = getattr(inner(lane.registration.thing), method)
         capture = SnapshotCapture(ctx.event, lane.needs, lane.registration.label, lane.inbox, DeviceNumbers())
@@ -137,7 +137,7 @@ class LaneDelivery:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
     def put(self, ctx: Context) -> None:
-        """Put the event into the lane's queue.
+        """Put the event into the queue of the callback's thread.
 
         The training thread calls this if a value must be copied or the callback may be disabled or muted.
         """
@@ -151,7 +151,7 @@ class LaneDelivery:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """Count and log a failure, as `isolated` does for inline callbacks.
+        """Count and log a failure, as `isolated` does for callbacks on the training thread.
 
         This runs on the lane's thread, and also handles errors that would end a program.
         """

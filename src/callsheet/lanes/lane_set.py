@@ -33,9 +33,9 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # fraction of a lane's deadline for the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # fraction of it that may have passed when the loggers handle `on_run_end`
-_SETTLE_SECONDS = 0.2  # how long the last record waits for values that lanes log
+_BEFORE_THE_END = 0.8  # fraction of a lane's deadline in which to handle the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # fraction of the deadline after which the loggers handle `on_run_end`
+_SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a signal, lanes may delay a checkpoint for this fraction of the time left
@@ -55,7 +55,7 @@ class LaneSet:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._enqueuers: dict[HandlerEntry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
-        self._dropped: dict[Registration, int] = {}  # events that ended lanes have dropped
+        self._dropped: dict[Registration, int] = {}  # by callback: how many events its lane dropped before it ended
         self.undelivered: dict[Registration, int] = {}
         """How many events each callback's lane had not delivered when the run ended.
 
@@ -64,7 +64,7 @@ class LaneSet:
         self._behind: dict[
             Registration, int
         ] = {}  # lanes that hung when their state was read, with their `done` count at that time
-        self._slow: dict[Registration, int] = {}  # lanes that the last record stopped waiting for, with their `done` count
+        self._slow: dict[Registration, int] = {}  # lanes that were too slow for the last metrics record, with their `done` count
         self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
         self._state_calls, self._ready_calls = StateCalls(), StateCalls()
 
@@ -80,7 +80,7 @@ class LaneSet:
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
-        """Forget the undelivered events of the previous run, when a run begins."""
+        """When a run begins, forget how many events callbacks had not received at the end of the previous run."""
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
@@ -90,7 +90,7 @@ class LaneSet:
         }
 
     def in_process(self, callback: Callback) -> Callback:
-        """Return the callback inside a `Process` if its lane is `process`.
+        """Return the callback wrapped in a `Process` if its lane is `process`; otherwise return it unchanged.
 
         If the callback was added before, return the `Process` that was made for it at that time.
         """
@@ -112,7 +112,7 @@ class LaneSet:
         return self._enqueuers[entry]
 
     def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Put one call of a logger's method, such as `log_table`, into the lane of the logger."""
+        """Put one call of a logger's method, such as `log_table`, into the queue of the logger's thread."""
         LaneDelivery.put_call(self._lane_of(registration), method, ctx, payload)
 
     def _lane_of(self, registration: Registration) -> CallbackLane:
@@ -121,7 +121,7 @@ class LaneSet:
         return self._lanes[registration]
 
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
-        """Return the lane that a callback had before it was removed, if the callback is now added again.
+        """Return the thread or process (lane) that a callback had before it was removed, if the callback is now added again.
 
         Return None if there is none.
 
@@ -139,7 +139,8 @@ class LaneSet:
                     and isinstance(registration.thing, Callback)
                     and keeps_state(registration.thing)
                 ):
-                    self._move_state(old, old.thing, registration, registration.thing)  # the process of a lane may hold the state
+                    # The state may be in the process of the old lane.
+                    self._move_state(old, old.thing, registration, registration.thing)
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
                 join([lane])
@@ -147,7 +148,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with one more handler, which waits for the lanes before the loggers are called.
+        """Return `on_run_end` with one more handler. It waits for callbacks in lanes (threads) before the loggers are called.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -174,11 +175,11 @@ class LaneSet:
     # --- waiting ---
 
     def process_messages(self, ctx: Context) -> None:
-        """Carry out the messages of callbacks in lanes: values that they have logged, and their requests."""
+        """Carry out the messages of callbacks in lanes (other threads): values that they have logged, and their requests."""
         self._inbox.empty(ctx)
 
     def flush(self) -> None:
-        """Wait a moment for the lanes, so that the next metrics record includes what they are logging."""
+        """Wait a moment for callbacks in lanes (threads), so that the next metrics record includes what they are logging."""
         moving = {
             registration: each.lane
             for registration, each in self._lanes.items()
@@ -188,11 +189,11 @@ class LaneSet:
         self._slow |= {registration: lane.done for registration, lane in moving.items() if not lane.is_idle}
 
     def limit_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for lanes, because the process will be killed in `seconds`."""
+        """Limit how long a checkpoint waits for callbacks in lanes, because this process will be killed in `seconds`."""
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until the lanes have delivered all events that were fired so far, for this fraction of each lane's deadline.
+        """Wait until all callbacks in lanes have handled the events fired so far, for at most this fraction of each deadline.
 
         Return a description of the events that were not delivered.
         """
@@ -202,7 +203,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End all lanes, and wait for all of them at the same time, each until its deadline.
+        """End the threads and processes of all callbacks, and wait for all at the same time, for each until its deadline.
 
         Log which events were not delivered by then.
         """
@@ -216,7 +217,7 @@ class LaneSet:
                 each.end()
             join(lanes)
         self._inbox.log_lost()
-        self._inbox = Inbox()  # later messages of these lanes belong to no run
+        self._inbox = Inbox()  # messages that callbacks send after this belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
     # --- states ---
@@ -241,7 +242,8 @@ class LaneSet:
             ready = self._ready(stateful)
             stateful = {registration: lane for registration, lane in stateful.items() if registration not in ready}
         moving = [lane for registration, lane in stateful.items() if self._behind.get(registration) != lane.done]
-        drain(moving, lambda lane: min(lane.options.deadline, most))  # all at once; a lane that hangs is waited for once only
+        # For all at once, so that a lane that hangs is waited for only once.
+        drain(moving, lambda lane: min(lane.options.deadline, most))
         self._behind = {registration: lane.done for registration, lane in stateful.items() if not lane.is_idle}
         for registration in self._behind:
             logger.error("The state of %s is out of date: its lane has not handled all events in time", registration.label)
@@ -266,7 +268,7 @@ class LaneSet:
         return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
-        """Copy the state of a callback that was removed and is added again to its new lane."""
+        """A callback was removed and added again: copy its state from its old thread or process to the new one."""
         states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
@@ -289,7 +291,7 @@ class LaneSet:
 
 
 def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
-    """Return whether both are the same function, or the same callback even if in different lanes."""
+    """Return whether both are the same function, or the same callback even if wrapped to run in different threads."""
     if isinstance(one, Callback) and isinstance(other, Callback):
         return inner(one) is inner(other)
     return one == other

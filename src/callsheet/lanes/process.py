@@ -100,7 +100,7 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into the callback in this process and into that in the other process."""
+        """Load the state into both copies of the callback: the one in this process, and the one in the callback's own process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
@@ -117,7 +117,7 @@ class Process(Background):
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the callback's process by closing the connection, or kill it if `at_once`. `join` waits for the end."""
+        """End the callback's process by closing the connection to it, or kill it if `at_once`. `join` waits for its exit."""
         self._is_over = True
         self._ending, self._child = self._child, None
         if not at_once:
@@ -141,13 +141,14 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                line.shutdown(socket.SHUT_RDWR)  # a process that was forked since holds the socket open as well
+                # `close` is not enough, since a process forked meanwhile holds the socket open too.
+                line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and the connection, because they belong to the parent."""
         if self._child is not None:
-            self._child.returncode = 0  # only the parent waits for it
+            self._child.returncode = 0  # only the parent process can wait for it; this value keeps Popen quiet
         for end in (self._connection, self._theirs):
             if end is not None:
                 end.close()
@@ -159,7 +160,8 @@ class Process(Background):
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
-        packed = pickle.dumps(message)  # outside the `try`, since a message that cannot be pickled must not end the process
+        # Outside the `try`, since a message that cannot be pickled must not end the callback's process.
+        packed = pickle.dumps(message)
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")
         if seconds is not None:
@@ -176,7 +178,7 @@ class Process(Background):
             self._hang_up()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # an answer that arrives later would be taken for that of the next message
+        except BaseException:  # end the process: a late answer would be taken for the answer to the next message
             self._hang_up(at_once=True)
             raise
         finally:
@@ -208,7 +210,7 @@ class Process(Background):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # so that Ctrl-C reaches only the run's own process
+                process_group=0,  # a process group of its own, so that Ctrl-C reaches only the run's process
             )
         self._theirs = None
         if self._is_over:  # `end` was called while the process was being started
@@ -245,7 +247,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _sendable(value: Any) -> Any:
-    """Return `value` in a form that can be pickled.
+    """Return `value` in a form that can be pickled and sent to the callback's process.
 
     An exception that cannot be rebuilt in the other process arrives as a RuntimeError.
     """

@@ -1,4 +1,4 @@
-"""The queues of lanes, each with one thread, for work that should not run on the training thread.
+"""Lanes: queues with one thread each, for work that should not run on the training thread.
 
 The training thread only appends to a bounded deque, because waking a sleeping thread would cost a step tens of microseconds. A
 lane's thread checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all
@@ -27,16 +27,16 @@ logger = logging.getLogger("callsheet")
 _starting = threading.RLock()  # held while a lane's thread is started
 _LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
-_WAIT_SECONDS = 0.002  # time between checks while the training thread waits
+_WAIT_SECONDS = 0.002  # time between checks of a lane while the training thread waits for it
 _BUSY_SHARE = 0.02  # fraction of the time for which a lane may compute without a warning
-_BUSY_AFTER_SECONDS = 5.0  # no warning in the first seconds
-_BUSY_SECONDS = 0.5  # processor time after which the warning does not wait for `_BUSY_AFTER_SECONDS`
+_BUSY_AFTER_SECONDS = 5.0  # no such warning in the first seconds
+_BUSY_SECONDS = 0.5  # with this much processor time, the warning comes earlier
 _BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
-_LOOK_EVERY = 64  # items between checks for that warning, in a lane that is never empty
+_LOOK_EVERY = 64  # items between two checks of the processor time, in a lane that is never empty
 
 
 class Undelivered(NamedTuple):
-    """The items that a lane had not delivered at its deadline.
+    """The items that a lane (a queue with a thread) had not delivered at its deadline.
 
     `in_hand` says whether it was still working on an item, or stuck.
     """
@@ -105,24 +105,24 @@ class Lane:
         self._has_given_up = False  # `put` no longer waits for room
         self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
-        self._blocked_since = inf  # when it first waited
+        self._blocked_since = inf  # the time when training first waited for room
         self._has_warned_blocked = False
         self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # held by a caller that processes the items because there is no thread
+        self._helping = threading.Lock()  # held by a caller that processes the items because the lane has no thread
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
-        """Enqueue `item`.
+        """Put `item` into the queue; if the queue is full, do what the option `overflow` says.
 
         This costs no more than an append, unless the item is the first one or the queue is more than half full.
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # started with the first item, since no thread can start while the interpreter shuts down
+            if self._thread is None:  # start it with the first item, since no thread can start once the interpreter shuts down
                 self._begin()
-            self.look()  # the dispatcher's next check would be too late
+            self.look()  # the queue would overflow before the dispatcher's next check
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
@@ -132,7 +132,7 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many items are in the queue. The item that is being processed is not counted."""
+        """How many items wait in the queue. The item that is being processed is not counted."""
         return len(self.items)
 
     @property
@@ -196,7 +196,7 @@ class Lane:
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may hold one item of each kind
+            return True  # the queue may exceed its limit: it keeps one item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True
@@ -215,7 +215,7 @@ class Lane:
         return True
 
     def _waited_for_room(self) -> bool:
-        """Wait until the queue has room. Return False if the lane makes no progress before the deadline."""
+        """Wait until the queue has room. Return False if the queue's thread makes no progress before the deadline."""
         left, now = len(self.items), time.monotonic()
         moved_at = now
         self._blocked_since = min(self._blocked_since, now)
@@ -269,7 +269,7 @@ class Lane:
             for _ in range(_LOOK_EVERY):
                 try:
                     item = popleft()
-                except IndexError:  # the queue is empty, or the item was dropped since
+                except IndexError:  # the queue is empty, also if its last item was dropped since
                     break
                 try:
                     (run or item[0])(item)
@@ -329,7 +329,7 @@ class _Dispatcher:
                 thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is shutting down; `drain` checks the lane
+                except RuntimeError:  # no thread can start because the interpreter is shutting down; `drain` then checks the lane
                     return
                 self._thread = thread
 
@@ -380,7 +380,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes have processed all items. Return what is left in the lanes that ran out of time.
+    """Wait until the lanes' threads have processed all items. Return what is left in those that ran out of time.
 
     Args:
         lanes: all are waited for at the same time.
@@ -422,7 +422,7 @@ atexit.register(_flush)
 
 
 def close(lanes: Iterable[Lane]) -> None:
-    """Close the lanes, so that they accept no more items, and end their threads."""
+    """Close these lanes (queues with threads): accept no more items, and end their threads."""
     for lane in lanes:
         lane.close()
         _dispatcher.leave(lane)

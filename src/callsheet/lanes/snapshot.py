@@ -1,4 +1,4 @@
-"""Snapshots: the objects that a callback in a lane reads instead of the context.
+"""Snapshots: what a callback in a lane (another thread or process) receives instead of the context.
 
 A snapshot is a context in which only a few fields are available, captured when the event was fired. Values that training may change are
 copied. Scalars on a device are copied without waiting, and the lane waits for the copy when it reads them. The model, the optimizer and
@@ -28,7 +28,7 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 
 
 class LaneMessage(NamedTuple):
-    """A message from a callback in a lane to the training thread.
+    """A message from a callback in a lane (another thread or process) to the training thread.
 
     It is `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments.
     """
@@ -38,7 +38,7 @@ class LaneMessage(NamedTuple):
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """Carry out the message on the training thread, for example log the values that it contains."""
+        """Do what the message asks for on the training thread, for example log the values that it contains."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -51,7 +51,7 @@ class LaneMessage(NamedTuple):
 
 
 class Inbox:
-    """Holds the messages of lanes until the training thread reaches a boundary."""
+    """Holds the messages of callbacks in lanes (other threads) until the end of the training step."""
 
     def __init__(self) -> None:
         self._messages: deque[LaneMessage] = deque()
@@ -66,7 +66,8 @@ class Inbox:
             message = self._messages.popleft()
             try:
                 message.do(ctx)
-            except Exception as error:  # a lane's errors are isolated, and so are those of its messages
+            # Errors of callbacks in lanes are logged and not raised, and so are those of their messages.
+            except Exception as error:
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
@@ -120,7 +121,7 @@ class LaneControl:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The request for an evaluation at the next boundary; see `Control.evaluate_requested`."""
+        """The request for an evaluation after the current step, epoch or round; see `Control.evaluate_requested`."""
         return self._control.evaluate_requested
 
     @property
@@ -146,7 +147,7 @@ class LaneControl:
         }
 
     def request_boundary(self) -> None:
-        """Make the end of the current step a boundary, so that the loop carries out requests there."""
+        """Let the loop carry out requests at the end of the current step."""
         self._control.is_boundary_requested = True
         self._control.pending = True
 
@@ -174,7 +175,7 @@ class LaneControl:
         )
 
     def load(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Raise `RequestRejected`, because the checkpoint is loaded before a lane handles `on_checkpoint_load_start`."""
+        """Raise `RequestRejected`: the checkpoint is loaded before a callback in a lane can handle `on_checkpoint_load_start`."""
         raise RequestRejected(
             f"control.load({os.fspath(path)!r}) does not work in a lane, which handles on_checkpoint_load_start too late; call it inline"
         )
@@ -200,7 +201,7 @@ class LaneControl:
 
 
 def control_of(values: Mapping[str, Any]) -> Control:
-    """Return a `Control` that shows the requests in `values`, which `LaneControl.values` returned."""
+    """Return a `ctx.control` that shows the requests in `values`, which `LaneControl.values` returned in another process."""
     control = Control(values["able"], is_shared=values["is_shared"], host=values["host"])
     for request in values["requests"]:
         control.agree(request)
@@ -209,7 +210,7 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. Values that are logged on it appear in the next record, and its requests act at a boundary.
+    """A context that does not change. What is logged on it appears in the next record; its requests act after a later step.
 
     Raises:
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
@@ -227,7 +228,7 @@ class Snapshot(Context):
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
     def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
-        """Raise `RequestRejected`, because only the training thread may change the call sheet."""
+        """Raise `RequestRejected`, because only the training thread may change which handlers are called."""
         raise RequestRejected("a callback in a lane cannot mute or unmute an event; run the callback inline")
 
     unmute = mute
@@ -238,7 +239,7 @@ class Snapshot(Context):
         )
 
     def gather(self, value: Any) -> NoReturn:
-        """Raise `RequestRejected`, because a collective in a lane would mix with the collectives of training."""
+        """Raise `RequestRejected`, because a collective in another thread would mix with the collectives of training."""
         raise RequestRejected(
             "ctx.gather() in a lane would mix with the collectives of training; gather inline, and write in a lane"
         )
@@ -247,7 +248,7 @@ class Snapshot(Context):
         return name in _SAME or super().has(name)
 
     def control_values(self) -> dict[str, Any]:
-        """Return the requests that can be read from `control`, to send them to a lane in another process."""
+        """Return the requests that can be read from `control`, to send them to a callback in another process."""
         return self._lane.values()
 
     def forward(self, message: LaneMessage) -> None:

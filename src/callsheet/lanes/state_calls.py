@@ -1,4 +1,4 @@
-"""Calls of `state_dict` and `load_state_dict` of callbacks in lanes.
+"""Calls `state_dict` and `load_state_dict` of callbacks in lanes (other threads and processes), with deadlines.
 
 They run on their own threads and have a deadline, so that none can hang a run.
 """
@@ -62,7 +62,7 @@ class _Attempt(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Call the function and keep its result or error."""
+        """Call the function, and store its result or error for `result`."""
         try:
             self._result = self._call()
         except Exception as error:
