@@ -19,7 +19,7 @@ _CELL = 60  # the longest text of a table cell
 
 
 class ConsoleLogger(Logger):
-    """Print records, evaluations, tables and the outcome, in plain lines.
+    """Print metrics records, evaluation results, tables and how the run ended, in plain lines.
 
     A record is `epoch 2  step 120  train/loss 0.1234  1,234 samples/s`: its metrics in four digits, and its speeds.
 
@@ -53,7 +53,8 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        self._evaluated: set[str] = set()  # the names that the last evaluation's line has shown; its record comes next
+        # Metrics that the last evaluation's line has shown; the record of that evaluation comes next.
+        self._evaluated: set[str] = set()
         self._pending = ""  # the line of the last record, if it was not printed
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -63,16 +64,16 @@ class ConsoleLogger(Logger):
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start counting intervals from the run's current position."""
+        """Start counting the print intervals from the run's current step."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:
-        """Print the record if it is time."""
+        """Print the metrics record if the interval since the last printed one has passed."""
         known, self._evaluated = self._evaluated, set()
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # an evaluation's record
+        if known:  # this is the record of an evaluation
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)
@@ -81,7 +82,7 @@ class ConsoleLogger(Logger):
             self._pending = line
 
     def on_train_end(self, ctx: Context) -> None:
-        """Print the last record if it was not printed yet."""
+        """Print the last metrics record if it was not printed yet."""
         line, self._pending = self._pending, ""
         self._print(line)
 

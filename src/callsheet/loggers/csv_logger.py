@@ -1,4 +1,4 @@
-"""The run's records as a CSV table."""
+"""Writes the run's metrics records to a CSV table."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class CSVLogger(Logger):
     writes_to_run_folder = True
 
     def __init__(self) -> None:
-        self._path: Path | None = None  # None until the run may write
+        self._path: Path | None = None  # None until the run may write to its folder
         self._file: io.FileIO | None = None
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
-        self._resumed_rows: int | None = None  # the number of rows, from the checkpoint
+        self._resumed_rows: int | None = None  # the number of rows at the time of the checkpoint that was loaded
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the number of rows of an earlier run."""
+        """Forget how many rows an earlier run of this logger has written."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -79,7 +79,7 @@ class CSVLogger(Logger):
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Replace the file by one with these columns. Rows that lack the last columns get empty cells."""
+        """Replace the table by one with these columns. Rows that lack the last columns get empty cells."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)

@@ -23,7 +23,7 @@ from callsheet.loggers.support.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 
-_MAX_EARLY = 10_000  # pieces of text to keep until the run may write
+_MAX_EARLY = 10_000  # pieces of output to keep in memory until the run may write to its folder
 _written: set[Path | None] = set()
 
 
@@ -57,9 +57,9 @@ class FileLogger(Logger):
             raise ConfigError(f"max_bytes={max_bytes}: give more than 0, or None for no limit")
         self._capture = one_of("capture", capture, CAPTURES)
         self._max_bytes = max_bytes
-        self._log: OutputLog | DescriptorCapture | None = None  # None until the run may write
+        self._log: OutputLog | DescriptorCapture | None = None  # None until the run may write to its folder
         self._path: Path | None = None
-        self._run: RunInfo | None = None  # while the file is open
+        self._run: RunInfo | None = None  # the current run, while the log file is open
         self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
@@ -71,7 +71,7 @@ class FileLogger(Logger):
 
     @at("change")
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Open the file, and write the output so far."""
+        """Open the log file, and write the output that was kept in memory."""
         try:
             log = self._opened(folder_of(self, ctx) / "logs" / f"rank-{ctx.run.rank}.log")
         except BaseException:

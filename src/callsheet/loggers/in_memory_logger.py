@@ -1,4 +1,4 @@
-"""What a run logs, in memory."""
+"""Keeps what a run logs in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class InMemoryLogger(Logger):
         return [step for step, _ in found], [value for _, value in found]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard what an earlier run logged."""
+        """Forget what an earlier run of this logger logged."""
         self._forget()
         self.hyperparameters.update(ctx.run.config)
 

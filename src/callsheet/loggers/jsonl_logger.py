@@ -71,18 +71,18 @@ class JSONLLogger(Logger):
             raise ConfigError(f"flush_seconds={flush_seconds}: give more than 0")
         self._seconds = flush_seconds
         self._folder = Path()
-        self._writer: LineWriter | None = None  # None until the run may write
+        self._writer: LineWriter | None = None  # None until the run may write to its folder
         self._images: ImageWriter | None = None  # None until images are logged
         self._process = ""
-        self._records = 0  # the number of valid records; those after a resumed checkpoint are not valid
-        self._resumed_records: int | None = None  # the number of records, from the checkpoint
-        self._environment: threading.Thread | None = None  # reads the environment
-        self._pictures: dict[str, tuple[int, int]] = {}  # by name: the last step, and its number of images
+        self._records = 0  # how many records are valid; a resume makes those after its checkpoint invalid
+        self._resumed_records: int | None = None  # the number of records at the time of the checkpoint that was loaded
+        self._environment: threading.Thread | None = None  # the thread that reads the environment
+        self._pictures: dict[str, tuple[int, int]] = {}  # by name of the images: the last step, and how many were logged at it
 
     # --- events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the number of records of an earlier run."""
+        """Forget how many records an earlier run of this logger has written."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -133,7 +133,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write everything, because the checkpoint stores the number of records so far."""
+        """Write all queued lines to the files, because the checkpoint stores the number of records so far."""
         self._flush()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -161,7 +161,7 @@ class JSONLLogger(Logger):
     # --- logging methods ---
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Add the values to the hyperparameters in the file."""
+        """Add the values to the file of hyperparameters, `hyperparameters.json`."""
         if self._writer is not None and not ctx.run.has_lost_folder:
             path = self._folder / "hyperparameters.json"
             try:

@@ -1,4 +1,4 @@
-"""The base class of loggers."""
+"""The base class of loggers, the callbacks that write metrics and other data to a destination."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ class Logger(Callback):
 
 
 for _method in ("log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_costs", "log_timeline"):
-    getattr(Logger, _method).does_nothing = True  # not called unless it is overridden
+    getattr(Logger, _method).does_nothing = True  # methods with this mark are called only where a subclass overrides them

@@ -89,10 +89,10 @@ class MLflowLogger(Tracker):
         self.lane_options = LaneOptions(deadline=_REQUESTS_AT_END * timeout + 5.0)
         self._client: Any = None
         self._queue: RetryQueue
-        self._params: dict[str, str] = {}  # the params that MLflow has
+        self._params: dict[str, str] = {}  # the params that were already sent to MLflow
 
     def on_run_end(self, ctx: Context) -> None:
-        """Send the remaining records, and close the run."""
+        """Send the remaining records to MLflow, and close its run."""
         try:
             if self.is_open:
                 self._queue.flush()

@@ -74,8 +74,8 @@ class OpenTelemetryLogger(Tracker):
         self.steps = steps
         self.timeout = timeout
         self._tracer: Any = None
-        self._own: Any = None  # our own provider, if there is one
-        self._open_spans: list[tuple[str, Any]] = []  # outermost first
+        self._own: Any = None  # the provider that this logger made, if the application has none
+        self._open_spans: list[tuple[str, Any]] = []  # the OpenTelemetry spans that have not ended, outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
         for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # no handlers for the events of steps that are not logged
@@ -83,7 +83,7 @@ class OpenTelemetryLogger(Tracker):
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record the time. The trace is chosen later, because it depends on the checkpoint."""
+        """Record the start time. The trace is chosen later, because it depends on the checkpoint."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
@@ -192,7 +192,7 @@ class OpenTelemetryLogger(Tracker):
         if name in names:
             place = len(names) - 1 - names[::-1].index(name)
             self._open_spans[place][1].set_attributes(about(ctx))
-            while len(self._open_spans) > place:  # including inner spans that an exception left open
+            while len(self._open_spans) > place:  # this also ends inner spans that an exception left open
                 self._open_spans.pop()[1].end()
 
     def _span(self, name: str, facts: Mapping[str, Any], start: int | None = None, within: Any = None) -> Any:

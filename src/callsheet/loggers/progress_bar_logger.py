@@ -43,10 +43,10 @@ class ProgressBarLogger(Logger):
         self._bar: Any = None  # rich's bar, while it is on the screen
         self._shown = -math.inf
         self._status = ""
-        self._watch: SilenceWatch | None = None  # while a bar is on the screen
-        self._began = (0.0, 0.0)  # the time of the start, and the fraction that was completed by then
+        self._watch: SilenceWatch | None = None  # shows what the run is doing if the bar has not changed for a while
+        self._began = (0.0, 0.0)  # when training started in this process, and the fraction of the run that was completed by then
         self._figures = ""
-        self._counted = 0  # batches of the current evaluation
+        self._counted = 0  # how many batches the current evaluation has done
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -69,7 +69,7 @@ class ProgressBarLogger(Logger):
         """Store the values that the bar shows from the record. Without a bar, write them as a line."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
-            return  # the record of an evaluation, which has its own line
+            return  # not for the record of an evaluation, which has its own line
         loss = record.values.get("train/loss")
         self._figures = "  ".join([*([f"loss {loss:.4g}"] if loss is not None else []), *speeds(ctx)])
         if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
@@ -162,7 +162,7 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # an isolated callback may be disabled, and must not leave a bar on the screen
+        except BaseException:  # this callback may be disabled after an error, and must not leave a bar on the screen
             self._stop()
             raise
 

@@ -15,7 +15,7 @@ from callsheet.loggers.support.file_names import folder_of, path_from
 from callsheet.loggers.support.pixels import as_pixels, png
 from callsheet.loggers.support.tracker import Opened, Tracker, plain
 
-_QUEUE = 1000  # events that may wait for the disk before the lane blocks
+_QUEUE = 1000  # events that may wait for the disk before the logger's thread has to wait
 
 
 class TensorboardLogger(Tracker):
@@ -42,7 +42,7 @@ class TensorboardLogger(Tracker):
     writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
-    state_is_ready = False  # a checkpoint waits until all records before it are in the files
+    state_is_ready = False  # so that a checkpoint waits until all records before it are in the files
 
     def __init__(self, *, folder: str | Path | None = None, flush_seconds: float = 10.0) -> None:
         if not flush_seconds > 0:
@@ -51,16 +51,16 @@ class TensorboardLogger(Tracker):
         self.folder = folder
         self.flush_seconds = flush_seconds
         self._writer: Any = None
-        self._run: RunInfo | None = None  # while the writer is open
+        self._run: RunInfo | None = None  # the current run, while the writer is open
         self._hyperparameters: dict[str, Any] = {}  # by dotted name
-        self._has_hparams = False  # HParams uses the first event that it finds
+        self._has_hparams = False  # written once, since the HParams page uses only the first such event
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write everything, because the checkpoint stores the number of records so far."""
+        """Write all queued records to the files, because the checkpoint stores the number of records so far."""
         self._flush()
 
     def on_preempt(self, ctx: Context) -> None:
-        """Write everything, because the run may be killed soon."""
+        """Write all queued records to the files, because the run may be killed soon."""
         self._flush()
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -130,7 +130,7 @@ class TensorboardLogger(Tracker):
         return place / path_from(self.name) if self.name else place
 
     def _write_hparams(self, ctx: Context) -> None:
-        """Write the hyperparameters for HParams, once."""
+        """Write the hyperparameters for TensorBoard's HParams page, once."""
         if self._hyperparameters and not self._has_hparams:
             self._has_hparams = True
             values = self._hyperparameters.items()

@@ -68,7 +68,8 @@ class TrackioLogger(Tracker):
         self.run: Any = None  # Trackio's run, while it is open
         self._where = {"group": group, "space_id": space_id, "private": private, "server_url": server_url}
         self._system_metrics = system_metrics
-        self._has_unsent, self._send_at = False, 0.0  # whether hyperparameters are unsent, and when they may be sent
+        # Whether some hyperparameters are not sent yet, and the time from which they may be sent.
+        self._has_unsent, self._send_at = False, 0.0
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if self.is_open:
@@ -128,7 +129,7 @@ class TrackioLogger(Tracker):
         self._has_unsent = True
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values, together with unsent hyperparameters.
+        """Log values to Trackio, together with hyperparameters that are not sent yet.
 
         Trackio sends hyperparameters only once unless they are reset, and of several that are stored together it uses the first.
         """

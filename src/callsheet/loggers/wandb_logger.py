@@ -87,7 +87,7 @@ class WandBLogger(Tracker):
         self._where = {"project": project, "entity": entity, "group": group, "job_type": job_type, "mode": mode}
         self._tags = list(tags)
         self._defined: set[str] = set()  # metrics that are plotted over our steps
-        self._hyperparameters: dict[str, Any] = {}  # by dotted name
+        self._hyperparameters: dict[str, Any] = {}  # the hyperparameters so far, by dotted name
 
     def on_preempt(self, ctx: Context) -> None:
         """Mark the run as preempted at once, because it may be killed soon."""
@@ -147,12 +147,13 @@ class WandBLogger(Tracker):
             tags=self._tags or None,
             id=run_id,
             resume="allow" if run_id is not None else None,
-            reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,  # for example another logger's
+            # Another run is active, for example that of another logger.
+            reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,
             settings=wandb.Settings(**settings),
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # metrics of the program itself keep their axis
+        if not self._is_ours:  # in a run that the program opened, its own metrics keep their axis
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)

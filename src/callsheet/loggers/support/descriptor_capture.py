@@ -60,7 +60,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the training's process group must not reach it
+                start_new_session=True,  # its own session, so that signals to the training's process group do not reach it
             )
             _flush()
             for descriptor, target in ours.items():
@@ -82,7 +82,7 @@ class DescriptorCapture:
             try:
                 content = text.encode("utf-8", "backslashreplace")
                 self._send(len(content).to_bytes(4, "big") + content)
-            except OSError:  # the process has ended, which `failure` reports
+            except OSError:  # the copying process has ended, which `failure` reports
                 return
             finally:
                 self._is_writing = False
@@ -95,7 +95,7 @@ class DescriptorCapture:
             self._is_dropped = True
             try:
                 self._send(output_log.DROP)
-            except OSError:  # the process has ended, which `failure` reports
+            except OSError:  # the copying process has ended, which `failure` reports
                 return
 
     def failure(self) -> OSError | None:
@@ -136,7 +136,7 @@ class DescriptorCapture:
         return self._pipes[descriptor] == _identity(descriptor)
 
     def _put_back(self, descriptor: int) -> None:
-        """Restore the target that the descriptor had before.
+        """Let file descriptor 1 or 2 point again to the target that it had before the capture.
 
         If that target belonged to another capture that is closed by now, restore that capture's own target instead.
         """
@@ -149,7 +149,7 @@ class DescriptorCapture:
     def _end_log(self) -> None:
         try:
             self._send(output_log.END)
-        except BrokenPipeError:  # the process has ended, which `failure` reports if it is called
+        except BrokenPipeError:  # the copying process has ended, which `failure` reports if it is called
             self._copier.wait()
             return
         answer = b""

@@ -29,7 +29,7 @@ def outcome(ctx: Context) -> str:
 
 
 def speeds(ctx: Context) -> list[str]:
-    """Return the record's speeds: `1,234 samples/s`. The record of an evaluation has none."""
+    """Return the speeds of the metrics record: `1,234 samples/s`. The record of an evaluation has none."""
     rates = {"samples": ctx.record.samples_per_second, "tokens": ctx.record.tokens_per_second}
     return [f"{short(rate)} {name}/s" for name, rate in rates.items() if rate]
 

@@ -52,7 +52,7 @@ class ImageWriter:
             close([self._lane])
 
     def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
-        from callsheet.loggers.support.pixels import png  # needs numpy
+        from callsheet.loggers.support.pixels import png  # imported here because it needs numpy
 
         files, images, then = batch
         try:

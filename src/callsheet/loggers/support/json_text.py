@@ -15,7 +15,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
     """
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # rare, and slower to convert
+    except (TypeError, ValueError):  # values that JSON cannot hold are rare, and slower to convert
         return json.dumps(_plain(value), allow_nan=False, indent=indent)
 
 
@@ -31,7 +31,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    if hasattr(value, "tolist"):  # tensors and arrays
+    if hasattr(value, "tolist"):  # a tensor or an array
         values = value.tolist()
         return str(value) if type(values) is type(value) else _plain(values)
     return str(value)

@@ -31,7 +31,7 @@ class LineWriter:
         # The deque's own lock is held only during an append, and not while lines are written.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
-        self._writing = threading.Lock()  # guards `_files`
+        self._writing = threading.Lock()  # protects `_files`
         self._failure: OSError | None = None
         self._is_failing = False
         self._something = threading.Event()
@@ -78,12 +78,12 @@ class LineWriter:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._something.wait()
-            self._closed.wait(self._seconds)  # collect more lines
+            self._closed.wait(self._seconds)  # wait, to collect more lines before writing
             self._something.clear()
             with self._writing:
                 self._write()
             if self._is_failing:
-                self._something.set()  # retry
+                self._something.set()  # try again later to write what is left
 
     def _write(self) -> None:
         if not self._may_write():  # another process has taken over the folder
@@ -141,7 +141,7 @@ class _File:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         if (size := os.lseek(descriptor, 0, os.SEEK_END)) and _byte_at(descriptor, size - 1) != b"\n":
-            self.waits[:0] = b"\n"  # a killed process left an incomplete line: end it
+            self.waits[:0] = b"\n"  # end an incomplete line, which a killed process has left
         return descriptor
 
 

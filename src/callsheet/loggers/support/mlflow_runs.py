@@ -80,7 +80,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Resume the MLflow run with this id: set it to RUNNING and return it.
+    """Continue the MLflow run with this id, which an earlier process began: set it to RUNNING and return it.
 
     If the run no longer exists, log a warning and return None.
     """
@@ -107,7 +107,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created it
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # with this code, another process has just created the experiment
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)

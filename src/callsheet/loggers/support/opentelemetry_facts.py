@@ -1,4 +1,4 @@
-"""Attributes and instrument names for OpenTelemetry."""
+"""Converts fields of the context to attributes, and metric names to instrument names, as OpenTelemetry allows them."""
 
 from __future__ import annotations
 

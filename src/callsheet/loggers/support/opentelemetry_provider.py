@@ -52,7 +52,8 @@ class OwnProvider:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout)
         self.provider = TracerProvider(
             resource=Resource.create({"service.name": named} if named else {}),
-            span_limits=SpanLimits(max_span_attributes=SpanLimits.UNSET),  # a record may hold hundreds
+            # No limit, since a metrics record may hold hundreds of values.
+            span_limits=SpanLimits(max_span_attributes=SpanLimits.UNSET),
             shutdown_on_exit=False,
         )
         self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
@@ -66,7 +67,7 @@ class OwnProvider:
             logger.warning(
                 "OpenTelemetry: the collector did not take all spans within %g seconds; the rest is lost", self._timeout
             )
-            self._exporter.shutdown()  # interrupts the pauses between attempts
+            self._exporter.shutdown()  # also ends the exporter's pauses between attempts to send
 
 
 def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:

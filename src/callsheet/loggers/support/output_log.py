@@ -15,7 +15,7 @@ import sys
 import threading
 
 _LONGEST = 2**16  # characters of a line before it is split
-_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # overwrites what comes before it in a line
+_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # control codes that erase what comes before them in a line
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
@@ -162,7 +162,7 @@ class Copier:
         """Copy until the sources end."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if self._messages in ready:  # first, because messages were sent before the output
+            if self._messages in ready:  # read the messages first, because they were sent before the output
                 self._read_messages()
             else:
                 self._copy(ready)
@@ -212,7 +212,7 @@ class Copier:
     def _answer(self, answer: bytes) -> None:
         try:
             os.write(self._answers, answer)
-        except OSError:  # the watched process is gone
+        except OSError:  # the process whose output is copied has ended
             return
 
 

@@ -19,7 +19,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     Raises:
         ConfigError: the shape is another one.
     """
-    if hasattr(image, "detach"):  # numpy has no bfloat16
+    if hasattr(image, "detach"):  # a torch tensor, which may be bfloat16; numpy has no such type
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image
     array = numpy.asarray(image.convert("RGB") if hasattr(image, "convert") else image)

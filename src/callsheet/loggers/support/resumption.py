@@ -20,7 +20,7 @@ def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> i
     if resumed is None or not _is_own(ctx, resumed.path):
         return 0
     if counted is not None:
-        return min(counted, len(steps))  # fewer if a crash of the machine has lost some
+        return min(counted, len(steps))  # the file has fewer records if a crash of the machine has lost some
     return sum(step <= resumed.step for step in steps)
 
 

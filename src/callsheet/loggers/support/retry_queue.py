@@ -1,4 +1,4 @@
-"""A queue of entries for a tracker, which keeps them while the tracker is unavailable."""
+"""A queue of entries for an experiment tracker, which keeps them while the tracker cannot be reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARE = 10  # attempts to reach an unavailable tracker may take at most one ten
 
 
 class RetryQueue:
-    """Sends entries in order. Entries that cannot be sent are kept and sent later.
+    """Sends entries to a tracker in order. Entries that cannot be sent are kept and sent later.
 
     After a failure it pauses for ten times as long as the attempt took, and for at least one call of `put`. An unavailable
     tracker must not block its lane for long, because the lane's queue is bounded.

@@ -33,7 +33,7 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and show nothing more."""
+        """Stop the thread that shows what the loop is doing."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)  # a terminal that accepts no more text must not make the run wait

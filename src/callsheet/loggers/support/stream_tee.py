@@ -60,7 +60,7 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_under":  # while the tee is being copied
+        if name == "_under":  # the attribute is missing while the tee is being copied
             raise AttributeError(name)
         return getattr(self._under, name)
 

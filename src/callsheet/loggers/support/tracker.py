@@ -35,7 +35,7 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run of the tracker. If `is_ours`, the logger opened the run, and so must close it."""
+    """A run in the experiment tracker. If `is_ours`, the logger opened the run, and so must close it."""
 
     run_id: str
     is_ours: bool = True
@@ -81,14 +81,14 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether `state_dict` can be called without waiting until the lane has handled its events.
+        """Whether `state_dict` can be called before the logger's thread has handled all events so far.
 
         This is so if the run is open and the subclass adds no state.
         """
         return self.is_open and type(self).state_dict is Tracker.state_dict
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Open a new run, or the one that the checkpoint names."""
+        """Open a new run in the tracker, or the one that the loaded checkpoint names."""
         is_resumed = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
         self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if is_resumed else None}
         with self._opening.setdefault(self.package, threading.Lock()):
@@ -113,7 +113,7 @@ class Tracker(Logger):
             self._fail(ctx, f"{type(error).__name__}: {text_of(error)}"[:5000])
 
     def on_run_end(self, ctx: Context) -> None:
-        """Close the run if the logger opened it."""
+        """Close the tracker's run if the logger opened it."""
         if self.is_open:
             self.is_open = False
             if self._is_ours:
@@ -139,7 +139,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _fail(self, ctx: Context, error: str) -> None:
-        """Log an exception that leaves the trainer."""
+        """Log an exception that leaves the trainer to the tracker's run."""
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         raise NotImplementedError
@@ -168,7 +168,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse `flat`: return nested dictionaries, one level per dot."""
+    """Turn dotted names into nested dictionaries, one level per dot; the reverse of `flat`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split(".")
@@ -196,9 +196,9 @@ def check_no_secret(what: str, url: str | None, environment: str) -> None:
 
 def plain(value: Any) -> Any:
     """Return `value` as a number, a string or None, which trackers can show in a cell."""
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # numpy scalars and tensors
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a numpy scalar or a tensor
         try:
             value = value.item()
-        except (RuntimeError, ValueError):  # more than one element
+        except (RuntimeError, ValueError):  # it has more than one element
             return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
