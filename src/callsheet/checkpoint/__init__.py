@@ -1,4 +1,4 @@
-"""Checkpoints: sealed folders of JSON and safetensors.
+"""Checkpoints: folders of JSON and safetensors files, made valid by a manifest that is written last (the seal).
 
 Many ranks can write a checkpoint together, any number of ranks can read it, and no code from its files is run.
 """

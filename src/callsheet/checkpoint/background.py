@@ -73,7 +73,7 @@ class AsyncWriter:
             draft = Draft.of(shared, local, info, self._ranks.rank)
             draft.parts = self._staging.copy(draft.parts)
             copied.set_result(draft)
-        except Exception as error:  # raised on all ranks, by `result`
+        except Exception as error:  # `result` raises the error, on all ranks
             copied.set_exception(error)
         self._is_reported = False
         self._written = self._thread.submit(Writing(path, self._ranks, overwrite, check_owner, is_good).run, copied.result)
@@ -112,5 +112,5 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # initializes the default, which would otherwise replace the value set here
+    torch.get_num_threads()  # torch initializes its default here; later, it would replace the value that is set below
     torch.set_num_threads(1)

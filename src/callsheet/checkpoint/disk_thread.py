@@ -28,7 +28,7 @@ def disk_thread(name: str) -> ThreadPoolExecutor:
 
 def begin_deletion(delete: Callable[[], None]) -> None:
     """Call `delete` in a thread, so that the caller need not wait: deleting a large file takes longer than copying it."""
-    global _deleter  # made at the first use
+    global _deleter  # the thread is made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
     _deletions[:] = [each for each in _deletions if not each.done()]
@@ -37,7 +37,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 def finish_deletions() -> None:
     """Wait for the deletions that `begin_deletion` started. Call this before using their space or their names again."""
-    for each in tuple(_deletions):  # another thread may begin one
+    for each in tuple(_deletions):  # iterate over a copy, since another thread may begin a deletion
         each.result()
 
 

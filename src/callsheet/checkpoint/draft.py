@@ -33,7 +33,7 @@ class Draft:
     parts: dict[str, Tensor]
 
     @classmethod
-    @torch.no_grad()  # otherwise a DTensor's shard would have a graph
+    @torch.no_grad()  # otherwise the local shard of a DTensor would have an autograd graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
         """Split the state of this rank into JSON documents and tensors.
 
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
-        """Return the kind of host buffer that a copy of the tensor needs."""
+        """Return the kind of host buffer (dtype, size, page-locked or not) that a copy of the tensor needs."""
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:

@@ -63,7 +63,7 @@ def export_weights(
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
-    assert seal is not None  # rank 0's seal
+    assert seal is not None  # `exchange` passes the seal of rank 0 to all ranks
     return seal
 
 

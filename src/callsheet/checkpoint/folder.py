@@ -115,7 +115,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete what a killed writer or deleter left.
+    """Delete a checkpoint folder that is unfinished because its writer or deleter was killed.
 
     Call this only if no other process can be writing to the folder.
 

@@ -59,5 +59,5 @@ SHARED = "state."
 
 
 def own(rank: int) -> str:
-    """Return the prefix of the names of tensors in the state that only this rank has."""
+    """Return the prefix of tensor names for the state that only rank `rank` has."""
     return f"local-{rank:05d}."

@@ -1,4 +1,4 @@
-"""Converts trees of plain data and tensors to JSON and tensors, and back. Reading runs no code from the data.
+"""Converts nested plain data with tensors to JSON and a list of tensors, and back. Reading runs no code from the data.
 
 JSON values are stored unchanged. A value that JSON lacks becomes an object with one key, which starts with `$`:
 
@@ -80,7 +80,7 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattening:
-    """One pass of `flatten` over a state tree.
+    """The work of one call of `flatten`: it walks over a state tree, and collects the JSON document and the tensors.
 
     It holds the tensors found so far, and the containers that enclose the current value.
     """
@@ -152,7 +152,7 @@ class _Flattening:
 def _view(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for two tensors that are the same view of the same storage, so that one is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return id(tensor)  # such a tensor has no address or a meaningless one
+        return id(tensor)  # a sparse or meta tensor, for example, has no address or a meaningless one
     if type(tensor) is DTensor:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)

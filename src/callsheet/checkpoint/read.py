@@ -82,7 +82,7 @@ def read_checkpoint(
 
 
 def _verified(folder: Folder, ranks: RankGroup) -> Seal:
-    """Return the seal (manifest), after checking the digests of those files that this rank must check."""
+    """Return the manifest (the seal), after checking the digests of those files that this rank must check."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
         raise CheckpointError(
@@ -105,7 +105,7 @@ class _Reading:
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
-        assert names is not None  # the seal was verified
+        assert names is not None  # verifying the manifest has checked the names
         self._folder = folder
         self._seal = seal
         rank = rank if rank < seal.world_size else 0
@@ -155,7 +155,7 @@ class _Reading:
         headers: dict[str, dict[str, Entry]] = {}
         for item in self._planner.create_local_plan().items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
-            assert offsets is not None  # the item is a tensor
+            assert offsets is not None  # every planned item is a tensor, so it has offsets
             place = index.places[name, offsets]
             source = f"{self._folder.path}/{place.file}"
             if place.file not in headers:

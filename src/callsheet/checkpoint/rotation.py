@@ -14,11 +14,12 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-_CLAIMS = "checkpoint_claims"  # in `ctx.user_state`: for each checkpoint, oldest first, the names with a claim on it, and whether it is finite
+# Key in `ctx.user_state`: by checkpoint, oldest first, which callbacks keep it (claims), and whether it is finite.
+_CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If `ctx.checkpoint` was requested under the name `by`, add a claim (so that it is kept), and drop the claims beyond `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it (a claim), and drop this callback's claims beyond `keep`.
 
     Return whether the checkpoint was requested under that name.
 
@@ -51,7 +52,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Drop all claims on checkpoints, because they belong to another run."""
+    """Forget which callback keeps which checkpoint (their claims), because these checkpoints belong to another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 

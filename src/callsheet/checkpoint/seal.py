@@ -70,7 +70,7 @@ def write_seal(
     world_size: int = 1,
     replace: bool = False,
 ) -> Seal:
-    """Write the manifest, which makes `folder` a checkpoint. All files must be written and durable.
+    """Write the manifest, which makes `folder` a valid checkpoint. All other files must already be written and durable.
 
     `info` is stored in the manifest. It may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an
     existing manifest is replaced atomically.

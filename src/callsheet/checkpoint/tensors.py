@@ -45,7 +45,7 @@ DTYPES = {  # the dtypes that the safetensors library can read
 }
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
-_LONGEST_HEADER = 100_000_000  # bytes; this is also the library's limit
+_LONGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
 # The unit is bytes. A piece of this size stays in the CPU cache while it is checked, digested and written. Each of these
 # operations acquires the interpreter lock once, and may have to wait for training; smaller pieces would wait more often.
 _PIECE = 1 << 22

@@ -27,7 +27,7 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
         keep: whether this rank gets the copy. If False, the rank only takes part in the collective, and gets None.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # then the modules hold their shards, not gathered parameters
+    for module in sharded:  # reshard, so that the modules hold their shards and not gathered parameters
         module.reshard()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -68,7 +68,7 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether the forward hook is one of torch or callsheet that synchronizes the ranks.
+    """Return whether torch or callsheet added this forward hook to synchronize the ranks, so that a copy must not have it.
 
     In a copy of the model on one rank, the hook would wait for the other ranks.
     """

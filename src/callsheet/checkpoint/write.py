@@ -99,11 +99,11 @@ class Writing:
             names, mine = self._ranks.exchange(lambda: self._plan(draft), self._assign)
             return self._ranks.exchange(lambda: self._write(names, mine), self._seal)
         except RankLost:
-            raise  # other ranks may still be writing
+            raise  # do not clean up, since other ranks may still be writing
         except BaseException:
             if self._is_to_clear:
-                with contextlib.suppress(CheckpointError):  # report the first error
-                    self._check_owner()  # another process may have taken over the folder
+                with contextlib.suppress(CheckpointError):  # report the first error, and not one from cleaning up
+                    self._check_owner()  # raises if another process has taken over the folder
                     remove(self._folder) if self._old is None else clear(self._folder)
             raise
 
@@ -162,7 +162,7 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans without names of tensors that rank 0 does not know.
+    """Return the ranks' plans, without the names of tensors that are unknown on rank 0.
 
     Raise `CheckpointError` if the shared trees differ.
 
@@ -186,7 +186,7 @@ def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # only tensors are planned
+    assert item.tensor_data is not None  # a plan contains only tensors, which have this attribute
     return item.tensor_data
 
 
