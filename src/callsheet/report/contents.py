@@ -25,7 +25,7 @@ _LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
 
 
 def contents(run: RunFolder) -> dict[str, Any]:
-    """Return every part of the page. Numbers may still be NaN."""
+    """Return every part of a run's page, by name, as plain data. Numbers may still be NaN."""
     evaluations = [each for each in run.evaluations if not each["is_undone"]]
     return {
         "version": run.version,
@@ -109,7 +109,7 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the speed over the whole run, with that of the last record as the detail."""
+    """Yield the figure for the speed over the whole run, with the speed of the last metrics record as the detail."""
     for name in ("token", "sample"):
         counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
         curve = [value for value in rates(run, name) if math.isfinite(value)]
@@ -125,7 +125,7 @@ def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the highest value of the memory curve that `memory` chooses. The chart shows the same curve."""
+    """Yield the figure for the highest memory use, from the curve that the memory chart shows too."""
     name, values = memory(run)
     finite = [value for value in values if math.isfinite(value)]
     if finite:
@@ -133,7 +133,7 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the marks on the axis of steps, such as checkpoints and resumes."""
+    """Return what charts mark on the axis of steps, such as checkpoints and resumes."""
     saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
@@ -143,7 +143,7 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
-    """Return as many windows (groups of timed steps) as fit into a page, including the first and the last."""
+    """Return as many timing windows (groups of timed steps) as fit into a page, including the first and the last."""
     most = _MOST_WINDOWS
     while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MOST_SLICES:
         most = most * 3 // 4
@@ -158,7 +158,7 @@ def evenly(items: list[Any], most: int) -> list[Any]:
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return each name once, and the slices as lists of (name, begin and length in microseconds, step, callback or -1)."""
+    """Return a timing window for the page: each name once, and its slices as lists that refer to names by their index."""
     names: dict[str, int] = {}
     slices = [
         [

@@ -15,7 +15,7 @@ MOST_POINTS = 2_000
 _POINTS_IN_ALL = 500_000  # points of all curves together; this gives a page of some megabytes
 FEWEST_POINTS = 16
 """The fewest points that one curve has, if the metric was logged that often."""
-_MOST_ODD = 50  # NaN and infinite values that one curve marks
+_MOST_ODD = 50  # the most NaN and infinite values that one curve marks
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -49,7 +49,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
 
 
 def rates(run: RunFolder, name: str) -> list[float]:
-    """Return the curve of `token`s or `sample`s per second that the page shows.
+    """Return the curve of tokens or samples per second that the page shows. `name` is `token` or `sample`.
 
     It is the monitor's if there is one, otherwise that of the records.
     """
@@ -58,7 +58,7 @@ def rates(run: RunFolder, name: str) -> list[float]:
 
 
 def memory(run: RunFolder) -> tuple[str, list[float]]:
-    """Return the name and values of the preferred memory curve.
+    """Return the name and values of the memory curve that the page shows.
 
     This is the device's peak, otherwise the process's peak, otherwise the current use.
     """
@@ -96,7 +96,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return charts by family. Metrics of the same name in several splits share a chart, and so do metrics of one unit."""
+    """Return the charts by family. Metrics of one name on several datasets share a chart, and so do metrics of one unit."""
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
@@ -136,7 +136,7 @@ def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """Return the names, except those whose curve is the same as another one's.
+    """Return the names of metrics, without those whose curve is the same as that of another metric.
 
     Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
     them.
@@ -152,7 +152,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return how many points a curve of each family may have.
+    """Return how many points a curve of each family may have, so that the page does not become too large.
 
     Small families get as many as they need; large ones share the rest.
 
@@ -238,7 +238,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
 
 
 def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
-    """Return family, chart and label of a metric."""
+    """Return where the page shows a metric: its family (a group of charts), its chart, and its label there."""
     family, _, rest = name.partition("/")
     if not rest:
         return "", name, name

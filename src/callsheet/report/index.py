@@ -64,7 +64,7 @@ class MetricRow:
     highest_step: int = 0
 
     def add(self, value: float, step: int) -> None:
-        """Add a later value."""
+        """Add a later value of the metric."""
         self.last, self.last_step = value, step
         if math.isfinite(value):
             if not self.lowest <= value:
@@ -174,8 +174,9 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        version = reader.version()  # taken before reading, so that what the run writes meanwhile is read next time
-        if name not in known or known[name][0] != version or known[name][1] == RUNNING:  # a running run may be lost by now
+        version = reader.version()  # the version is taken before reading, so that what the run writes meanwhile is read next time
+        # A run that was running may have died since.
+        if name not in known or known[name][0] != version or known[name][1] == RUNNING:
             try:
                 changed.append((version, _row(name, reader.read())))
             except FileNotFoundError:  # the run was deleted since it was listed

@@ -12,8 +12,8 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
-_DEEPEST = 64  # levels of nesting that are read: code that descends into a value must stay below Python's recursion limit
-_LATEST = 1e11  # seconds since 1970, in the year 5138
+_DEEPEST = 64  # most levels of nesting in a line: code that descends into a value must stay below the recursion limit
+_LATEST = 1e11  # the latest valid time, in seconds since 1970: the year 5138
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
@@ -40,7 +40,7 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
             if from_end:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - at_most))
             return file.read(at_most).decode("utf-8", "replace")
-    except OSError:  # deleted since, or not readable
+    except OSError:  # the file was deleted since, or is not readable
         return ""
 
 
@@ -75,7 +75,7 @@ class JsonLines:
             return
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
-        except OSError:  # deleted since, or not readable
+        except OSError:  # the file was deleted since, or is not readable
             return
         with file:
             status = os.fstat(file.fileno())
@@ -83,12 +83,12 @@ class JsonLines:
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes so long a line: skip the rest of it
+                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line this long, so skip the rest of it
                     while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
-                if found is None and not is_whole:  # still being written, or cut off; the next call decides
+                if found is None and not is_whole:  # the line is still being written, or was cut off; the next call decides
                     break
                 self._offset = file.tell()
                 if found is not None:

@@ -113,7 +113,7 @@ def html_page(
         "SCRIPT": texts[1],
     }
     text = _asset("page.html")
-    pieces = text.split("@@")  # text, NAME, text, NAME, ...: what is inserted is not searched for names again
+    pieces = text.split("@@")  # text, NAME, text, NAME, ...; inserted text is not searched for names
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
     return whole.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
 

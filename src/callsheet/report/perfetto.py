@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto, in the Chrome trace event format: windows of steps, metrics and events."""
+"""Writes a run as a trace for Perfetto, in the Chrome trace event format: timed steps, metrics and events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
 _PROCESS = 1
-_STEPS, _EVENTS = 1, 2  # threads of the trace: nested spans, and events
+_STEPS, _EVENTS = 1, 2  # numbers of the trace's two threads: nested spans, and events
 _MOST_COUNTERS, _MOST_POINTS = 60, 1_000
 _LONGEST = 2_000
 
@@ -45,7 +45,7 @@ def trace_json(run: RunFolder) -> str:
 
 
 def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
-    """Yield a slice for the window, and the slices in it. Times are rounded to whole nanoseconds so that slices stay nested."""
+    """Yield a slice for a timing window, and the slices in it. Times are rounded to nanoseconds so that slices stay nested."""
     start = round((window.began - began) * 1e9)
     title = f"steps {window.first_step} to {window.last_step}"
     yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})

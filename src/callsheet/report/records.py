@@ -13,7 +13,7 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # values of metrics that are held; beyond that, records are left out
+_MOST_VALUES = 6_000_000  # the most metric values to hold; beyond that, records are left out
 _LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
 _RARE = 2_000  # a metric with no more values than this keeps all of them
 
@@ -36,9 +36,9 @@ class RecordLines:
         self.times: list[float] = []
         self.resumes: list[Resume] = []
         self.counted = 0
-        self._numbers: list[int] = []  # for each kept record its index among all records
+        self._numbers: list[int] = []  # the index of each kept record among all records
         self._names: dict[str, str] = {}  # one string object for all records with that name
-        self._rare: set[str] | None = None  # names that few records have; needed once records are left out
+        self._rare: set[str] | None = None  # metrics that few records have, which are never left out
         self._values = 0
         self._most_values = _MOST_VALUES
         self._stride = 1
@@ -95,7 +95,7 @@ class RecordLines:
         return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
 
     def _thin(self) -> None:
-        """Leave out every second record that is not needed."""
+        """Leave out every second record, except those with rare metrics, NaN or infinity."""
         self._stride *= 2
         self._rare = None
         rare = self._rare_names()
@@ -108,5 +108,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # If all records are needed, trying again at every line would be useless.
+        # If all records are needed, do not try again at every line to leave some out.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

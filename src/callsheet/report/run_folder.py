@@ -42,7 +42,7 @@ _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (
     300.0,
     10,
-)  # a run is lost after this time without a write, or after so many of its own median gaps
+)  # a run counts as lost after so many seconds without a write, or so many of its median gaps between writes
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """The same as `outcome`."""
+        """How the run ended, or that it is running or lost; the same as `outcome`."""
         return self.outcome
 
     @property
@@ -139,7 +139,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return what `RunFolder.version` would be now. This checks only the sizes and times of the files and reads none."""
+        """Return the version of the folder's content: it changes when a file's size or time changes. No file is read."""
         with self._lock:
             return self._version(self._state())
 
@@ -289,12 +289,13 @@ class RunReader:
         claim = claim_of(self._path)
         if claim is not None and claim.is_of_dead_process:
             return False
-        if not self._events and (self._path / MARKER).exists():  # without JSONLLogger, only the lock shows this
+        # Without a JSONLLogger's files, only the lock shows that the run is running.
+        if not self._events and (self._path / MARKER).exists():
             return claim is not None and claim.is_alive
-        return not self._is_silent()  # a run that hangs keeps its lock
+        return not self._is_silent()  # a run that hangs keeps its lock, but writes nothing
 
     def _has_results(self) -> bool:
-        """Return whether the results were written after the last start, which has written `config.yaml`."""
+        """Return whether `results.json` was written after the run's last start, at which `config.yaml` was written."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:
@@ -311,7 +312,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
         return None
     try:
         content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
-    except OSError:  # deleted since
+    except OSError:  # the image was deleted since
         return None
     return content if content.startswith(_PNG) else None
 
@@ -360,7 +361,7 @@ def _report(line: dict[str, Any]) -> CostReport | None:
         costs = tuple(_built(Cost, cost) for cost in line["costs"])
         failures = tuple(_built(Failures, each) for each in line.get("failures") or ())
         report: CostReport = _built(CostReport, line | {"costs": (), "failures": ()})._replace(costs=costs, failures=failures)
-    except (KeyError, TypeError, ValueError, OverflowError):  # not a cost report
+    except (KeyError, TypeError, ValueError, OverflowError):  # the line is not a report of costs
         return None
     return report
 
@@ -373,7 +374,7 @@ def _window(line: dict[str, Any]) -> Window | None:
         )
         window: Window = _built(Window, line | {"slices": ()})
         is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
-    except (KeyError, TypeError, ValueError, OverflowError):  # not a window
+    except (KeyError, TypeError, ValueError, OverflowError):  # the line is not a timing window
         return None
     return window._replace(slices=slices) if is_usable else None
 

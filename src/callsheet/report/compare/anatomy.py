@@ -43,7 +43,7 @@ def _measured(run: RunFolder) -> dict[tuple[str, str], tuple[float, float]]:
     totals: dict[str, float] = {}
     names = _spans_of_a_step()
     for window in run.windows:
-        if not window.is_whole:  # slices were left out
+        if not window.is_whole:  # some of its timed slices were left out, so sums would be too small
             continue
         steps += max(1, window.last_step - window.first_step + 1)
         for each in window.slices:
@@ -60,7 +60,7 @@ def _measured(run: RunFolder) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def _callbacks(measured: dict[str, dict[tuple[str, str], tuple[float, float]]]) -> list[str]:
-    """Return the callbacks, the costliest first."""
+    """Return the names of the callbacks in these runs, those that take the most time first."""
     most: dict[str, float] = {}
     for parts in measured.values():
         for (kind, name), (seconds, _) in parts.items():

@@ -20,7 +20,7 @@ _IN_NAMES = ("settings", "callbacks")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison: its name there, its group, and the data that was read from its folder."""
+    """One run of a comparison: its name in the comparison, its group, and the data that was read from its folder."""
 
     name: str
     group: str
@@ -30,7 +30,7 @@ class Compared:
 
 
 class Comparison:
-    """Runs side by side. The first group is the baseline.
+    """A comparison of runs, which are in groups. The first group is the baseline.
 
     Args:
         runs: the data that was read from each run's folder, in the order in which the runs are shown.

@@ -35,7 +35,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Return the condition. Raise ConfigError if it cannot be read, with an example."""
+        """Return the condition that `text` describes. Raise ConfigError, with an example, if it cannot be read."""
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(

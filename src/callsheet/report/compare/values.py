@@ -19,7 +19,7 @@ STEP_SECONDS = "step_seconds"
 _LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "mse", "mae", "rmse")
 _NOT_COMPARED = ("time/", "lr/", "system/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
-_SKIPPED_RECORDS = 1  # the first steps allocate and compile
+_SKIPPED_RECORDS = 1  # records at the start that are left out, because the first steps allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def is_lower_better(metric: str) -> bool:
 def values_of(run: RunFolder) -> dict[str, Value]:
     """Return the values of the run by metric: what it logged, and `step_seconds`, speed, memory, and times of the whole run."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for record in run.records:  # this loop sees every value of the run
+    for record in run.records:  # keep this loop fast, since it sees every value of the run
         step = record.step
         for name, value in record.values.items():
             each = series.get(name)
@@ -107,7 +107,7 @@ def values_of(run: RunFolder) -> dict[str, Value]:
 
 
 def summary(values: Sequence[float]) -> Summary:
-    """Return mean and spread of these values."""
+    """Return the mean, the standard deviation and the number of these values."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return Summary(statistics.fmean(values), deviation, len(values))
 
