@@ -151,7 +151,7 @@ def launch(
             _kill_the_rest(specs.folder)
         results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
-        signal.raise_signal(stopped)  # with the handler that was set before launch()
+        signal.raise_signal(stopped)  # raised again, for the handler that was set before `launch()`
         raise SystemExit(128 + stopped)
     if failures:
         raise LaunchError(failures, nproc_per_node)
@@ -171,10 +171,10 @@ class _Specs(DefaultLogsSpecs):
         self._store: TCPStore | None = None
         self._variables = dict(variables)
         if prefix:
-            self._variables["PYTHONUNBUFFERED"] = "1"  # pass lines on at once
+            self._variables["PYTHONUNBUFFERED"] = "1"  # print the workers' lines at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Set the environment of the ranks. Torch calls this before each attempt to start them.
+        """Set the environment variables of the ranks. Torch calls this before each attempt to start them.
 
         Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
         dead ranks. New ranks would then fail to connect if the function makes a process group itself.
@@ -235,7 +235,7 @@ def _kill_the_rest(folder: Path) -> None:
     """Kill workers that torch's launcher has lost track of, because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
-        with suppress(ChildProcessError, ProcessLookupError):  # it has ended, and its process id may be in use again
+        with suppress(ChildProcessError, ProcessLookupError):  # the worker has ended, and its process id may be in use again
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 os.killpg(pid, signal.SIGKILL)
 

@@ -87,5 +87,5 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the names of the constructor's arguments that only this recipe class has. Each is also the name of an attribute."""
+    """Return the constructor arguments that this recipe class adds to those of all recipes. Each is also an attribute."""
     return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]

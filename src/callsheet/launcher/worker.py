@@ -33,7 +33,7 @@ def main() -> None:
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
     key = Key.read(os.environ.get(KEY, ""))  # `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
-    if content and folder.exists():  # otherwise no process waits for it
+    if content and folder.exists():  # without the folder, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
     sys.exit(code)
 
@@ -59,7 +59,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
         else:
             result = call["function"](*call["arguments"])
         return 0, encode({"rank": rank, "result": result}, allow_pickle=call["allow_pickle"])
-    except KeyboardInterrupt:  # the launching process gets it too
+    except KeyboardInterrupt:  # the launching process gets the Ctrl-C too, and handles it
         return 128 + signal.SIGINT, b""
     except SystemExit as error:
         if error.code in (None, 0):
@@ -99,6 +99,6 @@ class _Watch(threading.Thread):
 def _is_there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError:  # it has ended, or its id now belongs to another user's process
+    except OSError:  # the launching process has ended; its id may belong to another user's process now
         return False
     return True
