@@ -22,7 +22,7 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_BATCHED_NUMBERS = 2**20  # tensors of one shape are kept up to this many numbers, then examined together
+_BATCHED_NUMBERS = 2**20  # outputs of one shape are collected up to this many numbers, then examined together
 _lock = threading.Lock()  # needed because DataParallel runs its replicas in threads
 
 
@@ -69,7 +69,7 @@ class ActivationMonitor(Callback):
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check the patterns."""
+        """Check that the patterns match the names of some modules."""
         self._step = 0
         names = [name for name, _ in ctx.model.named_modules()]
         for pattern in self._patterns or ():
@@ -130,14 +130,15 @@ class ActivationMonitor(Callback):
         with _lock:
             seen = self._seen.setdefault(here.device, _Seen())
             if version < 0 or self._last is None or tensor is not self._last[0]() or version != self._last[1]:
-                self._last = weakref.ref(tensor), version, seen.add(here)  # a module often returns its last child's output
+                # Remember it, since a module often returns its last child's output.
+                self._last = weakref.ref(tensor), version, seen.add(here)
             seen.places.setdefault(name, []).append(self._last[2])
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
         """Compute the statistics of all modules at once, which takes no longer than for one module."""
         if self._step != ctx.step:
-            self._step, self._greatest = ctx.step, {}  # holds the maximum over the step's microbatches so far
+            self._step, self._greatest = ctx.step, {}  # `_greatest` holds the maximum over the step's microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
         for each in seen.values():
             names, times = list(each.places), [len(several) for several in each.places.values()]
@@ -166,7 +167,7 @@ def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """The outputs of one forward pass on one device.
+    """The outputs of modules in one forward pass on one device, from which the statistics are computed.
 
     Small tensors of one shape are kept and their statistics computed together.
     """

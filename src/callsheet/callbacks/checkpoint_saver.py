@@ -66,9 +66,9 @@ class CheckpointSaver(Callback):
         self._before_eval = before_eval
         self.name = name
         self._keep = keep
-        self._passed = 0  # how many intervals are complete
+        self._passed = 0  # how many save intervals are complete
         self._saved_at = self._best_at = -1  # the steps of the last checkpoint and of the best evaluation that is not saved yet
-        self._saved_stop = False  # whether that checkpoint contains the stop request that ends the run
+        self._saved_stop = False  # whether the last checkpoint contains the stop request that ends the run
         self._is_warned = False
         self._best_score = math.inf  # multiplied by `_sign`, so that lower is better
 
@@ -86,7 +86,7 @@ class CheckpointSaver(Callback):
             return
         dataset = self._monitor.partition("/")[0]
         if dataset in ctx.state.evaluators and dataset not in ctx.eval_results:
-            return  # the dataset was not due, or a signal cut the evaluation short
+            return  # no value: the dataset was not due, or a signal cut the evaluation short
         scores = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
         score = self._sign * scores[one_of("monitor", self._monitor, tuple(scores))]
         if score < self._best_score and math.isfinite(score):
@@ -141,7 +141,7 @@ class CheckpointSaver(Callback):
                 )
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Register the loaded checkpoint with this saver.
+        """Count the loaded checkpoint among those of this saver, if this saver had requested it.
 
         When it was saved, it was not published and so not registered yet. A checkpoint of another run is not registered.
         """

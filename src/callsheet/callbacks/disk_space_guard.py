@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # how many checkpoints of the largest size must still fit
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if fewer checkpoints of the largest size than this fit
 
 
 class DiskSpaceGuard(Callback):
@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier `fit`: the guard may stop again, and determines the disk again."""
+        """Forget the state of an earlier `fit`, so that the guard may stop again, and finds the checkpoints' disk again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:

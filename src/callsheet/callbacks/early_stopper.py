@@ -54,7 +54,7 @@ class EarlyStopper(Callback):
     def _begin(self) -> None:
         self._best = math.inf  # multiplied by `_sign`, so that lower is better
         self._waited = 0  # the number of evaluations without improvement
-        self._best_at: Timestamp | None = None  # the time of the first value if none was finite
+        self._best_at: Timestamp | None = None  # when the best value was seen or, if none was finite, the first value
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
 
@@ -85,7 +85,7 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        if self._has_run_out(ctx) and not ctx.state.is_complete:  # a complete run ends anyway
+        if self._has_run_out(ctx) and not ctx.state.is_complete:  # no request is needed for a complete run, which ends anyway
             self._stop(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
@@ -151,7 +151,7 @@ def _checked_monitor(monitor: str) -> str:
 
 
 def _warn_of_absence(callback: Callback, ctx: Context, monitor: str) -> None:
-    """Warn that the evaluation lacks the metric.
+    """Warn that the evaluation did not produce the metric to watch.
 
     This is not an error, because an evaluator with a longer interval may have it.
     """

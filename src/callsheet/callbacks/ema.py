@@ -82,7 +82,7 @@ class EMA(Callback):
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # the trained weights, while the average is in the model
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights they move towards
-        self._wanted = 0  # how many open spans need the average in the model
+        self._wanted = 0  # how many spans in progress, such as evaluations, need the average in the model
         self._stays = False
         self._layout = ""  # "whole", or the mesh of the shards
         self._own: set[str] = set()  # tensors that this rank saves: its shards; on rank 0 also all others
@@ -134,7 +134,7 @@ class EMA(Callback):
 
     @at("measure")
     def on_epoch_start(self, ctx: Context) -> None:
-        """Add parameters that have been unfrozen."""
+        """Begin to average parameters that have been unfrozen."""
         self._find_averaged(ctx)
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class EMA(Callback):
             self._swap_out(ctx)
 
     def _find_out(self, ctx: Context, tensors: Mapping[str, Tensor]) -> None:
-        """Determine how the model is sharded and which parts of the state this rank saves."""
+        """Determine how the model is sharded, and which tensors this rank saves."""
         shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         meshes = {tuple(tensor.device_mesh.shape) for tensor in shards.values()}
         self._layout = f"in shards on a mesh of {', '.join(map(str, sorted(meshes)))}" if meshes else "whole"
@@ -213,7 +213,7 @@ class EMA(Callback):
                 continue
             if ctx.run.world_size > 1 and not isinstance(
                 tensor, nn.Parameter
-            ):  # each rank's batch norm statistics come from its own samples
+            ):  # buffers, such as batch norm statistics, come from each rank's own samples
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()
             part.copy_(mean)
@@ -260,7 +260,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the average. It is at least single precision, because half precision would lose small updates."""
+    """Return the dtype for a tensor's average: at least single precision, because half precision would lose small updates."""
     return tensor.dtype if tensor.itemsize >= 4 else torch.float32
 
 

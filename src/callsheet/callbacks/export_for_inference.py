@@ -59,7 +59,7 @@ class ExportForInferenceCallback(Callback):
         MissingPackage: when training starts, the packages for ONNX are not installed.
     """
 
-    collective = True  # gathering a sharded model is a collective
+    collective = True  # all ranks must call its handlers, since gathering a sharded model is a collective
     required_fields = ("model",)
     writes_to_run_folder = True
 
@@ -117,7 +117,7 @@ class ExportForInferenceCallback(Callback):
             self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # the compiled model would contain the calls below for good
+        if torch.compiler.is_compiling():  # do nothing, since the compiled model would contain the calls below forever
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
         self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())
@@ -169,7 +169,7 @@ class ExportForInferenceCallback(Callback):
         if not ctx.run.may_write(target):
             return []
         draft = target.with_name(f".{target.name}.new")
-        shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left one
+        shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left a draft
         draft.mkdir(parents=True)
         path = draft / target.name
         try:

@@ -66,7 +66,7 @@ class FreezeUnfreeze(Callback):
         if self._is_over(ctx):
             return
         found = self._found(ctx.model)
-        ctx.model.state_dict(keep_vars=True)  # makes a sharded model install its shards
+        ctx.model.state_dict(keep_vars=True)  # has a side effect: a sharded model installs its shards
         its_own = dict.fromkeys(parameter for module in found for parameter in module.parameters())
         self._check_optimizer(ctx, its_own)
         self._frozen = [parameter for parameter in its_own if parameter.requires_grad]
@@ -81,13 +81,13 @@ class FreezeUnfreeze(Callback):
         logger.info("%s: %d parameters are frozen%s", label_of(self), count, f" until {self._until.every}" if self._until else "")
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Unfreeze when it is time."""
+        """Unfreeze the modules once the time for it has come."""
         if self._until is not None and (self._frozen or self._in_eval_mode) and self._is_over(ctx):
             self._unfreeze()
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Discard the gradients of frozen parameters. They exist only if there are several ranks."""
+        """Discard the gradients of frozen parameters, which exist only if there are several ranks."""
         for parameter in self._frozen:
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Texts that a language model writes while it trains."""
+"""Lets a language model write texts while it trains, and logs them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Generate(Callback):
         ConfigError: an argument is invalid; or, when training starts, the model has no `generate`, or a prompt has no tokens.
     """
 
-    collective = True  # a sharded model's forward pass is a collective
+    collective = True  # all ranks must call its handlers, since a sharded model's forward pass is a collective
     required_fields = ("model",)
     # `draws_random` is not set, because it would save and restore the random states at every step, although only generating uses
     # them.
@@ -91,7 +91,7 @@ class Generate(Callback):
 
     def _begin(self) -> None:
         self._prompts: Prompts | None = None
-        self._seen: Timestamp | None = None  # the time of the last check
+        self._seen: Timestamp | None = None  # the run's progress when the interval was last checked
         self._drawn_at = -1
         self._is_training = self._is_leaving = self._has_warned = False
 
@@ -115,7 +115,7 @@ class Generate(Callback):
             self._prompts = Prompts(self._given, self._tokenizer)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Generate if an interval is over."""
+        """Generate texts if the interval since the last time has passed."""
         if self._interval is None or self._seen is None:
             return
         state, before = ctx.state, self._seen
@@ -164,7 +164,7 @@ class Generate(Callback):
             ctx.log_table(self.name or "generations", ["prompt", "continuation"], rows)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the time of the last check and the last step at which it generated."""
+        """Return the run's progress at the last check of the interval, and the last step at which texts were generated."""
         return {"seen": self._seen.to_dict() if self._seen is not None else None, "drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

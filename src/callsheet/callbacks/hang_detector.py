@@ -25,7 +25,7 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # rarely used by others; it interrupts the training thread
+_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # interrupts the training thread; other programs rarely use it
 _MIN_SAMPLES = 3  # the learned step time is used after this many checks that saw new steps
 _ACTION_SECONDS = 10.0  # limit for writing stacks, and again for logging; after it, the detector acts anyway
 _OTHER_RANKS_SECONDS = 2.0  # after this time, every rank has noticed the hang and written its stacks
@@ -86,13 +86,13 @@ class HangDetector(Callback):
         self._exit_code = exit_code
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
-        self._run: RunInfo | None = None  # while training
+        self._run: RunInfo | None = None  # the current run, while it trains
         self._learned: deque[float] = deque(maxlen=50)  # seconds per step, one value per check
         self._rank = 0
         self._state = TrainState()  # the run's state, whose timestamp counts the steps
-        self._beat = 0.0  # the time of the last progress: an event between steps, or a check that saw a new step
+        self._beat = 0.0  # the time of the last progress: an event outside of steps, or a check that found a new step
         self._hung_after = 0  # the last step before a hang
-        self._pausing_until = 0  # until this step the limit is `pause_seconds`
+        self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`
         self._is_over: threading.Event | None = None
         self._previous: Any = None  # the signal's previous handler
 
@@ -121,7 +121,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Record progress outside of training steps."""
+        """Record that an evaluation step has ended, which counts as progress."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 
@@ -154,7 +154,7 @@ class HangDetector(Callback):
     def _watch(self, is_over: threading.Event, trained: threading.Thread) -> None:
         pause = min(1.0, self._min_seconds / 10)
         looked, steps, beat = time.monotonic(), self._state.timestamp.batch, self._beat
-        reported: float | None = None  # the last progress before the hang that was reported
+        reported: float | None = None  # the time of the last progress before the hang that was reported
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
             if now - looked > 5 * pause + 1:  # the whole process was stopped, or the machine was asleep
@@ -197,7 +197,7 @@ class HangDetector(Callback):
             try:
                 self._write(path, what)
                 written.append(f"is in {path}")
-            except Exception as error:  # a full disk must not prevent the action
+            except Exception as error:  # an error such as a full disk must not prevent the action
                 written.append(f"cannot be written: {error}")
 
         def report() -> None:
@@ -208,14 +208,15 @@ class HangDetector(Callback):
         if self._action == "warn":
             return
         is_over.wait(_OTHER_RANKS_SECONDS)
-        if self._state.timestamp.batch != self._hung_after:  # a step has ended since then
+        if self._state.timestamp.batch != self._hung_after:  # a step has ended since then, so the run does not hang
             return
         if self._action == "kill":
             _within(_ACTION_SECONDS, logging.shutdown)
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
-                signal.pthread_kill(trained.ident, _SIGNAL)  # also interrupts a sleep or a read
+                # Unlike the exception below, a signal also interrupts a sleep or a read.
+                signal.pthread_kill(trained.ident, _SIGNAL)
             else:
                 import ctypes
 
@@ -239,7 +240,8 @@ class HangDetector(Callback):
 
     def _raise(self, number: int, frame: object) -> None:
         silent = time.monotonic() - self._beat
-        if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:  # otherwise a step has just ended
+        # Otherwise a step has just ended, so the run does not hang.
+        if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:
             raise HangError(
                 f"no step for {silent:.3g} s, around step {self._hung_after + 1} on rank {self._rank}; "
                 f"the stacks of its threads are in {self._folder}"

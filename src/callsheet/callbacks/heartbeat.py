@@ -1,4 +1,4 @@
-"""A file that shows that the run is alive."""
+"""Writes a small file every few seconds, which shows that the run makes progress."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Heartbeat(Callback):
         self._pattern = os.fspath(file) if file is not None else None
         self._seconds = seconds
         self.ranks = ranks
-        self._path: Path | None = None  # None until the run may write
+        self._path: Path | None = None  # None until the run may write to its folder
         self._state = self._before_save = "starting"
         self._next = 0.0
 

@@ -1,4 +1,4 @@
-"""A run's records and evaluations in memory."""
+"""Keeps a run's metrics records and evaluations in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 class History(Callback):
-    """Keep every record and every evaluation of training in memory.
+    """Keep every metrics record and every evaluation of training in memory.
 
     `history["train/loss"]` lists the values of that metric in the records, in order, and `history.steps("train/loss")` their
     steps. `records` holds a pair of step and values for each record. `evaluations` holds a pair of step and results by dataset

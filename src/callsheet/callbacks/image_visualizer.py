@@ -67,7 +67,7 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._logged = self._taken = -1  # the last interval that was logged, and that was collected
+        self._logged = self._taken = -1  # indices of the last intervals for which images were logged, and collected
         self._is_due = False
         self._kept: dict[str, Pictures] = {}
         self._warnings: set[str] = set()

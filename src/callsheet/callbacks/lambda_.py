@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""A callback that is made of functions, one for each event."""
 
 from __future__ import annotations
 

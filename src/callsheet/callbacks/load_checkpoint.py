@@ -130,7 +130,7 @@ class LoadCheckpoint(Callback):
 
 
 class _Scratch:
-    """A destination for tensors that the checkpoint reader must read but nobody needs, such as the optimizer's state.
+    """A destination for tensors that the checkpoint reader must read but that are not needed, such as the optimizer's state.
 
     All are read into the same memory, so that it stays small.
     """

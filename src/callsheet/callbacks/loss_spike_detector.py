@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _TO_DEVIATION = 1.4826  # the ratio of standard deviation to median absolute deviation in a normal distribution
-_MIN_RELATIVE_SPREAD = 0.001  # relative to the median, so that a tiny change after constant losses is no spike
+_MIN_RELATIVE_SPREAD = 0.001  # lowest spread, relative to the median, so that a tiny change after constant losses is no spike
 
 
 class LossSpikeDetector(Callback):
@@ -63,7 +63,7 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the loss with the window, and act on a spike."""
+        """Compare the loss with its recent values, and act on a spike."""
         loss = ctx.record.values.get(self._monitor)
         if loss is None:
             return

@@ -28,10 +28,10 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Keep the rates of several groups before the scheduler changes them. The scheduler overwrites tensors in place."""
+        """Copy the rates of several groups before the scheduler changes them, because it overwrites tensors in place."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            ctx.mute(self, "on_optimizer_step_end")  # the record already has the rate of a single group
+            ctx.mute(self, "on_optimizer_step_end")  # not needed for a single group, whose rate is in every record
             return
         self._rates = [
             rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
@@ -39,10 +39,11 @@ class LRMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         groups, values = ctx.optimizer.param_groups, ctx.record.values
-        rates, self._rates = self._rates, []  # then the record of an evaluation gets no rates
+        rates, self._rates = self._rates, []  # removed here, so that the record of an evaluation gets no rates
         if len(groups) > 1:
-            ctx.unmute(self, "on_optimizer_step_end")  # until now the optimizer may have had one group
-        if not rates and _RECORDED in values and ctx.step != self._last_step:  # otherwise nothing was trained since then
+            ctx.unmute(self, "on_optimizer_step_end")  # the handler was muted if the optimizer had only one group until now
+        # Only after new steps, since otherwise nothing was trained since the last record.
+        if not rates and _RECORDED in values and ctx.step != self._last_step:
             rates = [values[_RECORDED]]
         if rates:
             self._last_step = ctx.step

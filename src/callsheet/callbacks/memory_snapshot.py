@@ -75,13 +75,13 @@ class MemorySnapshot(Callback):
             logger.warning("%s: there is no CUDA device, so nothing is recorded", label_of(self))
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Start recording at the first step."""
+        """Start recording at the first step of the range."""
         if ctx.step == self._first and self._is_able:
             torch.cuda.memory._record_memory_history(**self._options)
             self._is_recording = True
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Write the snapshot after the last step."""
+        """Write the snapshot after the last step of the range."""
         if ctx.step >= self._last and self._is_recording:
             self._end(ctx)
 

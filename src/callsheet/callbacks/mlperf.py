@@ -118,7 +118,7 @@ class MLPerfCallback(Callback):
 
     def _forget(self) -> None:
         self._began_at = now_ms()
-        self._result: ResultFile | None = None  # on rank 0, until it is complete
+        self._result: ResultFile | None = None  # the result file, on rank 0, until it is complete
         self._sizes: list[int] | None = None  # the sizes of the first step's microbatches, during that step
         self._has_begun = self._is_in_block = self._is_resumed = False
         self._reached: float | None = None  # the value that reached the target
@@ -134,7 +134,8 @@ class MLPerfCallback(Callback):
     def on_data_init_start(self, ctx: Context) -> None:
         """Create the result file, because MLPerf's timed part begins before any data is read."""
         self._has_begun = True
-        if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):  # nothing will be trained
+        # Nothing will be trained, so there is no result to write.
+        if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):
             return
         if (step := ctx.state.timestamp.batch) > 0:
             if ctx.run.is_world_process_zero:
@@ -142,7 +143,8 @@ class MLPerfCallback(Callback):
                 logger.warning("%s writes no result: %s", label_of(self), why)
             return
         clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
-        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")  # waits for all machines too
+        # This also waits until all machines have cleared their caches.
+        problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")
         if any(problems):
             raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")
         if ctx.run.is_world_process_zero:
@@ -154,7 +156,7 @@ class MLPerfCallback(Callback):
 
         Stop again if the run had reached the target before it was resumed.
         """
-        if not self._has_begun:  # the loop does not fire `on_data_init_start`
+        if not self._has_begun:  # another framework's loop may not fire `on_data_init_start`
             self.on_data_init_start(ctx)
         if self._benchmark and ctx.state.evaluators:
             one_of("dataset of the monitor", self._monitor.partition("/")[0], ctx.state.evaluators)
@@ -167,7 +169,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "epoch_start")
 
     def on_microbatch_start(self, ctx: Context) -> None:
-        """Count the samples of the first step."""
+        """In the first step, record how many samples each microbatch has."""
         if self._sizes is not None:
             self._sizes.append(samples(ctx.microbatch))
 
@@ -239,7 +241,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "run_start")
 
     def _rehearse(self, ctx: Context) -> list[str]:
-        """Return what the checker would reject if the target were reached now."""
+        """Return what MLPerf's compliance checker would reject if the target were reached now."""
         if self._result is None:
             return []
         rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(self._target), "eval_stop": None, "run_stop": None}

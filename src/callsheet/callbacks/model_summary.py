@@ -50,7 +50,7 @@ class ModelSummary(Callback):
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier run, so that the table is shown once per run."""
+        """Forget the state of an earlier run, so that each run shows the table once."""
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:
@@ -59,7 +59,7 @@ class ModelSummary(Callback):
             self._show(ctx, {})
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Count the second forward pass.
+        """Start counting FLOPs if this is the second forward pass.
 
         The first one is not counted, because code that is first called while torch counts would never be compiled.
         """
@@ -82,7 +82,7 @@ class ModelSummary(Callback):
             )
 
     def on_train_end(self, ctx: Context) -> None:
-        """Show the table if there was only one forward pass."""
+        """Show the table without FLOPs if there was only one forward pass."""
         self._show(ctx, {})
 
     def on_exception(self, ctx: Context) -> None:
@@ -118,7 +118,7 @@ class ModelSummary(Callback):
         total = sum(parameter.numel() for parameter in parameters)
         kind = next(
             kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)
-        )  # the class that sharding adds comes first
+        )  # skip the class that sharding puts before the module's own class
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 
 

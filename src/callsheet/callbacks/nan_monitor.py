@@ -30,7 +30,7 @@ class NaNMonitor(Callback):
     collective = True
 
     def __init__(self) -> None:
-        self._first = 0  # the step of the first kept loss
+        self._first = 0  # the step of the first loss that is kept
         self._losses: list[Any] = []
         self._folded: list[torch.Tensor] = []
 
@@ -66,7 +66,7 @@ class NaNMonitor(Callback):
         self._look(ctx)
 
     def _look(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # if this rank has no losses, no rank has any
+        if not self._losses and not self._folded:  # if this rank has no losses since the last record, no rank has any
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

@@ -25,7 +25,7 @@ EVENTS = ("start", "end", "failure", "preemption")
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _RULE = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
-_MAX_CHARACTERS = 3000  # longest message of an exception
+_MAX_CHARACTERS = 3000  # longest message of an exception in a notification
 
 
 class Notify(Callback):
@@ -83,7 +83,7 @@ class Notify(Callback):
         password_env: str = "",
     ) -> None:
         self._address = Address(to, url_env, server, sender, password_env)
-        positional, named = self._arguments  # replaced, because arguments are written to the run's folder and to reports
+        positional, named = self._arguments  # secrets in them are replaced, because arguments are written to the run's folder
         self._arguments = (positional, {**named, "to": self._address.without_secrets} if to else named)
         if not (timeout > 0 and retries >= 0):
             raise ConfigError(f"timeout={timeout}, retries={retries}: give more than 0, and 0 or more")
@@ -97,7 +97,7 @@ class Notify(Callback):
 
     def _begin(self) -> None:
         self._crossed = dict.fromkeys(self._rules, False)
-        self._seen: Timestamp | None = None  # the time of the last record
+        self._seen: Timestamp | None = None  # the run's progress at the last record
         self._values: dict[str, float] = {}
         self._is_training = self._has_started = False
 
@@ -125,7 +125,7 @@ class Notify(Callback):
         self._has_started = True
 
     def on_log(self, ctx: Context) -> None:
-        """Notify if a rule becomes true or an interval is over."""
+        """Send a notification if a rule becomes true or an interval has passed."""
         if not self._is_training:
             return
         self._values |= ctx.record.values
@@ -162,7 +162,7 @@ class Notify(Callback):
             logger.warning("%s: no record of the run had the metric %r of a rule", label_of(self), name)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Notify of the outcome, unless it was a failure or a preemption."""
+        """Send a notification of how the run ended, unless it failed or was preempted."""
         if self._has_started and ctx.run.outcome not in (Outcome.FAILED, Outcome.PREEMPTED):
             seconds = ctx.state.timestamp.seconds
             self._notify(ctx, "end", f"{ctx.run.outcome} after {ctx.step} steps, {seconds:.0f} s of training", self._losses())

@@ -68,7 +68,7 @@ class OOMObserver(Callback):
         self._has_seen, self._run = False, ctx.run
         torch.cuda.init()
         torch.cuda.memory._record_memory_history(**self._options)
-        if not self._is_attached:  # torch cannot remove an observer
+        if not self._is_attached:  # attach only once, since torch cannot remove an observer
             self._is_attached = True
             me = weakref.ref(self)
 
@@ -99,7 +99,7 @@ class OOMObserver(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, device: int, asked: int) -> None:
-        """Write a snapshot.
+        """Write a snapshot of the device's memory.
 
         Torch's allocator calls this before it raises an error because `asked` bytes are not available.
         """

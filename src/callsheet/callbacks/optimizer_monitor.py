@@ -13,7 +13,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
-_REPORT_METHOD = "report_per_parameter_metrics"  # Composer's name
+_REPORT_METHOD = "report_per_parameter_metrics"  # the name that Composer uses for this method
 
 
 class OptimizerMonitor(Callback):
@@ -61,7 +61,7 @@ class OptimizerMonitor(Callback):
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Discard the cached list of parameters.
+        """Forget the list of parameters, because some may have been frozen or unfrozen.
 
         The list is kept during an epoch because finding the parameters takes longer than computing their norms.
         """

@@ -43,10 +43,10 @@ class RuntimeEstimator(Callback):
         self._seconds = self._progress = 0.0  # seconds and progress of training after the warm-up
         self._pauses: dict[
             str, tuple[int, float, float, float]
-        ] = {}  # for each kind: count, seconds, progress at the first and at the last
+        ] = {}  # pauses by kind: count, seconds, progress at the first and at the last
         self._to_skip = skip_batches
         self._since: tuple[float, float] | None = None  # time and progress at the start of the current measurement
-        self._paused: tuple[str, float] | None = None  # kind and time of the current pause
+        self._paused: tuple[str, float] | None = None  # the kind of the current pause, and when it began
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Discard the measurements of an earlier run."""
@@ -112,9 +112,9 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            between = (last - first) / (count - 1) if count > 1 else first  # a single pause also came after one interval
+            between = (last - first) / (count - 1) if count > 1 else first  # before a single pause, there was one interval too
             if between > 0 and end > last:
-                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is also one at the end
+                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is also a pause at the end
                 left += max(0, to_come) * seconds / count
         return left
 

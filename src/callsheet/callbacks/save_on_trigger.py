@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED_SECONDS = 1.0  # a file of this age is taken to be complete
+_SETTLED_SECONDS = 1.0  # a file that was not changed for so long counts as complete
 
 
 class SaveOnTrigger(Callback):
@@ -52,7 +52,7 @@ class SaveOnTrigger(Callback):
         self._next = 0.0
 
     def on_run_start(self, ctx: Context) -> None:
-        """Find the file's path."""
+        """Determine the path of the file with requests."""
         if self._file is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for the trigger; give it a file=")
         self._path = self._file or Path(ctx.run.folder or "", "trigger")
@@ -78,9 +78,9 @@ class SaveOnTrigger(Callback):
                 logger.warning("%s: cannot remove itself from the run's list of trigger files: %s", label_of(self), error)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Check the file if it is time."""
+        """Look for requests in the file, at most every few seconds."""
         now = time.monotonic()
-        if now >= self._next and ctx.run.may_write(self._path):  # otherwise the file is for another process
+        if now >= self._next and ctx.run.may_write(self._path):  # if the run has lost its folder, the file is for another process
             self._next = now + self._seconds
             for line in self._taken():
                 self._ask(ctx, line)
@@ -88,7 +88,7 @@ class SaveOnTrigger(Callback):
     on_eval_step_end = on_train_step_end
 
     def _taken(self) -> list[str]:
-        """Remove the file and return its lines.
+        """Remove the file with requests, and return its lines.
 
         Return no lines if there is no file, or if it may be incomplete.
         """

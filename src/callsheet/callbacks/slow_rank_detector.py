@@ -51,7 +51,7 @@ class SlowRankDetector(Callback):
         self._factor = factor
         self._min_seconds = min_seconds
         self._patience = patience
-        self._in_a_row: dict[str, int] = {}  # records, by "<stage> <rank>"
+        self._in_a_row: dict[str, int] = {}  # number of records in a row in which a rank was slow, by "<stage> <rank>"
         self._is_on_cuda = False
         self._start: Any = None
         self._forget(0)
@@ -90,7 +90,8 @@ class SlowRankDetector(Callback):
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
         self._forget(ctx.step)
         there = ctx.gather(here)
-        if not all(rank[0] for rank in there):  # this is the record of an evaluation
+        # Some rank has trained no step since the last record, so this is the record of an evaluation.
+        if not all(rank[0] for rank in there):
             return
         for i, stage in enumerate(_STAGES, start=1):
             self._compare(ctx, stage, [rank[i] for rank in there])

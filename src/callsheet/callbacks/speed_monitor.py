@@ -16,8 +16,9 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_COUNTING = ("on_forward_end", "on_forward_backward_end")  # events that are muted when everything is counted
-_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # events that are muted if the run counts the same numbers
+# Events whose handlers are switched off when the FLOPs of a step are known.
+_COUNTING = ("on_forward_end", "on_forward_backward_end")
+_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # events whose handlers are switched off if the run counts tokens itself
 
 
 class SpeedMonitor(Callback):
@@ -90,12 +91,12 @@ class SpeedMonitor(Callback):
             ctx.mute(self, *_BATCHES, *_COUNTING)
 
     def on_fetch_end(self, ctx: Context) -> None:
-        """Report the batch to the FLOP counter."""
+        """Pass the batch to the FLOP counter."""
         if ctx.batch is not None:
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Start counting if this is the step to count."""
+        """Start counting FLOPs if this is the step in which they are counted."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:
@@ -104,7 +105,7 @@ class SpeedMonitor(Callback):
             self._flops.guess(ctx.model, ctx.outputs)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Stop counting. Mute the handlers that are no longer needed."""
+        """Stop counting FLOPs, and switch off (mute) the handlers that are no longer needed."""
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:
@@ -112,7 +113,7 @@ class SpeedMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         now = ctx.state.timestamp
-        if not self._window.moves_to(now):  # the record of an evaluation: nothing was trained since the last one
+        if not self._window.moves_to(now):  # this is the record of an evaluation: nothing was trained since the last record
             return
         family, ranks = self.name or "throughput", ctx.run.world_size
         flops = None
@@ -150,7 +151,7 @@ class SpeedMonitor(Callback):
             logger.info(f"%s: {message}", label_of(self), detail)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Stop counting, also after an exception, and drop the reference to the model."""
+        """Stop counting FLOPs, also after an exception, and drop the reference to the model."""
         self._flops.begin_run(None)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ class SystemMetricsMonitor(Callback):
         self._process = psutil.Process()
         self._counters: dict[str, int] = {}
         self._counted_at = 0.0
-        self._gpu: tuple[Any, Any] | None = None  # NVML and the device's handle
+        self._gpu: tuple[Any, Any] | None = None  # the NVML library (for GPU metrics), and its handle of the device
 
     def on_train_start(self, ctx: Context) -> None:
         """Read the counters for the first time, so that the first record has rates."""
@@ -64,7 +64,7 @@ class SystemMetricsMonitor(Callback):
     def on_log(self, ctx: Context) -> None:
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
             self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
-        there = ctx.gather(self._seen)  # empty in an evaluation without training
+        there = ctx.gather(self._seen)  # the values are empty in an evaluation without training
         highest: dict[str, float] = {}
         for rank in there:
             for name, value in rank.items():

@@ -71,7 +71,7 @@ class ThresholdStopper(Callback):
             self._look(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the record's value if all records are compared."""
+        """Compare the value in the metrics record with the threshold, if all records are compared."""
         value = ctx.record.values.get(self._monitor)
         self._note(ctx.record.values, value)
         if value is not None and self._is_training:
@@ -88,7 +88,7 @@ class ThresholdStopper(Callback):
             self._look(ctx, value)
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Compare the epoch's last record. Warn if nothing has had the metric so far."""
+        """Compare the epoch's last value with the threshold. Warn if no record or evaluation had the metric so far."""
         if self._records == "epoch" and self._last is not None:
             self._look(ctx, self._last)
         if self._other_metrics:

@@ -62,12 +62,12 @@ class TimeLimit(Callback):
             self._look(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Stop if the time is up, because an evaluation may take longer than many steps."""
+        """Stop if the time is up. It is checked here too, because an evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
             self._look(ctx, save=self._save)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Stop the clock."""
+        """Stop the clock that measures the run's wall-clock time."""
         self._before, self._began = self._taken, None
 
     @property

@@ -85,7 +85,7 @@ class TorchProfiler(Callback):
         self._folder = Path(folder) if folder is not None else None
         self.ranks = ranks
         self._profiler: profile | None = None
-        self._last = 0  # last step of the current cycle
+        self._last = 0  # the last step that the current profiler records
 
     def on_run_start(self, ctx: Context) -> None:
         """Check that there is a folder to write to."""
@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Advance the profiler. End a cycle and start the next if it is time."""
+        """Tell the profiler that a step has ended. Stop or start it if a cycle of profiled steps ends or begins."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:
@@ -106,11 +106,11 @@ class TorchProfiler(Callback):
             self._begin(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Write the steps so far."""
+        """Write a trace of the steps that were profiled so far."""
         self._end(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Write the steps so far, which may show the cause."""
+        """Write a trace of the steps that were profiled so far, which may show the cause of the exception."""
         self._end(ctx)
 
     def _begin(self, ctx: Context) -> None:

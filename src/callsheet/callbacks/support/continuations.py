@@ -97,7 +97,7 @@ def written(
         NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
     with undisturbed(model, seed) as is_sharded, finite_outputs(model):
-        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # the ranks must stop together
+        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # sharded ranks must stop generating together
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)
 
@@ -185,7 +185,7 @@ def _continued(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options:
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
-        pad = ends[0] if ends else 0  # fills shorter continuations after their end token
+        pad = ends[0] if ends else 0  # the token that fills shorter continuations after their end token
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, "pad_token_id": pad, **words}
     takes = inspect.signature(model.generate).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):

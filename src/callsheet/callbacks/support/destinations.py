@@ -52,7 +52,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if self.url_env:
-            if self.to not in ("", "webhook", "slack"):  # the text may be a secret
+            if self.to not in ("", "webhook", "slack"):  # do not repeat the text, which may be a secret
                 raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
             user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
@@ -177,7 +177,7 @@ class Webhook:
             raise NotDelivered(str(error.reason)) from None
         except OSError as error:
             raise NotDelivered(str(error) or type(error).__name__) from None
-        except Exception as error:  # its message may contain the URL
+        except Exception as error:  # the error's message is not repeated, since it may contain the URL
             raise NotDelivered(type(error).__name__, is_final=True) from None
 
 
@@ -206,11 +206,11 @@ class Mail:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
         except smtplib.SMTPRecipientsRefused:
             raise NotDelivered("it rejected the recipients", is_final=True) from None
-        except OSError as error:  # smtplib's exceptions are OSErrors too
+        except OSError as error:  # includes smtplib's exceptions
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:
             raise NotDelivered(type(error).__name__, is_final=True) from None
-        if rejected:  # a retry would send it again to the recipients that were accepted
+        if rejected:  # no retry, since it would send the mail again to the recipients that were accepted
             of = len(self._recipients.split(","))
             raise NotDelivered(f"it rejected {len(rejected)} of {of} recipients", is_final=True)
 

@@ -68,7 +68,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 class StepFlops:
-    """The FLOPs of one rank's steps, forward and backward.
+    """Counts the FLOPs of one rank's training steps, forward and backward.
 
     If the model reports the FLOPs of a batch, they are used. Otherwise one step of the process is counted. Other steps are assumed to
     have the same FLOPs for each number (a token, a pixel) in the first tensor, or the `input_ids`, of their batches.
@@ -93,7 +93,7 @@ class StepFlops:
         Batches and steps then need not be reported.
         """
         self._waiting: Any = (
-            0  # of steps since the last record: FLOPs if the model reports them, otherwise the numbers in their batches
+            0  # sum over the steps since the last record: FLOPs if the model reports them, otherwise numbers in the batches
         )
         self.begin_run(None)
 
@@ -108,8 +108,8 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # like `_waiting`, for the next step
-        self._numbers: Any = 0  # like `_waiting`, for the current step
+        self._fetched: Any = 0  # FLOPs or numbers like `_waiting`, of batches fetched for the next step
+        self._numbers: Any = 0  # FLOPs or numbers like `_waiting`, of the current step
         self.trouble = ""
         self.is_guessing = False
 
@@ -174,7 +174,7 @@ class StepFlops:
         return counter
 
     def guess(self, model: Any, outputs: Any) -> None:
-        """Guess the precision of a step whose FLOPs cannot be counted.
+        """Guess the precision of a step whose FLOPs cannot be counted, from the dtype of the outputs.
 
         It is float16 or bfloat16 if an output or a parameter has that dtype.
         """
@@ -215,7 +215,8 @@ def flops_reported_by(model: Any) -> Any:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
         else:
-            model = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None  # torch.compile's wrapper
+            # The module inside torch.compile's wrapper.
+            model = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
     return None
 
 

@@ -24,7 +24,7 @@ FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "huggingface": "mo
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a model's call."""
+    """The positional and keyword arguments of one call of a model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Call:
         return Call(args, kwargs)
 
     def small(self) -> Call:
-        """Return a copy with two samples.
+        """Return a copy of the call whose tensors have only two samples.
 
         A single sample is repeated, because an exporter would take a size of 1 for a constant.
         """
@@ -88,7 +88,7 @@ def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) 
     """Write the program as ONNX. The weights of a large model are in `<name>.data` next to it."""
     with _failing_as("the model cannot be expressed in ONNX"):
         made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # typed differently before PyTorch 2.7
-    assert made is not None  # it is None only when it writes a file itself
+    assert made is not None  # torch's exporter returns None only if it writes a file itself
     made.save(path)
 
 

@@ -36,7 +36,7 @@ class MemoryPages(Callback):
 
 
 class Drawing:
-    """Renders HTML pages while training continues. Its process runs from the first snapshot until `end`."""
+    """Renders memory snapshots as HTML pages in another process, which runs from the first snapshot until `end`."""
 
     def __init__(self) -> None:
         self._manager = CallbackManager([MemoryPages()], costs="off")

@@ -66,7 +66,7 @@ class ResultFile:
             copy.write_text(text, encoding="utf-8")
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
-        rules.enqueued_configs.clear()  # may be left over from a check that failed
+        rules.enqueued_configs.clear()  # forget what an earlier check that failed has left there
         guard = logging.NullHandler()  # the checker calls `logging.info`, which adds a handler if the root logger has none
         logging.getLogger().addHandler(guard)
         try:
@@ -79,7 +79,7 @@ class ResultFile:
         return [message.partition("\ncurrent context")[0] for message in messages]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the result file."""
         self._file.close()
 
 
@@ -157,7 +157,7 @@ def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_ruleset(ruleset: str, benchmark: str) -> str:
-    """Return the rules to use: the newest if `ruleset` is empty.
+    """Return the version of MLPerf's rules to use: the newest if `ruleset` is empty.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.
@@ -178,6 +178,7 @@ def _rules() -> Any:
 
 def _line(key: str, value: Any, time_ms: int, metadata: dict[str, Any]) -> str:
     kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
-    place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}  # the checker of seeds reads these
+    # MLPerf's check of seeds reads these keys.
+    place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}
     line = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
     return f":::MLLOG {json.dumps({**line, 'metadata': {**place, **metadata}})}\n"

@@ -42,8 +42,8 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bGB300\b", {"tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
     (r"\bMI100\b", {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}),
     (r"\bMI210\b", {"fp32": 45.3, "bf16": 181.0, "fp16": 181.0}),
-    (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # per device: a card has two
-    (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # per device: a card has two
+    (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # for one device; a card has two
+    (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # for one device; a card has two
     (r"\bMI300A\b", {"fp32": 122.6, "tf32": 490.3, "bf16": 980.6, "fp16": 980.6, "fp8": 1961.2}),
     (r"\bMI300X\b", _MI300X),
     (r"\bMI325X\b", _MI300X),  # the same chip with more memory

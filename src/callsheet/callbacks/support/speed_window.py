@@ -10,7 +10,7 @@ from callsheet.core.time import Timestamp
 
 
 class _Point(NamedTuple):
-    """What was completed at a log boundary. FLOPs are None until they are known."""
+    """What the run had completed when a metrics record was made. FLOPs are None until they are known."""
 
     batch: int
     sample: int
@@ -20,23 +20,23 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """The log boundaries of the last `size` batches, but at least the last two."""
+    """A sliding window: what the run had completed at each metrics record in the last `size` batches, and at least at two."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._points: deque[_Point] = deque()
 
     def begin(self, now: Timestamp) -> None:
-        """Add the first log boundary, unless the window has one already."""
+        """Start the window with the present progress, unless it has started already."""
         if not self._points:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Return whether anything was trained between the window's last log boundary and `now`."""
+        """Return whether anything was trained between the window's last metrics record and `now`."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:
-        """Return the number of tokens since the last log boundary of the window, over all ranks."""
+        """Return the number of tokens since the window's last metrics record, over all ranks."""
         return now.token - self._points[-1].token
 
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
@@ -65,7 +65,7 @@ class SpeedWindow:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window's log boundaries as plain data."""
+        """Return the window's entries as plain data."""
         return {"points": [list(point) for point in self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                continue  # another process has just written one
+                continue  # another process has just written a file; read it first
             except OSError:  # the file system has no links
                 os.replace(draft, path)
             return
@@ -69,7 +69,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 def claimed_lines(path: Path, by: str) -> list[str]:
     """Remove the file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
-    os.replace(path, claimed)  # later writes then go to a new file
+    os.replace(path, claimed)  # after the rename, other processes write to a new file
     with open(claimed, "rb") as file:
         content = file.read(MAX_BYTES)
     os.unlink(claimed)
