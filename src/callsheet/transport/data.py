@@ -221,7 +221,7 @@ class Encoder:
             )
 
     def _unpicklable(self, cloudpickle: Any, error: Exception) -> str:
-        for value, at in self._pickled:  # find out which one failed
+        for value, at in self._pickled:  # pickle them one by one to find out which one failed
             try:
                 cloudpickle.dumps(value)
             except Exception as own:
@@ -267,7 +267,7 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # numbered before its arguments, in the order of encoding
+                place = len(self._numbered)  # an object gets its number before its arguments do, as in the encoder
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
@@ -313,7 +313,8 @@ class Decoder:
             setattr(callback, word, self.decoded(value))
         state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            callback.load_state_dict(state)  # only if it differs, because many callbacks take this call for a resume
+            # Load the state only if it differs, because many callbacks take this call for a resume.
+            callback.load_state_dict(state)
         return callback
 
     def _numbered_as(self, value: Any) -> Any:

@@ -32,7 +32,7 @@ Node = list[Any]
 IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
-_DEEPEST = 100  # levels; each takes several calls, and Python's stack is limited
+_DEEPEST = 100  # levels of nesting; each takes several calls, and Python's stack is limited
 _LONG = 1000  # items; of longer lists only a digest is kept
 _SHORT = 40  # characters; of longer texts only a digest is kept
 _UNSEEN = "cannot be inspected"
@@ -156,7 +156,7 @@ class _Fingerprinter:
             RuntimeError,
             TypeError,
             NotImplementedError,
-        ):  # a meta or sparse tensor, or a subclass that keeps its data elsewhere
+        ):  # raised for a meta or sparse tensor, or a subclass that keeps its data elsewhere
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -166,7 +166,7 @@ class _Fingerprinter:
             return ["function", found]
         cells = [
             cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
-        ]  # an empty cell has no value yet
+        ]  # leave out empty cells, which have no value yet
         inside = {
             "code": ["code", _code(function.__code__)],
             "defaults": self.node_of([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
@@ -180,7 +180,7 @@ class _Fingerprinter:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
-        except Exception:  # it cannot be pickled
+        except Exception:  # the value cannot be pickled
             return [name_of(kind), _UNSEEN if isinstance(value, Iterator) else ""]
         if isinstance(reduced, str):
             return [name_of(kind), reduced]

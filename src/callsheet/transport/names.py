@@ -13,7 +13,7 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-_IMPORTED_MAIN = "__mp_main__"  # multiprocessing's name, so that one guard works for both
+_IMPORTED_MAIN = "__mp_main__"  # the name that multiprocessing gives an imported script, so that `__main__` guards work here too
 
 
 def main_script() -> str:
@@ -45,7 +45,7 @@ def path_of(thing: object) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(holder, "__spec__", None)
         if spec is not None and spec.name != MAIN:
-            module = spec.name  # python -m package.module
+            module = spec.name  # the program was started as `python -m package.module`
         elif main_script():
             module = MAIN
         else:
@@ -66,7 +66,7 @@ def name_of(kind: Any) -> str:
         module = spec.name if spec is not None else MAIN
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[
         2
-    ]  # cloudpickle does not keep this prefix
+    ]  # cut off, since cloudpickle does not keep this prefix
     return name if module == "builtins" else f"{module}.{name}"
 
 
@@ -91,7 +91,7 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """Return the module of the script.
+    """Return the module of the file `script`, which is imported first unless this process runs it.
 
     If this process runs the script, it is the running module. Otherwise the script is imported, without its `__main__` part.
     """
@@ -111,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # as in a script, so that multiprocessing uses its path
+    module.__spec__ = None  # None as in a script, so that multiprocessing uses the module's path
     return module
 
 

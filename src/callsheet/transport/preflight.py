@@ -25,8 +25,8 @@ SECONDS = 300.0
 """The longest time that the check may take to import the script and the callbacks' modules."""
 
 _ANSWER = "preflight"
-_MOST = 20  # differences in the message
-_LAST = 15  # lines of output in the message
+_MOST = 20  # how many differences the error message lists
+_LAST = 15  # how many lines of output the error message quotes
 
 
 def command(module: str) -> list[str]:
@@ -94,7 +94,7 @@ def main() -> None:
         answer = {"error": _described(error)}
     write_private(path.with_name(_ANSWER), json.dumps(answer).encode())
     sys.stdout.flush()
-    os._exit(0)  # does not wait for threads of the callbacks
+    os._exit(0)  # end the process without waiting for threads of the callbacks
 
 
 def _end_with(parent: int) -> None:

@@ -49,7 +49,7 @@ class Key:
 
     @classmethod
     def new(cls) -> Self:
-        """Return a key with a new random secret, for a new launch."""
+        """Return a new key for a launch, with a random secret."""
         return cls(secrets.token_bytes(_LAUNCH), secrets.token_bytes(_SECRET))
 
     @classmethod
@@ -173,7 +173,7 @@ class PrivateFolder:
 
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with contextlib.ExitStack() as undo:  # a folder without a lock would never be removed
+        with contextlib.ExitStack() as undo:  # on an error, remove the folder: without a lock it would never be removed
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
@@ -197,7 +197,7 @@ def _sweep() -> None:
         for entry in found:
             if not entry.name.startswith(_PREFIX):
                 continue
-            with contextlib.suppress(OSError):  # another user's, or being removed
+            with contextlib.suppress(OSError):  # the folder belongs to another user, or is just being removed
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:
