@@ -147,7 +147,7 @@ class Distill(Finetune):
         self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
 
     def run(self) -> dict[str, float]:
-        """Run like every recipe.
+        """Train the student and evaluate it, as every recipe does.
 
         If `compare_with_hard_labels` is set, also train another student on the labels alone.
         """
@@ -161,7 +161,8 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        return super()._trainer(model, resume or AUTO)  # None would require an empty folder, but the folder contains the teacher
+        # Not None, which would require an empty folder: this one contains the teacher.
+        return super()._trainer(model, resume or AUTO)
 
     # --- the teacher's run, and the run on labels alone ---
 
@@ -186,7 +187,7 @@ class Distill(Finetune):
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
             if (
                 kept is not None and not self.folder.exists() and _is_of(kept, recipe)
-            ):  # the earlier run ended while its teacher was being trained
+            ):  # the folder has only a teacher: the earlier run ended while training it
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
             is_there = exported.exists()  # the folder is complete if it exists, because it is renamed into place
@@ -219,7 +220,7 @@ class Distill(Finetune):
 
 
 class _Beside(Finetune):
-    """A fine-tuning run whose export is either complete or missing."""
+    """A fine-tuning run, such as that of the teacher, whose export is either complete or missing."""
 
     def export(self, path: str | Path) -> None:
         """Write the export under another name, and rename it when it is complete."""

@@ -103,7 +103,7 @@ def resumable(folder: Path, resume: str) -> str | None:
     if resume == NEW:
         return None
     if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
-        return None  # there is no committed checkpoint to resume from
+        return None  # there is no complete checkpoint to resume from
     return resume
 
 

@@ -93,7 +93,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """The model's own loss, without a key-value cache.
+    """A task that trains on the loss that the model computes itself, without a key-value cache.
 
     Nothing reads the cache, and with it packed examples could attend to each other.
     """

@@ -166,7 +166,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         ]
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the completion of each row.
+        """Yield the model's completion of each row.
 
         A row has `messages` or `prompt`, and images whose paths are relative to `image_folder` or to the current folder.
         """
@@ -205,7 +205,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
-            return None  # a stream can be read only once, for training
+            return None  # do not read a stream here, since it can be read only once, for training
         counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
         return counts.most_common(1)[0][0]
 

@@ -174,10 +174,10 @@ class Recipe(Generic[AnyConfig]):
         written = self.resolved or as_file(type(self), config)
         model = self._prepared()
 
-        lock = RunLock(folder)  # the Trainer takes it over
+        lock = RunLock(folder)  # the Trainer takes over this lock
 
         def decide() -> list[str | None]:
-            with contextlib.suppress(OSError):  # if no lock can be held, the Trainer reports it
+            with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports it later
                 lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)
             if resume is None:
@@ -188,7 +188,7 @@ class Recipe(Generic[AnyConfig]):
             return [resume, None]
 
         try:
-            # The other ranks wait for rank 0, which may wait for the lock.
+            # The other ranks wait for rank 0, which may have to wait for the lock of the run's folder.
             patience = config.timeout_seconds + config.lock_timeout_seconds
             resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
             self._aside = Path(aside) if aside is not None else None
@@ -205,7 +205,7 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """After the new run failed to start, restore the folder name of the earlier run.
+        """Because the new run failed to start, give the folder of the earlier run, which was renamed, its name back.
 
         Do not if another process has started a run in that folder.
         """
@@ -307,7 +307,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # `fit` says what stopped it, and how to continue
+        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run, and how to continue
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -363,7 +363,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
+        resolved_device(self.config.device, self.ranks)  # called to raise an error for a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
@@ -387,7 +387,8 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            else self.train_data,  # a position in the data depends on the number of ranks that trained
+            # An opened run is not trained further; its position in the data may be that of another number of ranks.
+            else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
             scheduler=config.scheduler,

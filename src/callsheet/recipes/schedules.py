@@ -12,7 +12,7 @@ from callsheet.errors import ConfigError
 
 
 class Warmup(LambdaLR):
-    """A learning rate that rises linearly and then stays constant.
+    """A learning-rate schedule: the rate rises linearly and then stays constant.
 
     Args:
         optimizer: the optimizer whose learning rate is set.
@@ -43,7 +43,7 @@ class WarmupCosine(LambdaLR):
 
 
 class WarmupLinear(LambdaLR):
-    """A learning rate that rises linearly, and falls linearly.
+    """A learning-rate schedule: the rate rises linearly, and then falls linearly.
 
     Args:
         optimizer: the optimizer whose learning rate is set.

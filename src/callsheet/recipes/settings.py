@@ -32,7 +32,7 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """Return the YAML of a job that was made in Python.
+    """Return the settings of a job that was made in Python, in the form of a recipe file (YAML).
 
     With this file the run can be opened again, and compared when it is resumed.
 

@@ -39,7 +39,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{_syntax_error(error, text)}") from None
     except ConfigError:
         raise
-    except ValueError as error:  # such as a date with a month 13
+    except ValueError as error:  # a value is invalid, such as a date with a month 13
         raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes if it is a text") from None
     except RecursionError:
         raise ConfigError(f"{path}{_TOO_DEEP}") from None
@@ -62,7 +62,7 @@ def reject_deep(value: Any, place: str) -> None:
     try:
         is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
     except (yaml.YAMLError, ValueError):
-        return  # this is a plain text, or it is rejected later with its key
+        return  # the value is a plain text, or it is rejected later with its key
     except RecursionError:
         is_read = False
     if not is_read:
@@ -113,7 +113,7 @@ def _check_keys(node: yaml.Node, path: Path) -> None:
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()
-        if id(each) in seen:  # the node was seen before, through an alias
+        if id(each) in seen:  # this node was checked before, under an alias (`*name`)
             continue
         seen.add(id(each))
         if isinstance(each, yaml.SequenceNode):

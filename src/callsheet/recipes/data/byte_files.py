@@ -1,4 +1,4 @@
-"""Text files as bytes: split by file into training and validation, cut into windows, and the baselines that a model must beat."""
+"""Text files as training data, with bytes as tokens: split into training and validation, cut into windows; and baselines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ByteFiles:
 
     @cached_property
     def root(self) -> Path:
-        """The folder."""
+        """The folder with the text files."""
         return Path(self.folder if self.folder is not None else sysconfig.get_path("stdlib"))
 
     @cached_property

@@ -68,7 +68,7 @@ class Conversations:
         self._completion_only = completion_only
 
     def example(self, row: Row, place: str) -> Example:
-        """Return the row's tokens.
+        """Return the tokens of a row, and which of them are learnt.
 
         Raises:
             ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.

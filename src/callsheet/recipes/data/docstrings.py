@@ -108,7 +108,7 @@ def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
             warnings.simplefilter("ignore")  # invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # a template, or source for another version of Python
+        return  # it cannot be parsed: a template, or source for another version of Python
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         owner, node = stack.pop()

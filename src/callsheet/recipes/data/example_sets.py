@@ -13,7 +13,7 @@ from callsheet.recipes.data.rows import Stream, Table
 
 
 class ExampleSets:
-    """Tokenizes all rows now, except for streamed rows, which are tokenized when they are read.
+    """The datasets of a job. All rows are tokenized at the start, except streamed rows, which are tokenized when read.
 
     Args:
         rows: the rows by the dataset's name.
@@ -51,7 +51,7 @@ class ExampleSets:
         """A DataLoader's `collate_fn` for all of the datasets: it makes a batch of samples."""
 
     def dataset(self, name: str) -> Any:
-        """Return the samples of a dataset: examples, or packed rows."""
+        """Return the samples of the dataset `name`: examples, or rows into which several examples are packed."""
         examples = self.examples[name]
         if not self._packing:
             return examples

@@ -30,7 +30,7 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Enforces that no example is longer than `longest` tokens, and that each has a learnt token.
+    """Checks or cuts examples, so that none is longer than `longest` tokens, and each has a token to learn.
 
     Attributes:
         truncated: how many examples were cut.
@@ -44,7 +44,7 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """Return the example, or its first `longest` tokens. Return None if it is dropped.
+        """Return the example, or its first `longest` tokens if it is too long. Return None if it is dropped.
 
         Raises:
             ConfigError: the example is too long and `too_long` is `reject`, or it has no learnt token; the message names the place.
@@ -61,7 +61,7 @@ class Fit:
                 self.dropped += 1
                 return None
             self.truncated += 1
-        if not any(example.is_learnt[1:]):  # no logits predict the first token
+        if not any(example.is_learnt[1:]):  # the first token does not count, since no logits predict it
             reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
         return example
 

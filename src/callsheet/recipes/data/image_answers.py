@@ -1,4 +1,4 @@
-"""Generates the answers of a trained vision-language model."""
+"""Generates the answers of a trained vision-language model to questions about images."""
 
 from __future__ import annotations
 

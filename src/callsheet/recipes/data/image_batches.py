@@ -35,7 +35,7 @@ class ImageBatches:
         self._truncates = too_long == "truncate"
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return the batch, with labels.
+        """Return the processor's output for the examples as one batch, with labels for the tokens to learn.
 
         Raises:
             ConfigError: a row is too long, or the processor rejects it; the message names its place.
@@ -73,7 +73,7 @@ class ImageBatches:
                 made = self._called(examples)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
-                self.encoded([example], side=side)  # finds out which row fails
+                self.encoded([example], side=side)  # process each row alone, to find out which one fails
             reject(examples[0].place, f"the processor rejects this row: {error}")
         return dict(made)
 
@@ -110,7 +110,7 @@ class ImageBatches:
             yield start + more, end + more
 
     def _length(self, example: Example) -> int:
-        """Return the number of ids of the example alone."""
+        """Return the number of token ids of an example when it is not padded in a batch."""
         if not example.images:
             return len(self._plain(example.text, example.text))
         return int(self.encoded([example], side="right")["input_ids"].shape[1])

@@ -31,7 +31,7 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row, ready for the processor."""
+    """One row of images and text, in the form that the processor takes."""
 
     place: str
     text: str
@@ -68,7 +68,7 @@ class ImageText:
         self._rows = rows
 
     def __call__(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the example.
+        """Return the row as an example: its rendered text, the spans of it to learn, and its images.
 
         Raises:
             ConfigError: the row cannot be used; the message has its place and a hint.

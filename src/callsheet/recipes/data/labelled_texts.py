@@ -14,7 +14,7 @@ TOO_LONG = ("truncate", "reject")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Converts rows to samples.
+    """Converts rows of a text and a label to samples of token ids and a class number.
 
     All methods are called with the row's place, and raise a ConfigError that names it if they cannot use the row.
 
@@ -42,7 +42,7 @@ class LabelledTexts:
         return text, label
 
     def sample(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Return the row as `input_ids` and `labels`."""
+        """Return the row as a sample: the token ids `input_ids`, and its class number `labels`."""
         return {"input_ids": self.ids(row, place), "labels": self.labels.number(row[self.label_column], place)}
 
     def ids(self, row: Mapping[str, Any], place: str) -> list[int]:

@@ -51,7 +51,7 @@ class PackagePieces:
 
     @cached_property
     def root(self) -> Path:
-        """The folder of packages."""
+        """The folder that contains the packages."""
         return Path(self.folder if self.folder is not None else sysconfig.get_path("stdlib"))
 
     @cached_property
@@ -108,7 +108,8 @@ class PackagePieces:
 
     def _pieces(self, path: Path) -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
-        starts = range(0, max(1, len(text) - self.characters + 1), self.characters)  # a shorter rest at the end is left out
+        # A rest of the text that is shorter than a piece is left out.
+        starts = range(0, max(1, len(text) - self.characters + 1), self.characters)
         return [(text[start : start + self.characters], f"{path}, character {start}") for start in starts]
 
 

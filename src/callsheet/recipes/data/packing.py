@@ -28,7 +28,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
     The longest examples come first. Each is put into the row where it leaves the least room.
     """
     rows: list[list[int]] = []
-    with_left: dict[int, list[int]] = defaultdict(list)  # rows by how many tokens are left in them
+    with_left: dict[int, list[int]] = defaultdict(list)  # rows by the number of tokens for which they have room left
     lefts = 0  # a number whose set bits are the keys of `with_left` that have rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]

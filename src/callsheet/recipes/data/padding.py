@@ -26,7 +26,7 @@ class Padding:
         self.pad_id = pad_id
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the batch."""
+        """Return the samples as one batch, padded to the longest."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {
             "input_ids": filled(ids, self.pad_id),

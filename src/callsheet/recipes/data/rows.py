@@ -32,7 +32,7 @@ It rejects a row by calling `reject(place, why)`.
 
 @dataclass
 class Rows:
-    """A source of rows.
+    """Where rows come from: files, a folder, or a dataset on the hub, and which split of it.
 
     Args:
         path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
@@ -123,7 +123,7 @@ class Table(Sequence[Row]):
         return (self[index] for index in range(len(self)))
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place."""
+        """Yield each row with its place, such as `train.jsonl:17`, for messages."""
         return ((self.place(index), self[index]) for index in range(len(self)))
 
 
@@ -169,7 +169,7 @@ class LineTable(Table):
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a worker process opens the files again
+        return {**self.__dict__, "_maps": {}}  # leave out the open files, which a worker process opens again
 
 
 class DatasetTable(Table):
@@ -204,7 +204,7 @@ class Stream(IterableDataset[Any]):
         return iter(self._source)
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place."""
+        """Yield each row with its place, such as `train.jsonl:17`, for messages."""
         return ((f"{self._path}, row {number}", row) for number, row in enumerate(self._source, 1))
 
 
@@ -257,7 +257,7 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # also raised for bytes that are not UTF-8
+    except ValueError as error:  # the line is not JSON, or its bytes are not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")

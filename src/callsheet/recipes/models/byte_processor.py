@@ -32,8 +32,8 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
         image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
-        vision_feature_select_strategy="default",  # uses the patches, but not the tower's class token
-        num_additional_image_tokens=1,  # the class token
+        vision_feature_select_strategy="default",  # the model gets the patches, but not the vision tower's class token
+        num_additional_image_tokens=1,  # the vision tower's class token
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,
     )

@@ -91,7 +91,7 @@ class LanguageModel:
         return tokenizer
 
     def build(self, auto: Any, *, vocabulary: int, longest: int, **values: Any) -> nn.Module:
-        """Return the model.
+        """Return the model, with weights from a folder or the hub, or with random weights.
 
         Args:
             auto: the transformers class that makes the model, such as `AutoModelForCausalLM`.
@@ -109,7 +109,7 @@ class LanguageModel:
             config = self._configuration(vocabulary, longest, values)
             try:
                 model = auto.from_config(config, dtype=_DTYPES[self.dtype])
-            except ValueError as error:  # the configuration is for another type of model
+            except ValueError as error:  # raised if the configuration is for another type of model
                 raise ConfigError(f"this recipe cannot train a model of model.config: {error}") from error
         self._check(model, vocabulary, longest)
         self._freeze(model)
@@ -212,7 +212,7 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         KeyError,
         ImportError,
         RuntimeError,
-    ) as error:  # for missing packages, and weights that do not fit
+    ) as error:  # raised for missing packages, and weights that do not fit
         raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
 
 
@@ -221,7 +221,7 @@ def _is_name_on_hub(name: str) -> bool:
 
 
 def _hub_answers() -> bool:
-    """Return whether a single request reaches the hub.
+    """Return whether the hub answers a single short request.
 
     The hub's own client would try again for a minute, for each file.
     """
@@ -229,7 +229,7 @@ def _hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:  # the HTTP library's errors, which depend on the version of the hub's client; or its offline mode
+    except Exception:  # which error is raised depends on the version of the hub's client, and on its offline mode
         return False
     return True
 

@@ -72,7 +72,8 @@ class Lora:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()  # optimizer steps are smaller than the resolution of bf16
+                # Adapters in float32, since optimizer steps are smaller than the resolution of bf16.
+                parameter.data = parameter.data.float()
         model.register_state_dict_post_hook(_leave_out_frozen)
         model.register_load_state_dict_post_hook(_need_no_frozen)
 
@@ -95,10 +96,10 @@ class Lora:
 
             def write() -> None:
                 try:
-                    if writes:  # cloned because merging changes them in place
+                    if writes:  # the weights are cloned because merging changes them in place
                         self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
                 finally:
-                    for _ in turns:  # gather the rest too, because the other ranks take part
+                    for _ in turns:  # take part in gathering the remaining weights, because the other ranks wait for this rank
                         pass
 
             ranks.together(write)
@@ -107,7 +108,7 @@ class Lora:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
         kind = next(
             kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
-        )  # the model's own class, not that of FSDP's wrapper
+        )  # take the model's own class, not that of FSDP's wrapper
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore", FutureWarning)  # peft imports a deprecated name of transformers
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())

@@ -145,7 +145,7 @@ class VisionLanguageModel(LanguageModel):
                 continue
             inside = (
                 tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
-            )  # some models have the projector inside the vision tower
+            )  # leave out the projector, which some models have inside the vision tower
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():
                 if name.startswith(prefixes) and not name.startswith(inside):

@@ -22,7 +22,7 @@ class ByteCounts:
         self.bytes = np.zeros((classes, 256), dtype=np.int64)
 
     def add(self, text: str, label: int) -> None:
-        """Count one row."""
+        """Count the class and the bytes of one row's text."""
         self.rows[label] += 1
         self.bytes[label] += _histogram(text)
 

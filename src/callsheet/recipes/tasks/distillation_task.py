@@ -45,8 +45,8 @@ class DistillationTask(CausalTask):
     def loss(self, outputs: Any, batch: Any) -> Losses:
         """Return the losses by name."""
         own = super().loss(outputs, batch)
-        assert isinstance(own, Tensor)  # the loss of a model is a tensor
-        labels = batch["labels"][:, 1:]  # no logits predict the first token
+        assert isinstance(own, Tensor)  # the model's own loss is a single tensor
+        labels = batch["labels"][:, 1:]  # the first token is left out, since no logits predict it
         says, teaches = (logits[:, :-1, : self._vocabulary].float() for logits in (outputs.logits, outputs.teacher_logits))
         says_softly, teaches_softly = (log_softmax(logits / self._temperature, dim=-1) for logits in (says, teaches))
         apart = kl_div(says_softly, teaches_softly, reduction="none", log_target=True).sum(-1)
