@@ -56,7 +56,7 @@ class _Made:
 
 
 class _Check:
-    """Walks the values of all sources, in order."""
+    """Checks the values of all sources (file, environment, command line), in order."""
 
     def __init__(self) -> None:
         self._source = Source({})

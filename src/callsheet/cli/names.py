@@ -16,7 +16,7 @@ NAMED = f"{__name__}.named"
 
 
 def named(callback: Callback, name: str) -> Callback:
-    """Return the callback with this name.
+    """Give the callback this name, and return it.
 
     A name in a file becomes a call of this function, because jsonargparse knows only `class_path` and `init_args`.
     """
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """Return the content of a file with each specification that has a name replaced by a call of `named`."""
+    """Return the content of a file, with a call of `named` in place of each callback that has the key `name`."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):
@@ -47,7 +47,7 @@ def with_calls(content: Any) -> Any:
 
 
 def with_names(content: Any) -> Any:
-    """Return the content with each call of `named` replaced by a specification that has a name."""
+    """Return the content, with the key `name` in place of each call of `named`; the reverse of `with_calls`."""
     if isinstance(content, list):
         return [with_names(each) for each in content]
     if not isinstance(content, dict):

@@ -40,7 +40,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The checked values of a recipe file and its overrides. Nothing is made from them yet.
+    """The checked values of a recipe file and its overrides, from which no objects have been made yet.
 
     `given` has a value for every key. It may be changed before `made()` is called.
     """

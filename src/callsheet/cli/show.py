@@ -1,4 +1,4 @@
-"""`callsheet show`: print the call sheet of a recipe and its settings, without running it."""
+"""`callsheet show`: print the call sheet of a recipe (the table of all handlers) and its settings, without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Return the call sheet and the settings of a recipe or a run. This makes no model, reads no data and writes nothing.
+    """Return the table of handlers and the settings of a recipe or run. This makes no model, reads no data and writes nothing.
 
     Raises:
         ConfigError: `callsheet train` would reject the recipe too.

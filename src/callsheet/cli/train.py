@@ -41,7 +41,7 @@ def train(recipe: str, overrides: list[str]) -> int:
 
 
 def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
-    """Return the names of the callbacks, and the command that prints the whole call sheet."""
+    """Return the names of the callbacks, and the command that prints the table of all their handlers."""
     names = [label_of(callback) for callback in callbacks.callbacks]
     listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     show = shlex.join(["callsheet", "show", recipe, *overrides])
@@ -57,5 +57,5 @@ def _reported(run: RunInfo) -> str:
         return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
     try:
         return f"Its report: {write_report(folder)}"
-    except (MissingPackage, OSError) as error:  # the run itself is complete
+    except (MissingPackage, OSError) as error:  # only log it, since the run itself is complete
         return f"There is no report: {error}"

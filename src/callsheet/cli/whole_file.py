@@ -12,7 +12,7 @@ from callsheet.errors import CallsheetError
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write the text. Raise CallsheetError if that fails."""
+    """Write the text to a file atomically. Raise CallsheetError if that fails."""
     with whole_file(path) as file:
         file.write(content)
 
