@@ -1,4 +1,4 @@
-"""The conformance checks on one rank.
+"""The conformance checks (what every callback must fulfil) that need only one rank.
 
 Each takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
 """
@@ -49,7 +49,7 @@ def constructs(subject: Subject, folder: Path) -> None:
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
-    CallbackManager([callback])  # raises if the factory does not make a callback
+    CallbackManager([callback])  # raises an error if `subject.make` does not return a callback
     kind = type(callback)
     by_place = [
         name
@@ -175,7 +175,7 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
     with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=preempt) as scene:
         scene.fit()
-    if not scene.moments.has_come:  # the run had stopped before
+    if not scene.moments.has_come:  # the run had stopped before the step at which it should be preempted
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
@@ -222,7 +222,8 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
     """Check that a run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
-    _things_after(subject, folder, subject.make(), fails=False)  # the first run triggers imports and caches that stay for good
+    # The first run is not compared: it triggers imports and caches that stay.
+    _things_after(subject, folder, subject.make(), fails=False)
     settled = Surroundings.now()
     for fails in (False, True):
         callback = subject.make()
@@ -246,7 +247,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks. Its checkpoint was saved after step `SAVED_AT`."""
+    """The results of a run without callbacks, to compare with. Its checkpoint was saved after step `SAVED_AT`."""
 
     weights: dict[str, Tensor]
     losses: list[str]

@@ -68,7 +68,7 @@ def find_on_ranks(
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
-    while len(found) < len(subjects):  # a callback that fails ends its processes
+    while len(found) < len(subjects):  # start again, since the processes end when a callback fails
         first = len(found)
         own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
         crash = _run(packed, own, first, world_size, timeout)
@@ -91,7 +91,7 @@ class _End:
 
 
 def _packed(subject: Subject) -> bytes:
-    """Return the subject as a pickle, to be sent to another process."""
+    """Return the callback under test with its details (`subject`) as a pickle, to be sent to another process."""
     try:
         return pickle.dumps(subject)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -180,7 +180,7 @@ def _path(folder: Path, number: int, rank: int) -> Path:
 
 
 def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
-    """Return what every rank found, for each callback.
+    """Read the result files: return, for each callback, how its run ended on every rank.
 
     A result is None if the rank did not finish the callback.
     """

@@ -1,4 +1,4 @@
-"""A loop without training, for tests of callbacks.
+"""A loop that fires a run's events without training, for tests of callbacks.
 
 It fires the events of a whole run with given losses, and carries out the requests of callbacks.
 """

@@ -24,7 +24,7 @@ class GrammarError(CallsheetError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A regular expression over the names of spans and points.
+    """A regular expression over the names of spans (start and end events) and points (single events).
 
     `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`.
     """
@@ -159,7 +159,9 @@ class GrammarChecker:
         self._base = len(self._open)
         self._windows: dict[
             str, tuple[str, int]
-        ] = {}  # for each available field: the event that closes its window, and the depth at which the window opened
+            # By available field: the event after which it is not available any more, and the depth of spans at which it became
+            # available.
+        ] = {}
         self._past = ""
         self._failed = False
         self._count = 0
@@ -184,7 +186,7 @@ class GrammarChecker:
                 event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is fired"
             )
             if event == "on_run_end":
-                self._open = [("", EMPTY)]  # the spans that are open end without firing their end events
+                self._open = [("", EMPTY)]  # after an exception, open spans end without firing their end events
         elif event in POINTS:
             if event not in ANYWHERE:
                 self._advance(event, name)
@@ -224,7 +226,7 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Update which fields are available; `depth` is the number of spans that were open before the event.
+        """Update which context fields are available; `depth` is the number of spans that were open before the event.
 
         A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
         an epoch, whose window no step closes.

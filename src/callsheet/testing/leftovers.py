@@ -146,7 +146,7 @@ def _files() -> Counter[str]:
     except OSError:
         return found
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself, which is closed already
+        with contextlib.suppress(OSError):  # raised for the descriptor of the listing itself, which is closed already
             found[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return found
 

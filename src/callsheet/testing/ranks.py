@@ -52,7 +52,8 @@ class RankProcesses:
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-        context = multiprocessing.get_context("forkserver")  # forked from a process that has imported torch and has no threads
+        # Ranks are forked from a process that has imported torch and has no threads.
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends = context.Queue()
@@ -123,14 +124,14 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # says that the launcher hosts the rendezvous store, so rank 0 does not
     }
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # a dataloader's workers start as in an ordinary program
+    multiprocessing.set_start_method("fork", force=True)  # so that a dataloader's workers start as in an ordinary program
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:

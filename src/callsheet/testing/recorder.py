@@ -22,7 +22,7 @@ class RecordedEvent:
 
 
 class Recorder(Callback):
-    """Records every event; `callsheet.testing.check_events(recorder.events)` checks them against the lifecycle's grammar.
+    """A callback that records every event; `callsheet.testing.check_events(recorder.events)` checks their order.
 
     Args:
         fields: names of fields whose values to keep in `values`: for each field a list of (event, value) where it was available.

@@ -1,4 +1,4 @@
-"""Makes one run with a callback under test, and keeps its results for the conformance checks."""
+"""Makes a run with a callback under test, and keeps its results for the conformance checks (tests for every callback)."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name of the callback's class, or of the factory if the factory fails."""
+        """The name of the callback's class, or the name of `make`, which makes the callback, if calling it fails."""
         if isinstance(self.make, type):
             return self.make.__name__
         try:
             return type(self.make()).__name__
-        except Exception:  # the check reports the error
+        except Exception:  # ignored here, because the check calls `make` again and reports the error
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
@@ -151,7 +151,7 @@ class Scene:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # waits for callbacks in lanes
+                    self._manager.state_dict()  # reading the states also waits for callbacks in other threads
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)

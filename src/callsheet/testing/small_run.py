@@ -109,7 +109,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Call `act`, request a checkpoint or log values, if this is the event and step for it."""
+        """At each event: call `act`, request a checkpoint or log values, if this is planned for the event and step."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
