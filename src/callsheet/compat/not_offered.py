@@ -11,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The class of such names. Calling one and reading a public attribute raise `NotSupported`."""
+    """The metaclass of placeholders for unsupported names: calling one or reading a public attribute raises `NotSupported`."""
 
     instead: str
     system: str

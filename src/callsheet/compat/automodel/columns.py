@@ -12,7 +12,7 @@ from callsheet.recipes.data.rows import Rows, Stream, Table, check_columns
 
 @dataclass
 class MappedRows(Rows):
-    """Rows as prompts and completions.
+    """A source of rows whose columns are renamed to `prompt` and `completion`.
 
     Args:
         columns: the columns that hold the `answer`, the `question` and the `context`. A context precedes its question.
@@ -28,7 +28,7 @@ class MappedRows(Rows):
 
 
 class MappedTable(Table):
-    """A table with the columns `prompt` and `completion`."""
+    """A table whose columns are renamed to `prompt` and `completion`."""
 
     def __init__(self, table: Table, columns: dict[str, str]) -> None:
         self._table, self._columns = table, columns

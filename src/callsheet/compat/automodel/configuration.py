@@ -105,7 +105,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
         **_optimizer(cfg),
         **_data(cfg, kind),
         "model": _model(cfg, "model", kind),
-        "eval_interval": None,  # by the schedule
+        "eval_interval": None,  # evaluations follow AutoModel's schedule instead
         "log_interval": 1,
         "stop_on_nan": False,
     }
@@ -153,7 +153,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     seed = cfg.number("seed", 42)
     found["seed"] = rng.number("seed", seed)
     ranks = cfg.part("dist_env")
-    ranks.ignore("backend")  # it follows from the device
+    ranks.ignore("backend")  # the backend follows from the device
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")
@@ -235,7 +235,7 @@ def _model(cfg: Section, name: str, kind: type[JobConfig]) -> LanguageModel:
         "attention": section.take("attn_implementation"),
         "config": section.take("config"),
     }
-    section.ignore("num_labels")  # as many as the rows have
+    section.ignore("num_labels")  # there are as many classes as the rows have
     named = section.first("torch_dtype", "dtype")
     if named is not None:
         found["dtype"] = _DTYPES.get(str(named), str(named).removeprefix("torch."))

@@ -72,7 +72,7 @@ class _AsScheduled(Callback):
         self.schedule = schedule
         self.scheduler: StepScheduler
         self.best: float | None = None
-        self.best_yet = ""  # the name of the loss that is the lowest so far, at this step
+        self.best_yet = ""  # the loss whose value at this step is the lowest so far; empty if none
 
     def on_data_init_end(self, ctx: Context) -> None:
         self.scheduler = StepScheduler(ctx, self.schedule)
@@ -108,7 +108,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The recipe that callbacks receive. Its step scheduler has the recipe's validation and checkpoint intervals."""
+    """The object that AutoModel's callbacks receive as the recipe. Its step scheduler has the recipe's intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -116,7 +116,7 @@ class _Facade(RecipeFacade):
 
 
 class BaseRecipe:
-    """The base of the four recipes.
+    """The base class of AutoModel's four recipes, implemented by a recipe of callsheet.
 
     Callbacks may be AutoModel's or callsheet's. AutoModel's six hooks are called with this recipe. The exception hook is called
     for every exception: in `setup`, in the loop, and for Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
@@ -187,7 +187,7 @@ class BaseRecipe:
 
     @property
     def dist_env(self) -> DistEnv:
-        """The ranks."""
+        """The ranks of this process, as an attribute of AutoModel's recipe."""
         return self._facade.dist_env
 
     @property
@@ -217,7 +217,7 @@ class BaseRecipe:
 
 
 class _TellsRecipe(AutoModelGuest):
-    """A guest that calls the recipe's AutoModel callbacks with the recipe itself, not a facade, as the argument."""
+    """Calls the recipe's AutoModel callbacks, with the recipe itself and not a stand-in as the argument."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled

@@ -96,7 +96,7 @@ class CheckpointSaver(callbacks.CheckpointSaver):
 
 
 class SpeedMonitor(callbacks.SpeedMonitor):
-    """Throughput, and the share of the device's peak."""
+    """Logs the throughput, and the share of the device's peak FLOP/s."""
 
     def __init__(self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours") -> None:
         reject("SpeedMonitor", {"time_unit": (time_unit, "hours", "a record has its elapsed seconds")})
@@ -104,21 +104,21 @@ class SpeedMonitor(callbacks.SpeedMonitor):
 
 
 class RuntimeEstimator(callbacks.RuntimeEstimator):
-    """The remaining time of the run."""
+    """Logs an estimate of the remaining time of the run."""
 
     def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
         super().__init__(skip_batches=skip_batches, time_unit=time_unit)
 
 
 class OptimizerMonitor(callbacks.OptimizerMonitor):
-    """Norms of the gradients, and the optimizer's own metrics."""
+    """Logs norms of the gradients, and the optimizer's own metrics."""
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
         super().__init__(log_optimizer_metrics=log_optimizer_metrics, batch_log_interval=batch_log_interval)
 
 
 class MemoryMonitor(callbacks.MemoryMonitor):
-    """Memory in use."""
+    """Logs the memory in use."""
 
     def __init__(self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None) -> None:
         reject(
@@ -134,7 +134,7 @@ class MemoryMonitor(callbacks.MemoryMonitor):
 
 
 class MemorySnapshot(callbacks.MemorySnapshot):
-    """A snapshot of the device's memory, taken once."""
+    """Takes a snapshot of the device's memory, once."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
 
 
 class OOMObserver(callbacks.OOMObserver):
-    """A snapshot of the device's memory when an allocation fails."""
+    """Takes a snapshot of the device's memory when an allocation fails."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class OOMObserver(callbacks.OOMObserver):
 
 
 class ImageVisualizer(callbacks.ImageVisualizer):
-    """Inputs, and segmentations."""
+    """Logs images of the inputs and of segmentations."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class ImageVisualizer(callbacks.ImageVisualizer):
 
 
 class MLPerfCallback(callbacks.MLPerfCallback):
-    """The result file of the MLPerf rules."""
+    """Writes the result file that the MLPerf rules require."""
 
     def __init__(
         self,
@@ -319,14 +319,14 @@ class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
 
 
 class ActivationMonitor(callbacks.ActivationMonitor):
-    """Norms and moments of the activations."""
+    """Logs norms and moments of the activations."""
 
     def __init__(self, interval: Any = "25ba", ignore_module_types: list[str] | None = None, only_log_wandb: bool = True) -> None:
         super().__init__(batch_log_interval=_in_batches("ActivationMonitor", interval), ignore_types=ignore_module_types or ())
 
 
 class LoadCheckpoint(callbacks.LoadCheckpoint):
-    """Starts with the weights of a checkpoint. This needs `load_weights_only=True`."""
+    """Starts training with the weights of a checkpoint. This needs `load_weights_only=True`."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class LoadCheckpoint(callbacks.LoadCheckpoint):
 
 
 class SystemMetricsMonitor(callbacks.SystemMetricsMonitor):
-    """Metrics of the machine."""
+    """Logs metrics of the machine."""
 
     def __init__(self, log_all_data: bool = False) -> None:
         reject("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record has the highest value of all ranks")})

@@ -51,7 +51,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
     if loader is not given:
-        if not isinstance(given, DataSpec):  # Composer's own, whose defaults are functions
+        if not isinstance(given, DataSpec):  # a DataSpec of Composer itself, whose defaults are functions
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
@@ -92,7 +92,7 @@ class _CollatedAndTransformed:
 
 
 class _Transformed:
-    """The batches of an iterable that is no torch DataLoader, transformed."""
+    """An iterable that is no torch DataLoader, with a transform applied to each batch."""
 
     def __init__(self, loader: Any, transform: Callable[[Any], Any]) -> None:
         self._loader, self._transform = loader, transform
@@ -107,9 +107,7 @@ class _Transformed:
 def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
-    changed = copy.copy(
-        loader
-    )  # still a DataLoader, which the Trainer can split over ranks and resume; the caller's own is left as it is
+    changed = copy.copy(loader)  # a new DataLoader, so that the Trainer can split and resume it, and the caller's is unchanged
     changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
     return changed
 

@@ -105,7 +105,7 @@ class HuggingFaceModel(ComposerModel):
         return (self.train_metrics if is_train else self.val_metrics) or {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with the outputs and the labels."""
+        """Update a metric with the model's outputs and the batch's labels."""
         labels = self.labels
         if labels is not None and metric.device.type == "cpu":
             labels = labels.cpu()
@@ -115,7 +115,7 @@ class HuggingFaceModel(ComposerModel):
             metric.update(outputs, labels)
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """Generate with the model; the padding token is the tokenizer's."""
+        """Generate text with the model; the padding token is that of the tokenizer."""
         if self.tokenizer is not None:
             options.setdefault("pad_token_id", self.tokenizer.pad_token_id)
         model: Any = self.model

@@ -8,7 +8,7 @@ from callsheet.bridges.composer.names import LoggerDestination
 
 
 class InMemoryLogger(LoggerDestination):
-    """Keeps what is logged.
+    """A logger that keeps all logged values in memory, with Composer's name and attributes.
 
     `data` has, by name, pairs of a `Timestamp` and a value. `most_recent_values` has the last value of each name, and
     `hyperparameters` the settings.
@@ -23,7 +23,7 @@ class InMemoryLogger(LoggerDestination):
         self._state: Any = None
 
     def init(self, state: Any, logger: Any) -> None:
-        """Store the state. Each logged value gets its timestamp."""
+        """Store Composer's state object; each logged value gets the timestamp that it has then."""
         self._state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ _NAMES = "the file is `output.log` in the run's folder"
 
 
 class ConsoleLogger(loggers.ConsoleLogger):
-    """Prints records as lines."""
+    """Prints metrics records as lines."""
 
     def __init__(self, log_interval: Any = "1ba", stream: Any = "stderr", log_traces: bool = False) -> None:
         named = {id(sys.stderr): "stderr", id(sys.stdout): "stdout"}.get(id(stream), stream)
@@ -108,7 +108,7 @@ offer(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # they need packages of their own
+    if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # imported only when used, since they need other packages
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
     if name in _NOT_SUPPORTED:
 

@@ -55,7 +55,7 @@ class ComposerModel(nn.Module):
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with a batch: with the outputs and the batch's second part, unless overridden."""
+        """Update a metric for a batch. By default, pass it the outputs and the batch's second part (the targets)."""
         metric.update(outputs, batch[1])
 
 
@@ -92,7 +92,7 @@ class ModelTask(Task):
 
 
 class ModelMetric:
-    """A torchmetric that is updated through the model."""
+    """Wraps a torchmetric, so that the model's `update_metric` updates it."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
@@ -149,7 +149,7 @@ class TrainMetrics(Callback):
 
 
 class EpochScheduler(LRScheduler):
-    """Several schedulers as one.
+    """Several learning-rate schedulers that are stepped together, after each batch or each epoch.
 
     `step` is called after every batch. It does nothing if the schedulers are stepped once an epoch.
     """
@@ -165,7 +165,7 @@ class EpochScheduler(LRScheduler):
             self.step_all()
 
     def step_all(self) -> None:
-        """Step each scheduler."""
+        """Step each of the schedulers."""
         for scheduler in self.schedulers:
             scheduler.step()
 

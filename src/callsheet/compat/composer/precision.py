@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """The precision of the computation; the case of a value does not matter. The Trainer rejects `AMP_FP8` by name."""
+    """The precision of the computation; the case of a value does not matter. The Trainer raises an error for `AMP_FP8`."""
 
     FP32 = "fp32"
     AMP_FP16 = "amp_fp16"

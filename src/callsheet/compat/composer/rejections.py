@@ -1,4 +1,4 @@
-"""Rejects unsupported arguments by name."""
+"""Raises errors for arguments of Composer that callsheet does not support; each error names its argument."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from callsheet.compat.not_offered import not_offered
 
 
 def offer(package: str, submodules: Mapping[str, str]) -> None:
-    """Make `package.<submodule>` importable.
+    """Make modules `package.<submodule>` importable, with these names in them.
 
     Each submodule has the names of the package that are listed for it, separated by blanks.
     """

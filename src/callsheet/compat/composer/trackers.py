@@ -14,7 +14,7 @@ from callsheet.loggers.wandb_logger import WandBLogger as OurWandBLogger
 
 
 class WandBLogger(OurWandBLogger):
-    """Weights & Biases."""
+    """Logs to Weights & Biases, with Composer's options."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class WandBLogger(OurWandBLogger):
 
 
 class MLFlowLogger(MLflowLogger):
-    """MLflow."""
+    """Logs to MLflow, with Composer's options."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class MLFlowLogger(MLflowLogger):
 
 
 class TensorboardLogger(OurTensorboardLogger):
-    """TensorBoard."""
+    """Logs to TensorBoard, with Composer's options."""
 
     def __init__(self, log_dir: str | None = None, flush_interval: int = 100, rank_zero_only: bool = True) -> None:
         reject("TensorboardLogger", {"rank_zero_only": (rank_zero_only, True, "records are the same on all ranks")})

@@ -161,7 +161,7 @@ class Trainer:
         self.logger: Logger = run.logger
         keeper = ComposerGuest(
             ComposerCallback(), name="composer", phase="change", run=run
-        )  # counts samples and tokens, even if no other code does
+        )  # it updates Composer's counts of samples and tokens, even if the user gives no Composer callback
         own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
             logger.warning("no optimizers were given: SGD with a learning rate of 0.1, as Composer's default")
@@ -169,7 +169,7 @@ class Trainer:
         scheduler = self._scheduler(schedulers, optimizer, step_schedulers_every_batch)
         if scheduler is not None and not scheduler.every_batch:
             own.append(StepsSchedulers(scheduler))
-        whole: Any = model  # with more than a Module's methods
+        whole: Any = model  # typed as Any, because a ComposerModel has more methods than a Module
         train_metrics = whole.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
         if train_metrics:
             own.append(measuring := TrainMetrics(model, train_metrics))
@@ -249,11 +249,12 @@ class Trainer:
         self._trainer.__exit__(kind, error, frames)
 
     def _ours(self, given: Any) -> Callback:
-        """Return a callback of callsheet unchanged, and any other as a guest."""
+        """Return a callback of callsheet unchanged, and wrap one of Composer so that callsheet can call it (as a guest)."""
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
-        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1  # several callbacks of one class each keep their own state
+        # Numbered, so that several callbacks of one class each keep their own state.
+        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
         name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
         return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
 
@@ -285,7 +286,8 @@ class Trainer:
     def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
         found: dict[str, callsheet_trainer.Evaluator] = {}
         for number, each in enumerate(_evaluators(given), 1):
-            label = "eval" if number == 1 else f"eval-{number}"  # of several without labels, Composer keeps only the last
+            # Numbered, because without labels Composer would keep only the last.
+            label = "eval" if number == 1 else f"eval-{number}"
             evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
             if evaluator.label in found:
                 raise ConfigError(f"two evaluators are called {evaluator.label!r}; give each an Evaluator(label=...) of its own")
@@ -305,7 +307,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _evaluators(given: Any) -> list[Any]:
-    """Return the evaluators. They may be given as None, one dataloader or Evaluator, or a list of either.
+    """Return a list of evaluators, for None, one dataloader or Evaluator, or a list of either.
 
     A list of batches is one dataloader.
     """

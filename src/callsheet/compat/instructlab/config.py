@@ -1,4 +1,4 @@
-"""`instructlab.training.config`: the arguments. What has no counterpart here can be imported; using it raises `NotSupported`."""
+"""`instructlab.training.config`: argument classes. Names that callsheet does not support raise `NotSupported` when used."""
 
 from __future__ import annotations
 

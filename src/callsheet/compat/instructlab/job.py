@@ -1,4 +1,4 @@
-"""The job of a rank of `run_training`: the recipe `finetune`, with InstructLab's callbacks as guests."""
+"""What each rank of `run_training` runs: the recipe `finetune`, with InstructLab's callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = "training"
 
 
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
-    """Return the recipe with its callbacks. InstructLab's callbacks become guests; callsheet's are added unchanged."""
+    """Return the recipe with its callbacks. Those of InstructLab are wrapped so that callsheet can call them (as guests)."""
     job = Training(_config(args, train, validation, read_ranks().world_size))
     job.args = args
     known = Counter[str]()
@@ -40,7 +40,7 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
     for each in callbacks:
         given = each if isinstance(each, Callback) else _Guest(each, args)
         known[label := label_of(given)] += 1
-        if given is not each and known[label] > 1:  # several of one class
+        if given is not each and known[label] > 1:  # there are several callbacks of one class, so number them
             given.name = f"{label}-{known[label]}"
         here.append(given)
     job.callbacks.add([*_savers(args), _Exports(job, args), *here])
@@ -73,7 +73,7 @@ class Training(Finetune):
 
 
 class _Guest(InstructLabGuest):
-    """A guest that receives InstructLab's paths."""
+    """Runs one of InstructLab's callbacks in callsheet's loop, and passes it the paths that InstructLab would use."""
 
     def __init__(self, foreign: Any, args: TrainingArgs) -> None:
         super().__init__(foreign)
@@ -151,7 +151,7 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
         max_duration=f"{args.num_epochs}ep",
         eval_interval=f"{args.validation_frequency}ba" if validation is not None else None,
         log_interval=1,
-        stop_on_nan=False,  # as InstructLab has it
+        stop_on_nan=False,  # as in InstructLab, do not stop at a NaN loss
         batch_size=args.effective_batch_size // ranks,
         microbatch_size=min(args.effective_batch_size // ranks, args.max_batch_len // args.max_seq_len),
         optimizer=partial(torch.optim.AdamW, **adamw),  # type: ignore[arg-type]  # of several types
@@ -166,7 +166,7 @@ def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """
     rows = Rows(args.data_path).read(())
-    assert not isinstance(rows, Stream)  # which has to be asked for
+    assert not isinstance(rows, Stream)  # rows are streamed only if that is requested
     for number, row in enumerate(rows, 1):
         if row.get("unmask"):
             raise ConfigError(

@@ -37,7 +37,7 @@ class _ModelFields:
 
 
 class HasModelFields:
-    """Base of the argument classes."""
+    """The base of InstructLab's argument classes: it gives them pydantic's `model_fields` and `model_dump`."""
 
     model_fields: ClassVar[Any] = _ModelFields()
 

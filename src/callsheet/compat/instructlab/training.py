@@ -58,7 +58,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         )
     from callsheet.compat.instructlab.job import (
         rows_of,
-    )  # imports all recipes, which the preflight check of the callbacks does not need
+    )  # imported late: it imports all recipes, which the preflight check of the callbacks does not need
 
     rows = rows_of(train_args)
     callbacks = [each if isinstance(each, Callback) else Carried.of(each) for each in train_args.callbacks or ()]
@@ -97,8 +97,8 @@ class Carried(Callback):
 
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
-    """Train on one rank."""
-    from callsheet.compat.instructlab.job import job_of  # imported here for the same reason as above
+    """Run the training on one rank; `run_training` starts this function on each."""
+    from callsheet.compat.instructlab.job import job_of  # imported here because it imports all recipes
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
     job = job_of(args, train, validation, [each.foreign if isinstance(each, Carried) else each for each in callbacks])

@@ -20,7 +20,7 @@ def _section(kind: type[Section]) -> type[Section]:
     def reject(name: str) -> NotOnTheList:
         return NotOnTheList(f"{kind.__name__}.{name} is not supported; the supported fields are {', '.join(names)}")
 
-    def read(self: Any, name: str) -> Any:  # called only if there is no such attribute
+    def read(self: Any, name: str) -> Any:  # as `__getattr__`, called only for unknown attributes
         raise AttributeError(name) if name.startswith("__") else reject(name)
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -71,7 +71,7 @@ class TrainingConfig:
 
 @_section
 class OptimizerConfig:
-    """AdamW."""
+    """The optimizer AdamW and its settings."""
 
     lr: float = 3e-4
     min_lr: float = 3e-5
@@ -93,7 +93,7 @@ class SchedulerConfig:
 
 @_section
 class DatasetConfig:
-    """The training data.
+    """The training data: its files, and how they are read.
 
     If `blend` is None, Megatron Bridge generates data. Here, the data is then the text files of `folder`, byte by byte; if
     `folder` is None, Python's own library.

@@ -96,7 +96,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 
 
 class BridgePretrain(Pretrain):
-    """The recipe, with a model that has the call signature of Megatron's."""
+    """callsheet's recipe `pretrain`, with a model that has the call signature of Megatron's models."""
 
     state: GlobalState
 
@@ -104,7 +104,8 @@ class BridgePretrain(Pretrain):
         model = GPTModel(super().make_model())
         size = sum(parameter.numel() for parameter in model.parameters())
         length = (self.config.rows or self.config.data).sequence_length
-        self.state.train_state.__dict__["flops_per_sample"] = 6.0 * size * length  # forward and backward (Kaplan et al. 2020)
+        # FLOPs per sample, forward and backward (Kaplan et al. 2020).
+        self.state.train_state.__dict__["flops_per_sample"] = 6.0 * size * length
         self.state.__dict__["tokenizer"] = self.tokenizer
         return model
 
@@ -152,7 +153,7 @@ class _Plan(OwnCallback):
 
 
 def job_of(config: ConfigContainer) -> PretrainConfig:
-    """Return the recipe's configuration.
+    """Return the configuration of callsheet's recipe `pretrain` for Megatron Bridge's `config`.
 
     Raises:
         NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
@@ -182,7 +183,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
         max_duration=f"{train.train_iters}ba",
         eval_interval=None,
         log_interval=config.logger.log_interval,
-        stop_on_nan=False,  # nothing of ours is among the callbacks there
+        stop_on_nan=False,  # as in Megatron Bridge, none of callsheet's own callbacks is added
         batch_size=train.global_batch_size // ranks,
         microbatch_size=train.micro_batch_size,
         clip_grad_norm=optimizer.clip_grad or None,
