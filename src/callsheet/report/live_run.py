@@ -114,18 +114,20 @@ class LiveRun:
         """
         with self._lock:
             is_there = self._read_new()
+            self._update_acts(is_there)
             return self._run, is_there
 
     def _look(self) -> str:
-        """Read the new content of the folder, if enough time has passed since the last read.
-
-        Return why the run accepts no requests, which is also part of the version.
-        """
+        """Read the new content of the folder, if enough time has passed since the last read. Return what `_update_acts` returns."""
         if self.budget.is_spent:
             is_there = self.folder.is_dir()
         else:
             with self.budget.spend():
                 is_there = self._read_new()
+        return self._update_acts(is_there)
+
+    def _update_acts(self, is_there: bool) -> str:
+        """Return why the run accepts no requests, which is also part of the version. Withdraw requests that came too late."""
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
         return no_acts

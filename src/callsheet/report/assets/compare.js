@@ -17,7 +17,7 @@ const parts = [
 ];
 
 function lifeOf() {
-  const running = runs.filter(({ outcome }, run) => outcome === "running" && !isGone(run)).length;
+  const running = runs.filter((_, run) => outcomeOf(run) === "running").length;
   return [running > 0, running ? `live, ${number(running)} of ${several(runs.length, "run")} running` : "no run is running"];
 }
 

@@ -33,7 +33,7 @@ function check({ members, name, group, run }) {
   const input = el("input", { type: "checkbox", "data-runs": members.join(" "), "aria-label": isLink ? name : null, on: { change: () => showRuns(members, input.checked) } });
   setCheck(input, members);
   if (!isLink) return el("label", { class: "run-name" }, input, swatch(group), nameOf(name));
-  return el("span", { class: "run-name" }, el("label", { class: "run-name" }, input, swatch(group)), linkTo(run));
+  return el("span", { class: "run-name" }, el("label", {}, input, swatch(group)), linkTo(run));
 }
 
 function setCheck(input, members) {
@@ -41,6 +41,9 @@ function setCheck(input, members) {
   input.checked = shown > 0;
   input.indeterminate = shown > 0 && shown < members.length;
 }
+
+/** The outcome of a run. One whose folder is gone writes no more. */
+const outcomeOf = (run) => (runs[run].outcome === "running" && isGone(run) ? "gone" : runs[run].outcome);
 
 function problemsOf(members) {
   const counts = { error: 0, warning: 0, note: 0 };
@@ -58,8 +61,8 @@ function runsSection() {
   const total = (title, field) => numeric(title, (row) => sum(each(row, field)), (row) => number(sum(each(row, field))));
   const columns = [
     { title: what(), value: (row) => row.name, cell: (row) => [check(row), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
-    { title: "outcome", value: (row) => each(row, "outcome").join(" "), cell: (row) => [
-      [...new Set(each(row, "outcome"))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${each(row, "outcome").filter((one) => one === outcome).length} of ${row.members.length}`))),
+    { title: "outcome", value: (row) => row.members.map(outcomeOf).join(" "), cell: (row) => [
+      [...new Set(row.members.map(outcomeOf))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${row.members.filter((run) => outcomeOf(run) === outcome).length} of ${row.members.length}`))),
       row.members.some(isGone) && el("span", { class: "below" }, row.members.length > 1 ? `the folders of ${row.members.filter(isGone).length} are gone` : "its folder is gone"),
       row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
     range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),

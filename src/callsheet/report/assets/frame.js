@@ -1,7 +1,7 @@
 // The frame of a page: its head, the links to its parts, and the parts, of which those that changed are made again.
 
 const outcomes = {
-  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", failed: "bad", lost: "bad", running: "going",
+  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", gone: "warn", failed: "bad", lost: "bad", running: "going",
 };
 
 const pill = (outcome, more = {}) => el("span", { class: `pill ${outcomes[outcome] ?? ""}`, ...more }, outcome);

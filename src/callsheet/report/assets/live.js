@@ -10,13 +10,22 @@ function request(path, options = {}) {
 /** Whether the reader is dragging or pressing something, which must not be made again now. */
 const isBusy = () => main.matches(":active");
 
+/** Renders news without moving what the reader looks at, whatever grows above it. */
+function renderInPlace() {
+  const seen = document.elementFromPoint(innerWidth / 2, innerHeight / 3)?.closest(".chart-card, section");
+  const before = seen?.getBoundingClientRect().top;
+  render(true);
+  const now = seen?.isConnected ? seen : document.getElementById(seen?.id);
+  if (now) scrollBy({ top: now.getBoundingClientRect().top - before, behavior: "instant" });
+}
+
 async function poll() {
   try {
     const answer = await request(`${pageData.live.poll}?since=${encodeURIComponent(data.version)}`);
     reachable = answer.ok || answer.status === 304;
     if (answer.status === 200) {
       const news = await answer.json();
-      if (!isBusy()) { data = news; render(true); } // otherwise they come again, as `data` keeps its version
+      if (!isBusy()) { data = news; renderInPlace(); } // otherwise they come again, as `data` keeps its version
     }
     if (reachable) answered = Date.now();
   } catch {
@@ -41,5 +50,7 @@ function showLife() {
 
 /** Starts to ask for news, if the page has a server. */
 function goLive() {
-  if (pageData.live !== null) setTimeout(poll, 1000 * pageData.live.seconds);
+  if (pageData.live === null) return;
+  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` does it, in all browsers
+  setTimeout(poll, 1000 * pageData.live.seconds);
 }
