@@ -16,10 +16,11 @@ import pytest
 from playwright.sync_api import expect
 
 from callsheet.callbacks.support.listeners import announce
+from callsheet.cli.main import main
 from callsheet.cli.watch import NewRuns
 from callsheet.errors import RequestRejected
-from callsheet.report import live_run
-from callsheet.report.compare import comparison
+from callsheet.report import RunFolder, live_run
+from callsheet.report.compare.values import Value, values_of
 from callsheet.report.live_comparison import LiveComparison
 from callsheet.report.watch import WatchServer
 
@@ -129,12 +130,11 @@ def test_only_what_changed_is_computed_again(runs: list[Path], monkeypatch: pyte
     before = news(watched)
     computed: list[str] = []
 
-    def values_of(run: Any) -> Any:
+    def counted(run: RunFolder) -> dict[str, Value]:
         computed.append(run.name)
-        return original(run)
+        return values_of(run)
 
-    original = comparison.values_of
-    monkeypatch.setattr(comparison, "values_of", values_of)
+    monkeypatch.setattr("callsheet.report.compare.comparison.values_of", counted)
     assert before is not None
     assert news(watched, before["version"]) is None
     assert computed == []
@@ -354,10 +354,15 @@ def test_the_pages_of_runs_need_the_same_secrets(runs: list[Path], serve: Callab
         assert stranger.get(f"{path}x?token={server.token}") == 403
         assert visitor.get(path, Host="evil.example") == 403
     assert stranger.get(f"/run/0/?token={server.token}") == 403  # the token is for coming in alone
-    own = {"Origin": f"http://{visitor.headers['Host']}", "X-Callsheet-Token": server.form_token}
-    for wrong in ({"Origin": "http://evil.example"}, {"Origin": None}, {"X-Callsheet-Token": server.token}, {"Cookie": None}):
-        headers: dict[str, str | None] = own | wrong
-        assert visitor.ask("POST", "/run/0/act", b'{"act": "stop"}', **headers)[0] == 403
+    own: dict[str, str | None] = {"Origin": f"http://{visitor.headers['Host']}", "X-Callsheet-Token": server.form_token}
+    wrong: list[dict[str, str | None]] = [
+        {"Origin": "http://evil.example"},
+        {"Origin": None},
+        {"X-Callsheet-Token": server.token},
+        {"Cookie": None},
+    ]
+    for headers in wrong:
+        assert visitor.ask("POST", "/run/0/act", b'{"act": "stop"}', **(own | headers))[0] == 403
     assert not (runs[0] / "trigger").exists()
     assert visitor.ask("POST", "/run/0/act", b'{"act": "stopp"}', **own)[0] == 400
 
@@ -380,7 +385,8 @@ def test_the_command_waits_for_a_sweep(tmp_path: Path) -> None:
     watch = watch_command("lr-*", "--no-browser", "--group-by", "lr", cwd=tmp_path)
     try:
         assert watch.stdout is not None
-        assert watch.stdout.readline() == "there is no run in lr-* yet; it is added when it begins\n"
+        assert watch.stdout.readline() == "there is no run 'lr-*' yet\n"
+        assert watch.stdout.readline() == "it is added when it begins\n"
         start_run(tmp_path / "runs", "lr-1", settings={"lr": 1})
         assert watch.stdout.readline().startswith("watching 1 run: http://127.0.0.1:")
         assert watch.stdout.readline() == "Ctrl-C stops watching; the runs continue\n"
@@ -388,6 +394,43 @@ def test_the_command_waits_for_a_sweep(tmp_path: Path) -> None:
     finally:
         watch.kill()
         watch.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["lr-1"], "runs/lr-1"),
+        (["lr-1", "--group-by", "lr"], "1 run"),
+        (["lr-1", "lr-3", "lr-1"], "2 runs"),
+        (["lr-1", "lr-9"], "1 run"),
+        (["runs"], "3 runs"),
+        (["runs/lr-[12]"], "2 runs"),
+        (["--last", "2"], "2 runs"),
+        (["lr-1", "--folder", "runs"], "runs/lr-1"),
+    ],
+)
+def test_which_runs_are_watched(
+    runs: list[Path], arguments: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve_forever(server: WatchServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(runs[0].parent.parent)
+    monkeypatch.setattr(WatchServer, "serve_forever", serve_forever)
+    assert main(["watch", *arguments, "--no-browser"]) == 0
+    assert f"watching {what}: http://" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [([], "give a run"), (["--last", "1"], "--last 1"), (["--last", "2", "--folder", "nowhere"], "give --folder")],
+)
+def test_a_choice_that_makes_no_sense(
+    arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *arguments]) == 2
+    assert why in capsys.readouterr().err
 
 
 # --- in a browser ---

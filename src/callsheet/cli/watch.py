@@ -81,7 +81,7 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
     there = _those_there(given, folder)
     for word in given:
         if word not in there:
-            print(f"there is no run in {word} yet; it is added when it begins", flush=True)
+            print(f"there is no run {word!r} yet{nearest(word)}\nit is added when it begins", flush=True)
     while given and not there:
         time.sleep(_LOOK_SECONDS)
         there = _those_there(given, folder)

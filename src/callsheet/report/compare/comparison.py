@@ -59,7 +59,9 @@ class Comparison:
         given = [each.settings for each in found]
         groups = _groups(names, given, group_by)
         self.group_by = group_by
-        self.runs = [replace(each, name=name, group=group) for each, name, group in zip(found, names, groups, strict=True)]
+        self.runs: list[Compared] = [
+            replace(each, name=name, group=group) for each, name, group in zip(found, names, groups, strict=True)
+        ]
         self.groups = list(dict.fromkeys(groups))
         self.differences = differences(given)
 
