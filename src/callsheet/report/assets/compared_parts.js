@@ -63,7 +63,7 @@ function runsSection() {
     { title: what(), value: (row) => row.name, cell: (row) => [check(row), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
     { title: "outcome", value: (row) => row.members.map(outcomeOf).join(" "), cell: (row) => [
       [...new Set(row.members.map(outcomeOf))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${row.members.filter((run) => outcomeOf(run) === outcome).length} of ${row.members.length}`))),
-      row.members.some(isGone) && el("span", { class: "below" }, row.members.length > 1 ? `the folders of ${row.members.filter(isGone).length} are gone` : "its folder is gone"),
+      row.members.some(isGone) && el("span", { class: "below" }, row.members.length > 1 ? `${several(row.members.filter(isGone).length, "folder")} gone` : "its folder is gone"),
       row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
     range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),
     numeric("began", (row) => firstOf(each(row, "started")), (row) => moment(firstOf(each(row, "started")))), total("restarts", "restarts"), total("evaluations", "evaluations"), total("checkpoints", "checkpoints"),
