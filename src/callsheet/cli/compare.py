@@ -79,9 +79,7 @@ def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int =
     if len(found) < least:
         needs = "a comparison needs two runs, and " if least > 1 else ""
         there = f"{len(found)} run" if found else "no run"
-        raise ConfigError(
-            f"{needs}there is {there}; give names in {folder}/, folders or patterns such as 'lr-*', or --last 5"
-        )
+        raise ConfigError(f"{needs}there is {there}; give names in {folder}/, folders or patterns such as 'lr-*', or --last 5")
     return found
 
 

@@ -37,7 +37,6 @@ _OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
 """Modules that are needed to read any recipe."""
 
 _A_RUN = "a run's folder, or its name in runs/"
-_RUNS = f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'"
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command, given its name, its function, what it does and an example. Returns the parser for its arguments."""
@@ -207,8 +206,12 @@ def _add_runs(command: AddsCommand) -> None:
         "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
         "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
     )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help=_RUNS)
-    _add_choice(compare)
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'")
+    compare.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
+    compare.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
+    compare.add_argument(
+        "--group-by", metavar="KEY", help="seed: runs that differ in seeds alone are one group; or the key of a setting"
+    )
     compare.add_argument("--metric", action="append", default=[], metavar="NAME", help="show this metric only; may be repeated")
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help="may be repeated; see below")
     form = compare.add_mutually_exclusive_group()
@@ -229,19 +232,12 @@ def _add_runs(command: AddsCommand) -> None:
         "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
-    watch.add_argument("runs", nargs="*", metavar="RUN", help=f"{_RUNS}; one that is not there yet is waited for")
-    _add_choice(watch)
+    watch.add_argument("runs", nargs="*", metavar="RUN", help="as compare takes them; one that is not there yet is waited for")
+    watch.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
+    watch.add_argument("--last", type=int, metavar="N", help="the newest N runs, and those that begin later")
+    watch.add_argument("--group-by", metavar="KEY", help="as compare groups them")
     watch.add_argument("--port", type=int, default=0, help="0, the default, is any that is free")
     watch.add_argument("--no-browser", action="store_true", help="print the address only")
-
-
-def _add_choice(several: argparse.ArgumentParser) -> None:
-    """Add the options that choose runs and group them."""
-    several.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
-    several.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
-    several.add_argument(
-        "--group-by", metavar="KEY", help="seed: runs that differ in seeds alone are one group; or the key of a setting"
-    )
 
 
 def _recipe_missing(command: str, rest: list[str]) -> int:
