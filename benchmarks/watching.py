@@ -48,8 +48,10 @@ def write_run(run: Path, seed: int, *, is_running: bool) -> None:
     )
     append(run, range(1, RECORDS + 1))
     events: list[dict[str, object]] = [{"event": "run_start", "run": run.name, "step": 0}]
-    for step in range(100, RECORDS + 1, 100):
-        events.append({"event": "evaluation", "step": step, "results": {"validation": {"loss": 1 / step, "accuracy": 0.5}}})
+    events += [
+        {"event": "evaluation", "step": step, "results": {"validation": {"loss": 1 / step, "accuracy": 0.5}}}
+        for step in range(100, RECORDS + 1, 100)
+    ]
     if not is_running:
         events.append({"event": "run_end", "outcome": "finished", "step": RECORDS, "seconds": RECORDS * 0.5})
     (run / "events.jsonl").write_text("".join(json.dumps({"time": time.time(), **event}) + "\n" for event in events))

@@ -122,6 +122,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "resume",
             "restarts",
             "resumed-data",
+            "watching",
         )
     },
 }
