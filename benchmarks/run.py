@@ -66,6 +66,7 @@ def main() -> int:
         ("instructions", ["instructions.py", "hosts"]),
         ("guest-instructions", ["instructions.py", "guests"]),
         ("shortcuts", ["shortcuts.py"]),
+        ("watching", ["watching.py"]),
     ):
         print(f"\n{name}", flush=True)
         done = subprocess.run(

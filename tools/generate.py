@@ -123,6 +123,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "restarts",
             "resumed-data",
             "many-runs",
+            "watching",
         )
     },
 }

@@ -95,7 +95,7 @@ def serve() -> Iterator[Callable[[Path], WatchServer]]:
     servers: list[WatchServer] = []
 
     def start(folder: Path) -> WatchServer:
-        server = WatchServer(folder)
+        server = WatchServer(LiveRun(folder))
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         return server
@@ -509,7 +509,7 @@ def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pyt
     with open(going / "metrics.jsonl", "a") as file:
         file.write(line.replace('"step": 6', '"step": 8') + "\n")
     assert run.news(first["version"]) is None
-    monkeypatch.setattr(run, "_not_before", 0.0)
+    monkeypatch.setattr(run.budget, "not_before", 0.0)
     assert run.news(first["version"]) is not None
 
 
@@ -684,7 +684,7 @@ def test_the_token_is_in_no_log(
 def test_a_port_that_is_taken_is_named(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     taken = serve(ended).server_address[1]
     with pytest.raises(ConfigError, match=rf"cannot listen on port {taken}: .*; give another --port"):
-        WatchServer(ended, taken)
+        WatchServer(LiveRun(ended), taken)
 
 
 # --- the real thing ---
@@ -749,7 +749,10 @@ def test_ctrl_c_while_a_connection_is_accepted(ended: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     started = threading.Thread.start
-    with WatchServer(ended) as server, closing(socket.create_connection(("127.0.0.1", server.server_address[1]), 60)) as client:
+    with (
+        WatchServer(LiveRun(ended)) as server,
+        closing(socket.create_connection(("127.0.0.1", server.server_address[1]), 60)) as client,
+    ):
         client.sendall(b"GET / HTTP/1.0\r\n\r\n")
         monkeypatch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt):

@@ -64,23 +64,22 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
         return write_comparison(comparison, out, metrics)
 
 
-def chosen(given: Sequence[str], *, folder: Path, last: int | None) -> list[Path]:
+def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
     """Return the folders of the runs that `given` lists by name, folder or pattern. Each is returned once, in the order given.
 
     With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest. Archived runs are left
     out unless they are named.
 
     Raises:
-        ConfigError: no such run, or fewer than two.
+        ConfigError: no such run, or fewer than `least`.
     """
     found = list(dict.fromkeys(each for word in given for each in runs_named(word, folder)))
     if last is not None:
         found = _newest(found, folder, last)
-    if len(found) < 2:
+    if len(found) < least:
+        needs = "a comparison needs two runs, and " if least > 1 else ""
         there = f"{len(found)} run" if found else "no run"
-        raise ConfigError(
-            f"a comparison needs two runs, and there is {there}; give names in {folder}/, folders or patterns such as 'lr-*', or --last 5"
-        )
+        raise ConfigError(f"{needs}there is {there}; give names in {folder}/, folders or patterns such as 'lr-*', or --last 5")
     return found
 
 

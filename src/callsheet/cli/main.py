@@ -269,12 +269,15 @@ def _add_runs(command: AddsCommand) -> None:
     watch = command(
         "watch",
         _watch,
-        "look at a run in the browser while it continues, and ask it to save, evaluate or stop",
-        "  callsheet watch stdlib-lm\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
+        "look at a run in the browser while it continues, and ask it to save, evaluate or stop; or compare several while they continue",
+        "  callsheet watch stdlib-lm\n  callsheet watch 'lr-*' --group-by seed\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
         "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
-    watch.add_argument("a_run", metavar="RUN", help=f"{_A_RUN}; one that is not there yet is waited for")
+    watch.add_argument("runs", nargs="*", metavar="RUN", help="as compare takes them; one that is not there yet is waited for")
+    watch.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
+    watch.add_argument("--last", type=int, metavar="N", help="the newest N runs, and those that begin later")
+    watch.add_argument("--group-by", metavar="KEY", help="as compare groups them")
     watch.add_argument("--port", type=int, default=0, help="0, the default, is any that is free")
     watch.add_argument("--no-browser", action="store_true", help="print the address only")
 
@@ -363,7 +366,9 @@ def _compare(given: argparse.Namespace, _: list[str]) -> int:
 def _watch(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.watch import watch
 
-    return watch(given.a_run, port=given.port, opens_browser=not given.no_browser)
+    return watch(
+        given.runs, folder=given.folder, last=given.last, group_by=given.group_by, port=given.port, opens_browser=not given.no_browser
+    )  # fmt: skip
 
 
 def _evaluate(given: argparse.Namespace, overrides: list[str]) -> int:

@@ -1,34 +1,58 @@
-"""`callsheet watch`: show the page of a running run in the browser."""
+"""`callsheet watch`: show the page of a running run, or of several, in the browser."""
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import threading
 import time
 import webbrowser
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from callsheet.cli.named_run import RUNS, nearest, run_folder
+from callsheet.cli.compare import chosen
+from callsheet.cli.named_run import nearest, run_folder
 from callsheet.core import optional as extras
-from callsheet.report.index import is_run
+from callsheet.core.working import working
+from callsheet.errors import ConfigError
+from callsheet.report.index import is_run, run_names
+from callsheet.report.live_comparison import LiveComparison
+from callsheet.report.live_run import LiveRun
 from callsheet.report.watch import WatchServer
 
 _LOOK_SECONDS = 0.5
 
 
-def watch(run: str, *, port: int = 0, opens_browser: bool = True) -> int:
-    """Serve the page until Ctrl-C, and return the exit status. If the run does not exist yet, wait for it.
+def watch(
+    given: Sequence[str],
+    *,
+    folder: str = "runs",
+    last: int | None = None,
+    group_by: str | None = None,
+    port: int = 0,
+    opens_browser: bool = True,
+) -> int:
+    """Serve the page until Ctrl-C, and return the exit status. If no run exists yet, wait for one.
+
+    Serve the page of one run if `given` is the name or the folder of one, and otherwise the page that compares several.
 
     Raises:
-        ConfigError: the port is not available, or the folder is not that of a run.
+        ConfigError: the port is not available, a folder is not that of a run, or no run is chosen.
         MissingPackage: plotly, which draws the page, is not installed.
     """
     extras.load("plotly", extra="report", wanted_by="callsheet watch")
+    is_single = len(given) == 1 and last is None and group_by is None and not _holds_runs(given[0], Path(folder))
     try:
-        folder = _waited_for(run)
-        with WatchServer(folder, port) as server:
-            print(f"watching {folder}: {server.url}\nCtrl-C stops watching; the run continues", flush=True)
+        watched: LiveRun | LiveComparison
+        if is_single:
+            watched = LiveRun(_waited_for(given[0], Path(folder)))
+            what, rest = str(watched.folder), "the run continues"
+        else:
+            watched = _comparison(given, Path(folder), last, group_by)
+            what, rest = f"{len(watched.runs)} run{'s' if len(watched.runs) != 1 else ''}", "the runs continue"
+        with WatchServer(watched, port) as server:
+            print(f"watching {what}: {server.url}\nCtrl-C stops watching; {rest}", flush=True)
             if opens_browser and _has_screen():
                 address = server.ticket_url()
                 threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
@@ -38,16 +62,75 @@ def watch(run: str, *, port: int = 0, opens_browser: bool = True) -> int:
     return 0
 
 
-def _waited_for(run: str) -> Path:
+def _waited_for(run: str, folder: Path) -> Path:
     """Wait until the folder has a run, and return it."""
-    place = RUNS / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
+    place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
-            return run_folder(run)  # raises an error with a clear message
+            return run_folder(str(place))  # raises an error with a clear message
         print(f"there is no run in {place} yet{nearest(run)}\nwaiting for it; Ctrl-C ends this", flush=True)
     while not is_run(place):
         time.sleep(_LOOK_SECONDS)
     return place
+
+
+def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: str | None) -> LiveComparison:
+    """Wait until one of the runs is there, and return all that are there."""
+    if not given and last is None:
+        raise ConfigError("give a run, several runs, a pattern such as 'lr-*', or --last 5")
+    there = _those_there(given, folder)
+    for word in given:
+        if word not in there:
+            print(f"there is no run {word!r} yet{nearest(word)}\nit is added when it begins", flush=True)
+    while given and not there:
+        time.sleep(_LOOK_SECONDS)
+        there = _those_there(given, folder)
+    new = NewRuns(given or [str(folder)], folder)
+    shown = chosen(there, folder=folder, last=last, least=1)
+    with working(f"reading {len(shown)} runs", is_shown=sys.stderr.isatty()):
+        watched = LiveComparison(shown, group_by=group_by, find_new=new.find, looks_for=new.looks_for)
+    if watched.notice:
+        print(watched.notice, flush=True)
+    return watched
+
+
+class NewRuns:
+    """Finds the runs that begin later in what `words` name. Those that are there now are not new."""
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self._folder = folder
+        known = _those_there(words, folder)
+        self.looks_for = [word for word in words if word not in known or _holds_runs(word, folder)]
+        self._seen: set[Path] = set()
+        self.find()
+
+    def find(self) -> list[Path]:
+        """Return the runs that have begun since the last call."""
+        found = [each for each in _runs_of(self.looks_for, self._folder) if each not in self._seen]
+        self._seen.update(found)
+        return found
+
+
+def _holds_runs(word: str, folder: Path) -> bool:
+    """Return whether the word is a pattern or a folder of runs, and not the name of one run."""
+    is_name = Path(word).name == word and is_run(folder / word)
+    return glob.has_magic(word) or (not is_name and not is_run(Path(word)) and bool(run_names(word)))
+
+
+def _those_there(words: Iterable[str], folder: Path) -> list[str]:
+    """Return the words that name a run."""
+    return [word for word in words if _runs_of([word], folder)]
+
+
+def _runs_of(words: Iterable[str], folder: Path) -> list[Path]:
+    """Return the runs that the words name, as far as there are any."""
+    found: list[Path] = []
+    for word in words:
+        try:
+            found += chosen([word], folder=folder, last=None, least=1)
+        except ConfigError:  # nothing of this name yet
+            continue
+    return found
 
 
 def _has_screen() -> bool:

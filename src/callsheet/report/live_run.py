@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from callsheet.callbacks.support.listeners import listeners_in
@@ -24,26 +26,50 @@ _MAX_TRIGGER_BYTES = 2**20
 _PENDING_WARN_SECONDS = 30.0  # the page mentions a request that is pending for longer
 
 
+class ReadingBudget:
+    """Delays reading so that it takes at most a tenth of a core, because the job may need the processor. Runs may share it."""
+
+    def __init__(self) -> None:
+        self.not_before = 0.0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing may be read yet."""
+        return time.monotonic() < self.not_before
+
+    @contextmanager
+    def spend(self) -> Iterator[None]:
+        """Measure the processor time of the block, and delay the next reading accordingly."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.not_before = max(self.not_before, time.monotonic()) + (time.thread_time() - began) / _MAX_CORE_SHARE
+
+
 class LiveRun:
     """A run's folder, read again when it has changed. Threads may share it.
 
-    Reading is delayed so that it takes at most a tenth of a core, because the job may need the processor. `ask` writes a request
-    to the trigger file of the job's `SaveOnTrigger`. If the run ends before it has read the request, the request is removed, so
-    that a resumed run does not find it.
+    `ask` writes a request to the trigger file of the job's `SaveOnTrigger`. If the run ends before it has read the request, the
+    request is removed, so that a resumed run does not find it.
+
+    Args:
+        folder: the run's folder.
+        budget: limits the time of reading; None: this run has its own.
 
     Raises:
         FileNotFoundError: there is no such folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, budget: ReadingBudget | None = None) -> None:
         self.folder = folder
+        self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
         self._pending: dict[str, tuple[Path, float]] = {}  # by line of a trigger file: the file, and when the line was written
         self._run = self._reader.read()
         self._read_version = self._run.version
         self._body, self._body_version = b"", ""
-        self._not_before = 0.0
 
     def news(self, since: str) -> bytes | None:
         """Return the page's data as JSON. Return None if `since` is the current version."""
@@ -52,10 +78,9 @@ class LiveRun:
             if self._run.version == since:
                 return None
             if self._run.version != self._body_version:
-                began = time.monotonic()
-                self._body = json.dumps({**data(self._run), "no_acts": no_acts}, allow_nan=False).encode()
+                with self.budget.spend():
+                    self._body = json.dumps({**data(self._run), "no_acts": no_acts}, allow_nan=False).encode()
                 self._body_version = self._run.version
-                self._put_off(began)
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
@@ -82,27 +107,42 @@ class LiveRun:
         logger.info("callsheet watch: requested %s", act)
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
-    def _look(self) -> str:
-        """Read the new content of the folder, if enough time has passed since the last read.
+    def content(self) -> tuple[RunFolder, bool]:
+        """Read the folder if it has changed, whatever is left of the budget. Return its content, and whether the folder is there.
 
-        Return why the run accepts no requests, which is also part of the version.
+        The content is the same object until the folder is read again.
         """
-        is_there = self.folder.is_dir()
-        began = time.monotonic()
-        if is_there and began >= self._not_before and self._reader.version() != self._read_version:
-            try:
-                self._run = self._reader.read()
-                self._read_version = self._run.version
-                self._put_off(began)
-            except FileNotFoundError:  # the folder was renamed since the check
-                is_there = False
+        with self._lock:
+            is_there = self._read_new()
+            self._update_acts(is_there)
+            return self._run, is_there
+
+    def _look(self) -> str:
+        """Read the new content of the folder, if enough time has passed since the last read. Return what `_update_acts` returns."""
+        if self.budget.is_spent:
+            is_there = self.folder.is_dir()
+        else:
+            with self.budget.spend():
+                is_there = self._read_new()
+        return self._update_acts(is_there)
+
+    def _update_acts(self, is_there: bool) -> str:
+        """Return why the run accepts no requests, which is also part of the version. Withdraw requests that came too late."""
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
         return no_acts
 
-    def _put_off(self, began: float) -> None:
-        now = time.monotonic()
-        self._not_before = max(self._not_before, now) + (now - began) / _MAX_CORE_SHARE
+    def _read_new(self) -> bool:
+        """Read the folder if it has changed. Return whether it is there."""
+        if not self.folder.is_dir():
+            return False
+        if self._reader.version() != self._read_version:
+            try:
+                self._run = self._reader.read()
+            except FileNotFoundError:  # the folder was renamed since the check
+                return False
+            self._read_version = self._run.version
+        return True
 
     def _no_acts(self) -> str:
         if reason := why_not(self._run):

@@ -20,7 +20,7 @@ from callsheet.report.contents import contents
 from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
-_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "main.js")
+_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "acts.js", "main.js")  # fmt: skip
 _MOST_IMAGE_BYTES = 24 * 2**20  # the most bytes of images in one page
 
 

@@ -1,6 +1,7 @@
-"""A small server that shows a run's page live on this machine.
+"""A small server that shows the page of a run, or of several, live on this machine.
 
-It listens on 127.0.0.1, serves the page, its data and the run's images, and answers only requests that carry its token.
+It listens on 127.0.0.1, serves the page, its data and the run's images, and answers only requests that carry its token. Of several
+runs, each has its own page below `/run/<number>/`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from callsheet.errors import CallsheetError, ConfigError, RequestRejected
+from callsheet.report.live_comparison import LiveComparison
 from callsheet.report.live_run import LiveRun
 from callsheet.report.run_folder import image_bytes
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
 _LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
+_OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
 _LONGEST_REQUEST = 1024  # bytes of a button's request
 _IDLE_SECONDS = 60.0  # a connection without a complete request is closed after this time
 _MOST_CONNECTIONS = 32  # open at once, each with a thread; a browser opens six
@@ -42,19 +44,18 @@ It loads `/` at once from this page's own origin, so that the browser sends the 
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the page of the run in `folder` on `port`. If the port is 0, a free one is used.
+    """Serves the page of `watched` on `port`. If the port is 0, a free one is used.
 
     Raises:
         ConfigError: the server cannot listen on the port.
-        FileNotFoundError: there is no such folder.
     """
 
     daemon_threads = True
     block_on_close = False  # a browser keeps its connections open
     allow_reuse_address = sys.platform != "win32"  # on Windows it would let two servers use one port
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.run = LiveRun(folder)
+    def __init__(self, watched: LiveRun | LiveComparison, port: int = 0) -> None:
+        self.watched = watched
         self.token = secrets.token_urlsafe(32)
         self.form_token = secrets.token_urlsafe(32)  # part of the page, for its buttons
         self._tickets: set[str] = set()
@@ -164,22 +165,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, "text/html", _ENTRY.encode(), {"Set-Cookie": cookie})
             return
         self._check_cookie()
+        watched, path = self._watched_at(path)
         if path == "/":
             nonce = secrets.token_urlsafe(16)
-            self._send(HTTPStatus.OK, "text/html", self.server.run.page(self.server.form_token, nonce), nonce=nonce)
+            self._send(HTTPStatus.OK, "text/html", watched.page(self.server.form_token, nonce), nonce=nonce)
         elif path == "/data.json":
-            news = self.server.run.news(query.get("since", [""])[-1])
+            news = watched.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
+        elif isinstance(watched, LiveComparison):  # its runs have the rest
+            raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         elif path == "/act":
             raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")
-        elif path.startswith("/images/") and (image := image_bytes(self.server.run.folder, unquote(path[1:]))) is not None:
+        elif path.startswith("/images/") and (image := image_bytes(watched.folder, unquote(path[1:]))) is not None:
             self._send(HTTPStatus.OK, "image/png", image)
         else:
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def _post(self, path: str, _: dict[str, list[str]]) -> None:
         self._check_cookie()
-        if path != "/act":
+        watched, path = self._watched_at(path)
+        if path != "/act" or isinstance(watched, LiveComparison):
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
             raise _Rejected(HTTPStatus.FORBIDDEN, "only the page itself may send requests to the run")
@@ -187,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Rejected(HTTPStatus.FORBIDDEN, "the page is of an earlier server; load it again")
         try:
             request = json.loads(self._body())
-            message = self.server.run.ask(str(request["act"]))
+            message = watched.ask(str(request["act"]))
         except (ValueError, TypeError, KeyError, RecursionError) as error:  # ConfigError is a ValueError
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
             raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
@@ -196,6 +201,15 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             raise _Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, f"the request cannot be written: {error}") from error
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
+
+    def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
+        """Return what the path is about, and the rest of the path: of several runs, `/run/3/act` is the run with the number 3, and `/act`."""
+        watched = self.server.watched
+        if isinstance(watched, LiveComparison) and (found := _OF_RUN.fullmatch(path)):
+            number = int(found[1])
+            if number < len(watched.runs):
+                return watched.runs[number], found[2]
+        return watched, path
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")

@@ -2,12 +2,14 @@
 // traces, shownLines, greatestOf, shapes, legendButtons, summary, noteOn, csvOf, axisTitle, hoverTitle, axisEnds, pageTitle, isMain, hoverMode.
 
 const drawn = new Map(); // the element that plotly draws in -> its chart
+const visible = new WeakSet(), late = new WeakSet(); // of these elements, those in sight, and those that show old data
 const CHARTS_AT_ONCE = 24;
 const FEW_POINTS = 30; // a curve of so few is drawn with its points, and never smoothed
 
 const inSight = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (entry.isIntersecting && entry.target.chart && !drawn.has(entry.target)) drawChart(entry.target);
+  for (const { isIntersecting, target } of entries) {
+    if (isIntersecting) visible.add(target); else visible.delete(target);
+    if (isIntersecting && target.chart && (!drawn.has(target) || late.has(target))) drawChart(target);
   }
 }, { rootMargin: "300px" });
 
@@ -110,6 +112,7 @@ function drawChart(place) {
   const { chart } = place;
   const isNew = !drawn.has(place);
   drawn.set(place, chart);
+  late.delete(place);
   place.drawing = Plotly.react(place, traces(chart, place.clientWidth - 50), layout(chart), { displayModeBar: false, responsive: true, doubleClick: false, showTips: false });
   if (!isNew) return;
   place.on("plotly_relayout", (change) => {
@@ -119,10 +122,12 @@ function drawChart(place) {
   place.on("plotly_doubleclick", () => zoom(null));
 }
 
-function redraw() {
+/** Draws the charts again. With news, those out of sight are drawn when they come into it. */
+function redraw(isNews = false) {
   for (const place of drawn.keys()) {
-    if (place.isConnected) drawChart(place);
-    else {
+    if (place.isConnected) {
+      if (isNews && !visible.has(place)) late.add(place); else drawChart(place);
+    } else {
       drawn.delete(place);
       place.drawing.finally(() => Plotly.purge(place)); // while it draws it needs what a purge takes away
     }
@@ -130,10 +135,15 @@ function redraw() {
   for (const place of document.querySelectorAll(".chart")) place.retell();
 }
 
+/** An end of the range, as its field shows it. */
+function shownEnd(end) {
+  if (!view.range) return "";
+  return Math.abs(view.range[1] - view.range[0]) > 20 ? Math.round(view.range[end]) : Number(view.range[end].toPrecision(4));
+}
+
 function zoom(range, isTyped = false) {
   view.range = range;
-  const rounded = (value) => (Math.abs(range[1] - range[0]) > 20 ? Math.round(value) : Number(value.toPrecision(4)));
-  const show = (selector, value) => { for (const input of document.querySelectorAll(selector)) input.value = range ? rounded(range[value]) : ""; };
+  const show = (selector, end) => { for (const input of document.querySelectorAll(selector)) input.value = shownEnd(end); };
   if (!isTyped) { show("input.from", 0); show("input.to", 1); }
   for (const button of document.querySelectorAll("button.whole")) button.disabled = !range;
   redraw();
@@ -249,8 +259,8 @@ function curvesTools(again, axes, more) {
     } } }), shownSmooth),
     el("label", {}, el("input", { type: "checkbox", id: "log", checked: view.log, on: { change: (event) => { view.log = event.target.checked; redraw(); } } }), "Logarithmic"),
     more,
-    el("label", {}, "From", el("input", { type: "number", class: "from", step: "any", on: { change: toRange } })),
-    el("label", {}, "to", el("input", { type: "number", class: "to", step: "any", on: { change: toRange } })),
+    el("label", {}, "From", el("input", { type: "number", class: "from", step: "any", value: shownEnd(0), on: { change: toRange } })),
+    el("label", {}, "to", el("input", { type: "number", class: "to", step: "any", value: shownEnd(1), on: { change: toRange } })),
     el("button", { type: "button", class: "whole", disabled: !view.range, on: { click: () => zoom(null) } }, "Whole run"));
 }
 

@@ -1,23 +1,33 @@
 // The page of a comparison: its parts in their order. Switching a run on or off makes the parts again that show it.
 
 const hidden = () => [...view.hidden];
+const names = () => runs.map(({ name, group }) => [name, groups[group]]);
 
 const parts = [
-  { id: "runs", title: "Runs", has: () => true, from: () => 0, make: runsSection },
-  { id: "differences", title: "What differs", has: () => Object.keys(data.differences).length, from: hidden, make: differencesSection },
-  { id: "curves", title: "Curves", has: () => data.families.length, from: () => 0, make: curvesSection }, // of the curves, `redraw` takes care
-  { id: "values", title: "Values", has: () => data.values.length, from: hidden, make: valuesSection },
-  { id: "anatomy", title: "Anatomy of a step", has: () => data.anatomy.length, from: hidden, make: anatomySection },
-  { id: "problems", title: "Problems", has: () => true, from: hidden, make: problemsSection },
-  { id: "evaluations", title: "Evaluations", has: () => data.evaluations.length, from: hidden, make: evaluationsSection },
-  { id: "checkpoints", title: "Checkpoints", has: () => data.checkpoints.some((each) => each.count), from: hidden, make: checkpointsSection },
-  { id: "tables", title: "Tables", has: () => Object.keys(data.tables).length, from: hidden, make: tablesSection },
-  { id: "images", title: "Images", has: () => Object.keys(data.images).length, from: hidden, make: imagesSection },
+  { id: "runs", title: "Runs", has: () => true, from: () => [runs, groups, data.problems, data.are_there, data.notice], make: runsSection },
+  { id: "differences", title: "What differs", has: () => Object.keys(data.differences).length, from: () => [hidden(), names(), data.differences], make: differencesSection },
+  { id: "curves", title: "Curves", has: () => data.families.length, from: () => [data.families, axesOfRuns(), isGrouped(), data.metrics_left_out], make: curvesSection }, // of the curves, `redraw` takes care
+  { id: "values", title: "Values", has: () => data.values.length, from: () => [hidden(), names(), data.values], make: valuesSection },
+  { id: "anatomy", title: "Anatomy of a step", has: () => data.anatomy.length, from: () => [hidden(), names(), data.anatomy], make: anatomySection },
+  { id: "problems", title: "Problems", has: () => true, from: () => [hidden(), names(), data.problems], make: problemsSection },
+  { id: "evaluations", title: "Evaluations", has: () => data.evaluations.length, from: () => [hidden(), names(), data.evaluations], make: evaluationsSection },
+  { id: "checkpoints", title: "Checkpoints", has: () => data.checkpoints.some((each) => each.count), from: () => [hidden(), names(), data.checkpoints], make: checkpointsSection },
+  { id: "tables", title: "Tables", has: () => Object.keys(data.tables).length, from: () => [hidden(), names(), data.tables], make: tablesSection },
+  { id: "images", title: "Images", has: () => Object.keys(data.images).length, from: () => [hidden(), names(), data.images], make: imagesSection },
 ];
 
-function render() {
-  renderParts(parts, { top: [header()], tiles: [], about: "Of these runs there is nothing on:", from: several(runs.length, "run") });
-  redraw();
+function lifeOf() {
+  const running = runs.filter((_, run) => outcomeOf(run) === "running").length;
+  return [running > 0, running ? `live, ${number(running)} of ${several(runs.length, "run")} running` : "no run is running"];
+}
+
+function render(isNews = false) {
+  takeRuns();
+  document.title = `${several(runs.length, "run")} compared - callsheet`;
+  const top = [header(), pageData.live && el("div", { class: "live" }, lifeSigns())].filter(Boolean);
+  renderParts(parts, { top, tiles: [], about: "Of these runs there is nothing on:", from: several(runs.length, "run") });
+  showLife();
+  redraw(isNews);
 }
 
 /** Switches runs on or off, everywhere on the page. */
@@ -28,3 +38,4 @@ function showRuns(members, shown) {
 }
 
 render();
+goLive();

@@ -1,15 +1,21 @@
 // The curves of many runs: one chart for each metric, with a line for each run, or for each group its mean and spread.
 
-const { runs, groups } = data;
-const isGrouped = data.group_by !== null;
+let runs, groups, membersOf; // of the data; a run and a group keep their numbers when news come
 const COLORS = 7; // of the palette in page.css; more groups repeat them with other dashes
 const DASHES = ["solid", "dash", "dot", "dashdot", "10px,3px", "10px,3px,2px,3px,2px,3px", "2px,5px", "14px,4px,4px,4px"];
 const SVG_DASHES = { solid: null, dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" };
 const FEW_LINES = 8; // more are not listed in each chart
 const MANY_LINES = 12; // more are named one at a time, by the pointer
 const GRID_POINTS = 500; // places at which the runs of a group are averaged
-const membersOf = groups.map((_, group) => runs.map((run, place) => place).filter((place) => runs[place].group === group));
 view.spread = "range";
+
+function takeRuns() {
+  ({ runs, groups } = data);
+  membersOf = groups.map((_, group) => runs.map((run, place) => place).filter((place) => runs[place].group === group));
+}
+
+const isGrouped = () => data.group_by !== null;
+const isGone = (run) => data.are_there?.[run] === false; // its folder; a page that is a file does not say
 
 const colorName = (group) => `r${group % COLORS}`;
 const dashOf = (group) => DASHES[Math.floor(group / COLORS) % DASHES.length];
@@ -61,7 +67,7 @@ const shapes = () => [];
 const isMain = (chart, family) => family.name === "" && chart.title.endsWith("loss") && family.charts.length < 3;
 const pageTitle = () => "comparison";
 const hoverMode = (chart) => (isMeans() ? shownGroups().length : curvesIn(chart).length) > MANY_LINES ? "closest" : "x unified";
-const isMeans = () => isGrouped && view.spread !== "runs";
+const isMeans = () => isGrouped() && view.spread !== "runs";
 
 /** How many points to each side are averaged: as far along the axis for every curve, and none where a curve has few points. */
 function reachFor(chart, points) {
@@ -153,14 +159,18 @@ function csvOf(chart) {
   return [["run", "group", "step", chart.title].map(csvText).join(","), ...rows, ""].join("\r\n");
 }
 
-function curvesSection() {
+/** The axes that some run has, each with its title. */
+function axesOfRuns() {
   const titles = { step: "Step", seconds: "Training time", wall: "Wall time", tokens: "Tokens", samples: "Samples" };
-  const axes = Object.entries(titles).filter(([name]) => data.axes.some((axis) => axis[name].length));
+  return Object.entries(titles).filter(([name]) => data.axes.some((axis) => axis[name].length));
+}
+
+function curvesSection() {
   const spreads = [["range", "Min to max"], ["deviation", "± deviation"], ["runs", "Single runs"]];
-  const more = isGrouped ? el("span", { class: "soft" }, "Spread ", choice("Spread", spreads, view.spread, (spread) => { view.spread = spread; redraw(); })) : null;
-  const left = data.metrics_left_out ? ` ${several(data.metrics_left_out, "metric")} did not fit into this page; choose with --metric.` : "";
-  const means = isGrouped ? " A line is the mean of a group's runs, the band around it their spread." : "";
-  return [el("p", { class: "about" }, `Drag across a chart to zoom all of them; double-click for the whole run.${means}${left}`), ...chartsOf(data.families, axes, more)];
+  const more = isGrouped() ? el("span", { class: "soft" }, "Spread ", choice("Spread", spreads, view.spread, (spread) => { view.spread = spread; redraw(); })) : null;
+  const left = data.metrics_left_out ? ` ${several(data.metrics_left_out, "metric")} did not fit into this page; callsheet compare --metric chooses.` : "";
+  const means = isGrouped() ? " A line is the mean of a group's runs, the band around it their spread." : "";
+  return [el("p", { class: "about" }, `Drag across a chart to zoom all of them; double-click for the whole run.${means}${left}`), ...chartsOf(data.families, axesOfRuns(), more)];
 }
 
 addEventListener("beforeprint", () => { for (const place of document.querySelectorAll(".chart")) if (place.clientWidth) drawChart(place); });

@@ -5,26 +5,35 @@ const LONG_NAME = 48;
 
 /** The name of a run or group; a long one is cut, and whole where the pointer rests on it. */
 const nameOf = (text) => el("span", { title: text }, text.length > LONG_NAME ? `${text.slice(0, LONG_NAME - 1)}…` : named(text));
-const runName = (run, ...more) => el("span", { class: "run-name" }, swatch(runs[run].group), nameOf(runs[run].name), more);
+/** The name of a run; in a page that is live, a link to the run's own page. */
+function linkTo(run) {
+  const name = nameOf(runs[run].name);
+  return pageData.live ? el("a", { href: `run/${run}/`, target: "_blank", rel: "noopener", title: `${runs[run].name}: the live page of this run, in a new tab` }, name) : name;
+}
+
+const runName = (run, ...more) => el("span", { class: "run-name" }, swatch(runs[run].group), linkTo(run), more);
 const runHead = (run) => () => [swatch(runs[run].group), " ", nameOf(runs[run].name)];
 const groupHead = (group) => () => [swatch(group), " ", nameOf(groups[group])];
 const numeric = (title, value, cell, more = {}) => ({ title, value, cell, numeric: true, ...more });
-const what = () => (isGrouped ? "group" : "run");
+const what = () => (isGrouped() ? "group" : "run");
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
 function header() {
-  const facts = [isGrouped && `${several(groups.length, "group")} by ${data.group_by}`,  ["baseline: ", nameOf(groups[0])]];
+  const facts = [isGrouped() && `${several(groups.length, "group")} by ${data.group_by}`,  ["baseline: ", nameOf(groups[0])]];
   return el("div", {},
-    el("div", { class: "name" }, el("h1", {}, `${runs.length} runs compared`)),
+    el("div", { class: "name" }, el("h1", {}, `${several(runs.length, "run")} compared`)),
     el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
 }
 
 // --- the runs, which are the legend of the page ---
 
-function check(members, label, group) {
-  const input = el("input", { type: "checkbox", "data-runs": members.join(" "), on: { change: () => showRuns(members, input.checked) } });
+/** A switch for a group, or for one run, whose name is a link in a live page. */
+function check({ members, name, group, run }) {
+  const isLink = run !== undefined && pageData.live;
+  const input = el("input", { type: "checkbox", "data-runs": members.join(" "), "aria-label": isLink ? name : null, on: { change: () => showRuns(members, input.checked) } });
   setCheck(input, members);
-  return el("label", { class: "run-name" }, input, swatch(group), nameOf(label));
+  if (!isLink) return el("label", { class: "run-name" }, input, swatch(group), nameOf(name));
+  return el("span", { class: "run-name" }, el("label", {}, input, swatch(group)), linkTo(run));
 }
 
 function setCheck(input, members) {
@@ -33,6 +42,9 @@ function setCheck(input, members) {
   input.indeterminate = shown > 0 && shown < members.length;
 }
 
+/** The outcome of a run. One whose folder is gone writes no more. */
+const outcomeOf = (run) => (runs[run].outcome === "running" && isGone(run) ? "gone" : runs[run].outcome);
+
 function problemsOf(members) {
   const counts = { error: 0, warning: 0, note: 0 };
   for (const { level, runs: where } of data.problems) counts[level] += where.filter(([run]) => members.includes(run)).length;
@@ -40,37 +52,40 @@ function problemsOf(members) {
 }
 
 function runsSection() {
-  const rows = isGrouped ? groups.map((name, group) => ({ name, group, members: membersOf[group] })) : runs.map((run, place) => ({ name: run.name, group: run.group, members: [place] }));
-  const single = (place) => ({ name: runs[place].name, group: runs[place].group, members: [place] });
+  const single = (run) => ({ name: runs[run].name, group: runs[run].group, members: [run], run });
+  const rows = isGrouped() ? groups.map((name, group) => ({ name, group, members: membersOf[group] })) : runs.map((_, run) => single(run));
   const each = (row, field) => row.members.map((place) => runs[place][field]);
   const ends = (values, show) => (values.length && Math.min(...values) !== Math.max(...values) ? `${show(Math.min(...values))} to ${show(Math.max(...values))}` : show(values[0]));
   const range = (title, field, show, about) => numeric(title, (row) => each(row, field).filter(isNumber)[0], (row) => ends(each(row, field).filter(isNumber), show), { about });
   const firstOf = (times) => Math.min(...times.filter(isNumber), Infinity);
   const total = (title, field) => numeric(title, (row) => sum(each(row, field)), (row) => number(sum(each(row, field))));
   const columns = [
-    { title: what(), value: (row) => row.name, cell: (row) => [check(row.members, row.name, row.group), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
-    { title: "outcome", value: (row) => each(row, "outcome").join(" "), cell: (row) => [
-      [...new Set(each(row, "outcome"))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${each(row, "outcome").filter((one) => one === outcome).length} of ${row.members.length}`))),
+    { title: what(), value: (row) => row.name, cell: (row) => [check(row), row.group === 0 && row.members.length === membersOf[0].length && el("span", { class: "below indented" }, "the baseline")] },
+    { title: "outcome", value: (row) => row.members.map(outcomeOf).join(" "), cell: (row) => [
+      [...new Set(row.members.map(outcomeOf))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${row.members.filter((run) => outcomeOf(run) === outcome).length} of ${row.members.length}`))),
+      row.members.some(isGone) && el("span", { class: "below" }, row.members.length > 1 ? `${several(row.members.filter(isGone).length, "folder")} gone` : "its folder is gone"),
       row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
     range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),
     numeric("began", (row) => firstOf(each(row, "started")), (row) => moment(firstOf(each(row, "started")))), total("restarts", "restarts"), total("evaluations", "evaluations"), total("checkpoints", "checkpoints"),
     { title: "problems", value: (row) => problemsOf(row.members), cell: (row) => problemsOf(row.members) },
   ];
   const all = runs.map((_, place) => place);
+  const looks = data.looks_for?.length ? ` Runs that begin later in ${data.looks_for.join(", ")} are added at the end.` : "";
   const button = (text, shown) => el("button", { type: "button", on: { click: () => showRuns(all, shown) } }, text);
   return [
-    el("p", { class: "about" }, `Colors and dashes are the same in the whole page. A ${what()} that is switched off disappears from charts and tables; the baseline stays what differences refer to.`),
+    el("p", { class: "about" }, `Colors and dashes are the same in the whole page. A ${what()} that is switched off disappears from charts and tables; the baseline stays what differences refer to.${looks}`),
+    data.notice && el("p", { class: "about" }, data.notice),
     el("div", { class: "tools" }, button("Show all", true), button("Hide all", false)),
-    el("div", { class: "card" }, table("runs", columns, rows, { tall: true, inner: (row) => (isGrouped ? row.members.map(single) : []), key: (row) => row.name, caption: "The runs" })),
+    el("div", { class: "card" }, table("runs", columns, rows, { tall: true, inner: (row) => (row.run === undefined ? row.members.map(single) : []), key: (row) => row.name, caption: "The runs" })),
   ];
 }
 
 // --- what differs ---
 
-function long(text) {
+function long(text, key) {
   if (text === "") return el("span", { class: "soft" }, "–");
   if (text.length <= LONG_TEXT) return text;
-  return el("details", { class: "long" }, el("summary", {}, `${text.slice(0, LONG_TEXT)}…`), el("div", { class: "cell" }, text));
+  return folding(key, { class: "long" }, `${text.slice(0, LONG_TEXT)}…`, false, () => el("div", { class: "cell" }, text));
 }
 
 function differencesSection() {
@@ -83,7 +98,7 @@ function differencesSection() {
       const columns = [
         { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
         ...shown.map((run) => ({ title: runs[run].name, head: runHead(run), value: ([, values]) => values[run],
-          cell: ([, values]) => (values[run] === values[0] ? long(values[run]) : el("b", {}, long(values[run]))) })),
+          cell: ([name, values]) => { const text = long(values[run], `differs/${group}/${name}/${run}`); return values[run] === values[0] ? text : el("b", {}, text); } })),
       ];
       return el("div", { class: "card side" }, el("h3", {}, titles[group] ?? group), table(`differences-${group}`, columns, rows, { caption: `What differs: ${group}` }));
     })];
@@ -109,7 +124,7 @@ function valuesSection() {
     { title: "metric", value: (row) => row.metric, cell: (row) => el("span", { class: "metric" }, row.metric) },
     { title: what(), value: (row) => groups[row.group], cell: (row) => el("span", { class: "run-name" }, swatch(row.group), nameOf(groups[row.group])) },
     numeric("value", (row) => row.mean, (row) => [showValue(row.metric, row.mean), isNumber(row.deviation) && el("span", { class: "soft" }, ` ± ${showValue(row.metric, row.deviation)}`)], { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
-    ...(isGrouped ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
+    ...(isGrouped() ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
     numeric("best", (row) => row.best, (row) => [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest, by the metric's name" }),
     numeric("difference", (row) => row.difference, (row) => signed(row.difference, (value) => showValue(row.metric, value)), { about: "from the baseline" }),
     numeric("in %", (row) => row.relative, (row) => signed(row.relative, percent), { about: "of the baseline's value" }),
@@ -156,7 +171,7 @@ function problemsSection() {
   const list = (problems) => el("ul", { class: "problems" }, problems.map(({ level, title, runs: where }) => el("li", { class: `problem ${level}` },
     el("div", { class: "title" }, el("span", { class: "soft" }, `${words[level]}: `), title),
     el("div", { class: "where" }, where.map(([run, detail]) => (detail
-      ? el("details", {}, el("summary", {}, runName(run)), el("div", { class: "detail" }, detail))
+      ? folding(`problem/${title}/${run}`, {}, el("span", { class: "run-name" }, swatch(runs[run].group), nameOf(runs[run].name)), false, () => el("div", { class: "detail" }, detail))
       : runName(run)))))));
   return [
     serious.length ? list(serious) : el("p", { class: "well" }, "✓ No errors and no warnings in these runs."),
@@ -213,7 +228,7 @@ function byStep(kind, name, logged, make) {
   if (!shown.length) return null;
   const steps = [...new Set(shown.flatMap(({ entries }) => entries.map(({ step }) => step)))].sort((a, b) => a - b);
   const body = el("div", { class: "beside" }), label = el("span", { class: "soft" });
-  const picked = steps.indexOf(view.picked.get(key));
+  const picked = view.picked.has(key) ? steps.findLastIndex((step) => step <= view.picked.get(key)) : -1;
   const range = el("input", { type: "range", min: 0, max: steps.length - 1, value: picked < 0 ? steps.length - 1 : picked, disabled: steps.length === 1, "aria-label": `Step of ${name}`, on: { input: () => { view.picked.set(key, steps[Number(range.value)]); show(); } } });
   function show() {
     const step = steps[Number(range.value)];

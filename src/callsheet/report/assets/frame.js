@@ -1,7 +1,7 @@
 // The frame of a page: its head, the links to its parts, and the parts, of which those that changed are made again.
 
 const outcomes = {
-  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", failed: "bad", lost: "bad", running: "going",
+  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", gone: "warn", failed: "bad", lost: "bad", running: "going",
 };
 
 const pill = (outcome, more = {}) => el("span", { class: `pill ${outcomes[outcome] ?? ""}`, ...more }, outcome);
@@ -21,6 +21,21 @@ function markCurrent() {
 
 const passing = new IntersectionObserver(markCurrent, { threshold: [0, 0.1, 0.25, 0.5, 1], rootMargin: "0px 0px -60% 0px" });
 
+/** Returns a function that gives a section, which is made again, the focus and the scrolling of this one. */
+function stateOf(section) {
+  const scrolled = [...section.querySelectorAll(".scroll")].map(({ scrollLeft, scrollTop }) => [scrollLeft, scrollTop]);
+  const focused = section.contains(document.activeElement) ? document.activeElement : null;
+  const alike = (element) => [...element.querySelectorAll(focused.tagName)];
+  const place = focused ? alike(section).indexOf(focused) : -1;
+  const marked = focused && [focused.selectionStart, focused.selectionEnd];
+  return (made) => {
+    [...made.querySelectorAll(".scroll")].forEach((element, at) => { [element.scrollLeft, element.scrollTop] = scrolled[at] ?? [0, 0]; });
+    const element = focused && alike(made)[place];
+    element?.focus({ preventScroll: true });
+    if (element && isNumber(marked[0])) element.setSelectionRange(...marked);
+  };
+}
+
 /**
  * parts: {id, title, has, from: what it is made from, make, bare: without a heading}
  * top, tiles: elements; about: what the foot says before the names of missing parts; from: what the page was made from.
@@ -37,7 +52,7 @@ function renderParts(parts, { top, tiles, about, from }) {
     const [old, oldSource] = shownParts.get(part.id) ?? [];
     if (source === oldSource) return;
     const made = el("section", { id: part.id, "aria-label": part.title }, part.bare ? null : el("h2", {}, part.title), [part.make()].flat());
-    if (old) { passing.unobserve(old); old.replaceWith(made); } else main.insertBefore(made, main.children[place] ?? null);
+    if (old) { const restore = stateOf(old); passing.unobserve(old); old.replaceWith(made); restore(made); } else main.insertBefore(made, main.children[place] ?? null);
     passing.observe(made);
     shownParts.set(part.id, [made, source]);
   });
@@ -48,7 +63,7 @@ function renderParts(parts, { top, tiles, about, from }) {
     missing.length ? el("p", {}, `${about} ${missing.join(", ")}.`) : null,
     el("p", {}, "Made by callsheet ", pageData.live ? "" : `on ${moment(data.generated)} `, "from ", from, ". Times are those of this browser's time zone."),
   ].filter(Boolean));
-  if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+  if (focused && document.activeElement?.id !== focused) document.getElementById(focused)?.focus({ preventScroll: true }); // in the head
 }
 
 /** Small images, such as digits, are shown larger, pixel by pixel. */
@@ -59,5 +74,7 @@ function enlarge(image) {
 
 function imageSource(file) {
   if (!pageData.live) return Object.hasOwn(pageData.pixels, file) ? pageData.pixels[file] : null;
-  return /^images\//.test(file) ? file.split("/").map(encodeURIComponent).join("/") : null;
+  const [, run, path] = /^(?:(\d+)\/)?(images\/.*)$/s.exec(file) ?? []; // of several runs, a file begins with the run's number
+  if (!path) return null;
+  return `${run ? `run/${run}/` : ""}${path.split("/").map(encodeURIComponent).join("/")}`;
 }

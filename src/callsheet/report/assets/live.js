@@ -1,4 +1,4 @@
-// A page that is served live asks for news, and its buttons ask the run for something.
+// A page that is served live asks for news. The script of the page says in `lifeOf` what is known of the runs: whether one is running, and a few words.
 
 let answered = Date.now();
 let reachable = true;
@@ -7,11 +7,26 @@ function request(path, options = {}) {
   return fetch(path, { ...options, cache: "no-store", credentials: "same-origin", headers: { ...options.headers, "X-Callsheet-Token": pageData.live.token } });
 }
 
+/** Whether the reader is dragging or pressing something, which must not be made again now. */
+const isBusy = () => main.matches(":active");
+
+/** Renders news without moving what the reader looks at, whatever grows above it. */
+function renderInPlace() {
+  const seen = document.elementFromPoint(innerWidth / 2, innerHeight / 3)?.closest(".chart-card, section");
+  const before = seen?.getBoundingClientRect().top;
+  render(true);
+  const now = seen?.isConnected ? seen : document.getElementById(seen?.id);
+  if (now) scrollBy({ top: now.getBoundingClientRect().top - before, behavior: "instant" });
+}
+
 async function poll() {
   try {
     const answer = await request(`${pageData.live.poll}?since=${encodeURIComponent(data.version)}`);
     reachable = answer.ok || answer.status === 304;
-    if (answer.status === 200) { data = await answer.json(); render(); }
+    if (answer.status === 200) {
+      const news = await answer.json();
+      if (!isBusy()) { data = news; renderInPlace(); } // otherwise they come again, as `data` keeps its version
+    }
     if (reachable) answered = Date.now();
   } catch {
     reachable = false;
@@ -21,56 +36,21 @@ async function poll() {
   setTimeout(poll, 1000 * pause);
 }
 
+/** The element for the life of the runs; a page that is a file has none. */
+const lifeSigns = () => [el("span", { class: "dot", id: "life", "aria-hidden": "true" }), el("span", { class: "soft small", id: "life-said" })];
+
 function showLife() {
-  const dot = document.getElementById("life"), said = document.getElementById("life-said");
-  if (!dot) return; // a page that is a file
-  const isLive = data.run.outcome === "running";
+  const dot = document.getElementById("life");
+  if (!dot) return;
+  const [isLive, text] = lifeOf();
   dot.classList.toggle("off", !reachable);
   dot.classList.toggle("over", reachable && !isLive);
-  said.textContent = !reachable ? `no answer since ${moment(answered / 1000)}` : isLive ? "live" : isNumber(data.run.ended) && data.run.outcome !== "lost" ? `ended ${moment(data.run.ended)}` : `silent since ${moment(data.run.last_write)}`;
+  document.getElementById("life-said").textContent = reachable ? text : `no answer since ${moment(answered / 1000)}`;
 }
 
-function why() {
-  return data.no_acts ?? pageData.live.no_acts ?? "";
-}
-
-function liveControls() {
-  if (pageData.live === null) return null;
-  const off = why();
-  const button = (act, text) => el("button", { type: "button", id: `act-${act}`, class: act, disabled: Boolean(off), on: { click: () => (act === "stop" ? confirmStop() : ask(act)) } }, text);
-  return el("div", { class: "live" },
-    el("span", { class: "dot", id: "life", "aria-hidden": "true" }), el("span", { class: "soft small", id: "life-said" }),
-    button("save", "Save a checkpoint"), button("evaluate", "Evaluate"), button("stop", "Stop"),
-    el("span", { class: "why soft small", id: "said", role: "status" }, off || said));
-}
-
-let said = "";
-
-async function ask(act) {
-  say(`Asking the run: ${act} ...`);
-  try {
-    const answer = await request(pageData.live.act, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ act }) });
-    const text = await answer.text();
-    let message = text;
-    try { message = JSON.parse(text).message ?? text; } catch { /* a plain text, shown as it is */ }
-    say(answer.ok ? message || `The run was asked: ${act}.` : `That did not work: ${message || answer.status}`);
-  } catch {
-    say("The server does not answer.");
-  }
-}
-
-function say(text) {
-  said = text;
-  const place = document.getElementById("said");
-  if (place) place.textContent = text;
-}
-
-function confirmStop() {
-  const dialog = el("dialog", { "aria-labelledby": "stop-title" },
-    el("h2", { id: "stop-title" }, "Stop this run?"),
-    el("p", {}, `${named(data.run.name)} ends its step, does what is due at the end, and is over. It can be resumed from a checkpoint.`),
-    el("form", { method: "dialog", class: "row" }, el("button", { value: "no" }, "Go on training"), el("button", { value: "stop", class: "stop", id: "confirm-stop" }, "Stop the run")));
-  dialog.addEventListener("close", () => { if (dialog.returnValue === "stop") ask("stop"); dialog.remove(); });
-  document.body.append(dialog);
-  dialog.showModal();
+/** Starts to ask for news, if the page has a server. */
+function goLive() {
+  if (pageData.live === null) return;
+  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` does it, in all browsers
+  setTimeout(poll, 1000 * pageData.live.seconds);
 }

@@ -19,11 +19,11 @@ const parts = [
   { id: "settings", title: "Settings", has: () => data.config || data.hyperparameters.length, from: () => [data.config, data.hyperparameters], make: settingsSection },
 ];
 
-function render() {
+function render(isNews = false) {
   renderParts(parts, { top: [header(), liveControls() ?? ""], tiles: tiles(), about: "Of this run there is nothing on:", from: el("span", { class: "mono" }, data.run.path) });
   showLife();
-  redraw();
+  redraw(isNews);
 }
 
 render();
-if (pageData.live !== null) setTimeout(poll, 1000 * pageData.live.seconds);
+goLive();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from callsheet.errors import ConfigError, did_you_mean
@@ -20,13 +20,23 @@ _IN_NAMES = ("settings", "callbacks")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison: its name in the comparison, its group, and the data that was read from its folder."""
+    """One run of a comparison: its name in the comparison, its group, and the data that was read from its folder.
+
+    `parts` keeps what `once` computed.
+    """
 
     name: str
     group: str
     run: RunFolder
     settings: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Value]
+    parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
+        """Compute a part of the page from the run's data and `limit` alone, or return it if it was computed before."""
+        if part not in self.parts or self.parts[part][0] != limit:
+            self.parts[part] = (limit, compute(self.run))
+        return self.parts[part][1]
 
 
 class Comparison:
@@ -36,19 +46,21 @@ class Comparison:
         runs: the data that was read from each run's folder, in the order in which the runs are shown.
         group_by: `seed` makes one group of all runs whose settings are the same but for seeds; the name of a setting makes one group for each
             of its values; None makes each run a group.
+        before: an earlier comparison. What it computed for a run that was not read again is not computed again.
 
     Raises:
         ConfigError: no run has the setting `group_by`; the message names the closest one.
     """
 
-    def __init__(self, runs: Sequence[RunFolder], *, group_by: str | None = None) -> None:
+    def __init__(self, runs: Sequence[RunFolder], *, group_by: str | None = None, before: Comparison | None = None) -> None:
+        known = {id(each.run): each for each in before.runs} if before else {}
+        found = [known.get(id(run)) or Compared("", "", run, settings(run), values_of(run)) for run in runs]
         names = _unique([run.name for run in runs], [str(run.path) for run in runs])
-        given = [settings(run) for run in runs]
+        given = [each.settings for each in found]
         groups = _groups(names, given, group_by)
         self.group_by = group_by
-        self.runs = [
-            Compared(name, group, run, each, values_of(run))
-            for name, group, run, each in zip(names, groups, runs, given, strict=True)
+        self.runs: list[Compared] = [
+            replace(each, name=name, group=group) for each, name, group in zip(found, names, groups, strict=True)
         ]
         self.groups = list(dict.fromkeys(groups))
         self.differences = differences(given)

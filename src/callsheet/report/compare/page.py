@@ -15,11 +15,11 @@ from callsheet.report.compare.comparison import Compared, Comparison
 from callsheet.report.compare.values import is_lower_better
 from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
 from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
-from callsheet.report.page import html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
+from callsheet.report.page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
 from callsheet.report.problems import problems
-from callsheet.report.run_folder import image_bytes
+from callsheet.report.run_folder import RunFolder, image_bytes
 
-_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "compare.js")
+_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
 
 _PAGE_BYTES = 10_000_000
 """The maximum size of a page's images. All other parts of a page are limited by the numbers below, for any number of runs."""
@@ -44,7 +44,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
         metrics: only these metrics; empty: all of them.
     """
     runs = comparison.runs
-    drawn, left_out = _curves(comparison, metrics)
+    curves, families_drawn, left_out = _curves(comparison, metrics)
     rows, rows_left_out = _values(comparison, metrics)
     different, different_left_out = _differences(comparison)
     content: dict[str, Any] = plain(
@@ -53,8 +53,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "group_by": comparison.group_by,
             "groups": comparison.groups,
             "runs": [_run(comparison, each) for each in runs],
-            "axes": [_axis(each, len(runs)) for each in runs],
-            **drawn,
+            "families": families_drawn,
             "metrics_left_out": left_out,
             "differences": different,
             "differences_left_out": different_left_out,
@@ -68,7 +67,8 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    return content
+    # These have only numbers that JSON has, and are most of the page.
+    return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
 def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
@@ -92,8 +92,21 @@ def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
         return image_bytes(paths[int(run)], name)
 
     pixels, content["images_left_out"] = image_uris(by_run, read, room=room)
-    title = f"{len(comparison.runs)} runs compared - callsheet"
-    return html_page(title, {"data": content, "pixels": pixels, "live": None}, _SCRIPTS)
+    return html_page(_title(content), {"data": content, "pixels": pixels, "live": None}, _SCRIPTS)
+
+
+def live_comparison_page(content: Mapping[str, Any], live: Live) -> str:
+    """Return the page as HTML for a server, which updates it and has the images.
+
+    Args:
+        content: what `data` returned, with the additions of `LiveComparison`.
+        live: the settings of the live page.
+
+    Raises:
+        MissingPackage: plotly is not installed.
+    """
+    parts = {"data": content, "pixels": {}, "live": asdict(live)}
+    return html_page(_title(content), parts, _SCRIPTS, has_server=True, nonce=live.nonce)
 
 
 def write_comparison(comparison: Comparison, out: str | os.PathLike[str], metrics: Sequence[str] = ()) -> Path:
@@ -106,6 +119,11 @@ def write_comparison(comparison: Comparison, out: str | os.PathLike[str], metric
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     return path
+
+
+def _title(content: Mapping[str, Any]) -> str:
+    runs = len(content["runs"])
+    return f"{runs} run{'s' if runs != 1 else ''} compared - callsheet"
 
 
 def _run(comparison: Comparison, each: Compared) -> dict[str, Any]:
@@ -127,14 +145,20 @@ def _run(comparison: Comparison, each: Compared) -> dict[str, Any]:
 
 
 def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
-    known = axis(each.run, most=_share(_AXIS_POINTS, runs, _AXIS_POINTS_OF_ONE))
-    return {name: [_short(value) for value in values] for name, values in known.items()}
+    most = _share(_AXIS_POINTS, runs, _AXIS_POINTS_OF_ONE)
+
+    def short(run: RunFolder) -> dict[str, list[float]]:
+        return {name: [plain(_short(value)) for value in values] for name, values in axis(run, most=most).items()}
+
+    found: dict[str, list[float]] = each.once("axis", short, limit=most)
+    return found
 
 
-def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], int]:
+def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
     """Return the curves of each metric (one per run that has it), their charts by family, and how many metrics do not fit."""
-    points = [points_of(each.run) for each in comparison.runs]
-    names = dict.fromkeys(name for each in points for name in without_doubles(each) if not name.startswith("time/"))
+    runs = comparison.runs
+    points = [_points(each) for each in runs]
+    names = dict.fromkeys(name for each in runs for name in _names(each) if not name.startswith("time/"))
     splits = dict.fromkeys(split for each in comparison.runs for split in splits_of(each.run))
     grouped = families([name for name in names if not metrics or name in metrics], list(splits))
     ordered = [curve["name"] for family in grouped for chart in family["charts"] for curve in chart["curves"]]
@@ -147,9 +171,9 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
     most = shares([name for name in shown for each in points if name in each], room=_POINTS, most=_POINTS_OF_ONE)
     curves = {
         name: [
-            {"run": place, **_curve(*each[name], most[name.partition("/")[0]])}
-            for place, each in enumerate(points)
-            if name in each
+            {"run": place, **_curve(each, name, most[name.partition("/")[0]])}
+            for place, each in enumerate(runs)
+            if name in points[place]
         ]
         for name in shown
     }
@@ -158,16 +182,30 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped
     ]  # fmt: skip
-    return {"curves": curves, "families": [family for family in charts if family["charts"]]}, len(ordered) - len(shown)
+    return curves, [family for family in charts if family["charts"]], len(ordered) - len(shown)
 
 
 def _chart(name: str) -> dict[str, Any]:
     return {"title": name, "curves": [{"name": name, "label": name}]}
 
 
-def _curve(steps: Sequence[int], values: Sequence[float], most: int) -> dict[str, Any]:
-    found = drawn_curve(steps, values, most, digits=_DIGITS)
-    return {name: found[name] for name in ("x", "y", "count", "odd")}
+def _points(each: Compared) -> dict[str, tuple[list[int], list[float]]]:
+    found: dict[str, tuple[list[int], list[float]]] = each.once("points", points_of)
+    return found
+
+
+def _names(each: Compared) -> list[str]:
+    found: list[str] = each.once("names", lambda _: without_doubles(_points(each)))
+    return found
+
+
+def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
+    def drawn(run: RunFolder) -> dict[str, Any]:
+        curve = drawn_curve(*_points(each)[name], most, digits=_DIGITS)
+        return {field: curve[field] for field in ("x", "y", "count", "odd")}
+
+    found: dict[str, Any] = each.once(f"curve {name}", drawn, limit=most)
+    return found
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
@@ -230,7 +268,7 @@ def _problems(runs: Sequence[Compared]) -> list[dict[str, Any]]:
     """Return each problem once, the most serious first, with the runs that have it and its detail in each."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for place, each in enumerate(runs):
-        for problem in problems(each.run)[:_PROBLEMS_OF_ONE]:
+        for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
             fields = asdict(problem)
             found.setdefault((fields["level"], fields["title"]), []).append((place, fields["detail"]))
     order = ("error", "warning", "note")
