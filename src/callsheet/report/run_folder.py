@@ -112,9 +112,11 @@ class RunFolder:
 
     @property
     def seconds(self) -> float:
-        """The seconds of training."""
+        """The seconds of training; NaN if unknown, as in a run that was imported from files without times."""
         ends = [number(event.get("seconds")) for event in self.events[-1:] if event.get("event") == "run_end"]
-        seconds = [record.elapsed_seconds for record in self.records[-1:]] + [end for end in ends if math.isfinite(end)]
+        seconds = [record.elapsed_seconds for record in self.records[-1:] if record.elapsed_seconds] + [
+            end for end in ends if math.isfinite(end)
+        ]
         return max(seconds, default=math.nan)
 
     def start_event(self) -> dict[str, Any]:
