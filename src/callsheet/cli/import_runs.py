@@ -43,7 +43,7 @@ def _line(imported: Imported) -> str:
         (imported.metrics, "metric"),
         *([(imported.images, "image")] if imported.images else []),
     ]
-    left_out = ", ".join(f"{count:,} {what}" for what, count in imported.left_out.items())
+    left_out = ", ".join(f"{what} ({count:,})" for what, count in imported.left_out.items())
     had = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for count, what in counts)
     return f"{imported.folder}: {had}, from {imported.kind}" + (f"; left out: {left_out}" if left_out else "")
 

@@ -30,7 +30,7 @@ RUNNING, LOST, ENDED = "running", "lost", "ended"
 
 It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
 Otherwise it is `ended` if the run has written its results since it began, so that only its outcome is unknown, and `lost` if it
-has not.
+has not. An imported run is `ended` if its source does not have the outcome.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")

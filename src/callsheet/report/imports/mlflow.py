@@ -155,7 +155,7 @@ def _add_history(run: ImportedRun, name: str, file: TextIO) -> None:
         except ValueError:
             damaged += bool(line.strip())
     if damaged:
-        run.warnings.append(f"{damaged} lines of the metric {name} of run {run.key} are damaged, and left out")
+        run.warnings.append(f"the metric {name} of run {run.key} has damaged lines, which are left out ({damaged})")
 
 
 def _names(folder: Path) -> list[str]:

@@ -79,7 +79,8 @@ def _plain_loader() -> Any:
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
-        pass
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Keep merge keys (`<<`) as they are: nested ones could multiply without limit."""
 
     def construct(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -157,7 +157,7 @@ class _EventReader:
         except OSError as error:
             run.warnings.append(f"{path} cannot be read: {error}")
         if damaged:
-            run.warnings.append(f"{path} has {damaged} damaged events, which are left out")
+            run.warnings.append(f"{path} has damaged events, which are left out ({damaged})")
 
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
@@ -191,7 +191,7 @@ class _EventReader:
             for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # the first two are the width and the height
                 run.add_image(value.tag, event.step, event.wall_time, png)
         else:
-            names = {"histo": "histograms", "histogram": "histograms", "audio": "audio clips", "text": "texts"}
+            names = {"histo": "histograms", "histograms": "histograms", "audio": "audio clips", "text": "texts"}
             run.left_out[names.get(plugin) or names.get(str(kind)) or "summaries of other kinds"] += 1
 
     def _scalar(self, tensor: Any) -> float | None:

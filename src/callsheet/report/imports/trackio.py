@@ -69,7 +69,7 @@ def _add_metrics(run: ImportedRun, database: sqlite3.Connection, key: str, run_k
         else:
             run.add_row(values, step, _seconds(moment))
     if damaged:
-        run.warnings.append(f"{damaged} records of run {run.name} are damaged, and left out")
+        run.warnings.append(f"run {run.name} has damaged records, which are left out ({damaged})")
 
 
 def _object(text: Any) -> dict[str, Any] | None:

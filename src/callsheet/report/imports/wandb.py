@@ -73,7 +73,7 @@ class _Part:
         except (OSError, _NotALogError) as error:
             run.warnings.append(f"{self._path} cannot be read: {error}")
         if damaged:
-            run.warnings.append(f"{self._path} is damaged or cut off in {damaged} places; what is there is left out")
+            run.warnings.append(f"{self._path} is damaged or cut off; records are left out ({damaged})")
 
     def _add_record(self, record: Any) -> None:
         kind, run = record.WhichOneof("record_type"), self._run

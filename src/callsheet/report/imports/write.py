@@ -96,8 +96,12 @@ def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken
 
 def folder_name(name: str) -> str:
     """Return `name` as the name of a folder that every file system and every command accepts."""
-    safe = path_from(re.sub(r"[/\\]+", "-", name)).lstrip("-") or "run"
-    return safe.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
+    safe = re.sub(r"[^\w.-]", "_", re.sub(r"[/\\]+", "-", name))
+    return _cut(safe.lstrip(".-") or "run")  # a dot hides a folder, and a hyphen begins an option
+
+
+def _cut(name: str) -> str:
+    return name.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
 
 
 # --- the place ---
@@ -216,7 +220,7 @@ def _write_images(run: ImportedRun, folder: Path) -> None:
     numbers: Counter[tuple[str, int]] = Counter()
     lines: dict[tuple[str, int], dict[str, Any]] = {}
     for image in run.images:
-        path = path_from(image.name)[:_LONGEST_NAME].strip("/") or "_"
+        path = _cut(path_from(image.name)).strip("/") or "_"
         file = f"images/{path}/{image.step}-{numbers[path, image.step]}.png"
         numbers[path, image.step] += 1
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
