@@ -20,13 +20,14 @@ import pytest
 
 from callsheet.cli.main import main
 from callsheet.errors import ConfigError, MissingPackage
-from callsheet.report import Imported, RunFolder, image_bytes, import_runs, write_report
+from callsheet.report import Imported, RunFolder, data, image_bytes, import_runs, write_report
 from callsheet.report.imports import sqlite_copy
 from callsheet.report.imports.imported_run import Metrics
 from callsheet.report.imports.plain_settings import plain_settings, yaml_settings
 from callsheet.report.imports.write import folder_name
 
 from .compared_runs import write_run
+from .test_browser import Seen
 
 
 def imported(source: Path | str, to: Path, **options: Any) -> dict[str, RunFolder]:
@@ -780,6 +781,20 @@ def test_an_imported_run_beside_a_run_of_callsheet(
     assert main(["compare", "ours", "theirs", "-o", "compare.html"]) == 0
     assert main(["report", "theirs"]) == 0
     assert Path("runs/theirs/report.html").stat().st_size > 1_000_000
+
+
+def test_the_page_of_a_run_without_times(tmp_path: Path, chromium: Any) -> None:
+    logs = csv_log(tmp_path / "logs", "step,train_loss,val_loss\n1,0.5,\n2,0.25,0.75\n")
+    (result,) = import_runs(logs, tmp_path / "runs")
+    shown = data(RunFolder.read(result.folder))
+    assert (shown["axis"]["seconds"], shown["run"]["started"], shown["run"]["seconds"]) == ([], None, None)
+    seen = Seen(chromium, offline=True)
+    page = seen.open(write_report(result.folder).as_uri())
+    assert "in all" not in page.locator("header").inner_text()
+    axes = page.get_by_role("group", name="Horizontal axis").get_by_role("button")
+    assert axes.all_inner_texts() == ["Step"]
+    assert [len(line["y"]) for line in seen.drawn("loss")][:2] == [2, 1]
+    assert not seen.faults
 
 
 def test_the_result_says_what_was_written(board: Path, tmp_path: Path) -> None:
