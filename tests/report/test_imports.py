@@ -694,6 +694,16 @@ def test_links_out_of_the_source_are_not_followed(board: Path, tmp_path: Path) -
         import_runs(inside, tmp_path / "runs")
 
 
+def test_times_that_are_no_dates_are_unknown(tmp_path: Path) -> None:
+    run = tmp_path / "mlruns" / "0" / "abc"
+    (run / "metrics").mkdir(parents=True)
+    (run / "meta.yaml").write_text("run_id: abc\nstatus: 3\nstart_time: 1.0e+300\nend_time: -9.0e+99\nlifecycle_stage: active\n")
+    (run / "metrics" / "loss").write_text(f"{10**40} 0.5 1\n")
+    (found,) = imported(tmp_path / "mlruns", tmp_path / "runs").values()
+    assert (found.outcome, curve(found, "loss")) == ("finished", [(1, 0.5)])
+    assert all(math.isnan(time) for time in (found.started, found.ended, found.seconds, *found.times))
+
+
 def test_settings_are_bounded(tmp_path: Path) -> None:
     lines = ["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))

@@ -21,7 +21,7 @@ from callsheet.loggers.support.file_names import path_from
 from callsheet.loggers.support.json_text import json_text
 from callsheet.report.imports.imported_run import ImportedRun, Record
 from callsheet.report.imports.plain_settings import plain_settings
-from callsheet.report.lines import text_of
+from callsheet.report.lines import moment, text_of
 from callsheet.report.run_folder import ENDED
 from callsheet.run.run_marker import MARKER
 
@@ -181,13 +181,13 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
                 evaluations.append(event)
                 if len(evaluations) > _MOST_EVALUATIONS:  # validation values of every step are a curve, not a table
                     evaluations = None
-        started = run.started if math.isfinite(run.started) else first
+        started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))
         for event in [
             {**_known(time=started), "event": "run_start", "step": 0, "run": name, "imported_from": origin.kind},
             *(evaluations or ()),
             {
-                **_known(time=run.ended if math.isfinite(run.ended) else last),
+                **_known(time=moment(run.ended) if math.isfinite(moment(run.ended)) else last),
                 "event": "run_end",
                 "step": step,
                 "outcome": run.outcome or ENDED,
@@ -199,9 +199,15 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
     _write_images(run, folder)
     if run.hyperparameters:
         _write_json(folder / "hyperparameters.json", plain_settings(run.hyperparameters))
-    began = datetime.fromtimestamp(started).astimezone().isoformat(timespec="seconds") if math.isfinite(started) else None
-    _write_json(folder / MARKER, {"format": 1, "run": name, "began": began, "imported": origin.as_json()})
+    _write_json(folder / MARKER, {"format": 1, "run": name, "began": _date(started), "imported": origin.as_json()})
     return count
+
+
+def _date(seconds: float) -> str | None:
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # it is unknown, or no date
+        return None
 
 
 def _known(**values: float) -> dict[str, float]:
