@@ -558,7 +558,7 @@ def test_report_writes_to_the_given_place(three_runs: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "show", "events", "runs", "report", "watch", "evaluate", "predict", "export", "recipes"]
+    "command", ["train", "show", "events", "runs", "import", "report", "watch", "evaluate", "predict", "export", "recipes"]
 )
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -575,7 +575,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    for command in ("train", "show", "events", "runs", "report", "watch", "evaluate", "predict", "export", "recipes"):
+    for command in ("train", "show", "events", "runs", "import", "report", "watch", "evaluate", "predict", "export", "recipes"):
         assert f"    {command} " in printed
 
 

@@ -77,7 +77,7 @@ NEED_NOTHING = [
     ["bridges"],
     ["runs", "."],
     *([command, "--help"] for command in ("train", "show", "events", "bridges", "recipes", "evaluate", "predict", "export")),
-    *([command, "--help"] for command in ("runs", "report", "watch")),
+    *([command, "--help"] for command in ("runs", "report", "watch", "import")),
 ]
 NEED_SOMETHING = {
     "hf": [

@@ -20,6 +20,7 @@ examples:
   callsheet train pretrain                train; the same command again continues the run
   callsheet runs                          the runs in runs/, newest first
   callsheet mark stdlib-lm --tag baseline tag a run, note something about it, or archive it
+  callsheet import lightning_logs         runs of other tools, as runs here
   callsheet compare --last 3              what differs between runs, and where the time went
   callsheet watch stdlib-lm               a run in the browser while it continues
   callsheet report stdlib-lm              the same page as one file, to keep or to send
@@ -230,6 +231,31 @@ def _add_runs(command: AddsCommand) -> None:
     delete.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
     delete.add_argument("--yes", action="store_true", help="do not ask")
 
+    imports = command(
+        "import",
+        _import,
+        "write runs of TensorBoard, W&B, MLflow, Trackio, Lightning or the Hugging Face Trainer as runs' folders here",
+        "  callsheet import lightning_logs\n  callsheet import wandb mlruns --to runs\n"
+        "  callsheet import logs/baseline --from tensorboard --name baseline --rename Loss/train=train/loss\n\n"
+        "Importing a run again replaces its folder. A folder that was not made by an import is never changed.",
+    )
+    imports.add_argument("sources", nargs="+", metavar="SOURCE", help="a file or a folder of another tool")
+    imports.add_argument("--to", default="runs", metavar="FOLDER", help="the folder of runs (runs)")
+    imports.add_argument(
+        "--from",
+        dest="kind",
+        metavar="KIND",
+        help="tensorboard, wandb, mlflow, trackio, lightning or huggingface (what is found there)",
+    )
+    imports.add_argument("--name", metavar="NAME", help="the name of the run's folder, for a single run (that in the source)")
+    imports.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="a new name for a metric, or, if both end with /, for its prefix; may be repeated",
+    )
+
     report = command(
         "report",
         _report,
@@ -344,6 +370,13 @@ def _delete(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.mark import delete
 
     return _printed(delete(given.runs, folder=given.folder, is_confirmed=given.yes))
+
+
+def _import(given: argparse.Namespace, _: list[str]) -> int:
+    from callsheet.cli.import_runs import import_runs
+
+    import_runs(given.sources, to=given.to, kind=given.kind, name=given.name, rename=given.rename)
+    return 0
 
 
 def _report(given: argparse.Namespace, _: list[str]) -> int:

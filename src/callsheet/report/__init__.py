@@ -1,7 +1,20 @@
-"""Read a run's folder, show it as one HTML page and a trace, and send requests to a running job."""
+"""Read a run's folder, show it as one HTML page and a trace, import runs of other tools, and send requests to a running job."""
 
 from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
+from callsheet.report.imports import Imported, import_runs
 from callsheet.report.page import Live, data, page, write_report
 from callsheet.report.run_folder import RunFolder, RunReader, image_bytes
 
-__all__ = ["Live", "RunFolder", "RunReader", "data", "image_bytes", "leave_request", "page", "withdraw_request", "write_report"]
+__all__ = [
+    "Imported",
+    "Live",
+    "RunFolder",
+    "RunReader",
+    "data",
+    "image_bytes",
+    "import_runs",
+    "leave_request",
+    "page",
+    "withdraw_request",
+    "write_report",
+]

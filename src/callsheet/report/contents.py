@@ -291,7 +291,8 @@ def _evaluation_text(event: dict[str, Any]) -> str:
 
 def _start_text(event: dict[str, Any]) -> str:
     resumed = event.get("resumed_from")
-    began = f"resumed from {_last_part(str(resumed))}" if resumed else "began"
+    origin = cell_text(event.get("imported_from"))
+    began = f"resumed from {_last_part(str(resumed))}" if resumed else f"began, imported from {origin}" if origin else "began"
     ranks = f"{cell_text(event['world_size'])} ranks" if number(event.get("world_size")) > 1 else ""
     return ", ".join(filter(None, [began, cell_text(event.get("device")), ranks, cell_text(event.get("host"))]))
 
@@ -300,7 +301,8 @@ def _end_text(event: dict[str, Any]) -> str:
     lost = whole(event.get("lines_lost"))
     more = [f"{lost} lines could not be written"] if lost > 0 else []
     ended = ": ".join(filter(None, [cell_text(event.get("outcome")), cell_text(event.get("reason"))]))
-    return ", ".join([ended, f"{number(event.get('seconds')):.4g} s of training", *more])
+    seconds = number(event.get("seconds"))
+    return ", ".join([ended, *([f"{seconds:.4g} s of training"] if math.isfinite(seconds) else []), *more])
 
 
 def _other_text(event: dict[str, Any]) -> str:

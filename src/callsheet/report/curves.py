@@ -230,7 +230,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
     is_dated = all(math.isfinite(at[step][3]) for step in kept)
     return {
         "step": [float(step) for step in kept],
-        "seconds": [round(at[step][0], 4) for step in kept],
+        "seconds": [round(at[step][0], 4) for step in kept] if any(at[step][0] for step in kept) else [],
         "tokens": [at[step][1] for step in kept] if counted["time/token"] else [],
         "samples": [at[step][2] for step in kept] if counted["time/sample"] else [],
         "wall": [round(max(0.0, at[step][3]), 2) for step in kept] if is_dated else [],

@@ -31,7 +31,7 @@ RUNNING, LOST, ENDED = "running", "lost", "ended"
 
 It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
 Otherwise it is `ended` if the run has written its results since it began, so that only its outcome is unknown, and `lost` if it
-has not.
+has not. An imported run is `ended` if its source does not have the outcome.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
@@ -114,9 +114,11 @@ class RunFolder:
 
     @property
     def seconds(self) -> float:
-        """The seconds of training."""
+        """The seconds of training; NaN if unknown, as in a run that was imported from files without times."""
         ends = [number(event.get("seconds")) for event in self.events[-1:] if event.get("event") == "run_end"]
-        seconds = [record.elapsed_seconds for record in self.records[-1:]] + [end for end in ends if math.isfinite(end)]
+        seconds = [record.elapsed_seconds for record in self.records[-1:] if record.elapsed_seconds] + [
+            end for end in ends if math.isfinite(end)
+        ]
         return max(seconds, default=math.nan)
 
     def start_event(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ function curvesSection(families) {
     data.marks.evaluations.length ? "ticks are evaluations" : "", data.marks.checkpoints.length ? "triangles are checkpoints" : "",
     data.marks.resumes.length ? "dotted lines are resumes" : "",
   ].filter(Boolean).join(", ");
-  const axes = [["step", "Step"], ["time", "Time"], ...(data.axis.tokens.length ? [["tokens", "Tokens"]] : [])];
+  const axes = [["step", "Step"], ...(data.axis.seconds.length ? [["time", "Time"]] : []), ...(data.axis.tokens.length ? [["tokens", "Tokens"]] : [])];
   const showsMarks = el("label", {}, el("input", { type: "checkbox", id: "marks", checked: view.marks, on: { change: (event) => { view.marks = event.target.checked; redraw(); } } }), "Marks");
   return [el("p", { class: "about" }, `Drag across a chart to zoom all of them; double-click for the whole run.${marks ? ` Along the axis ${marks}.` : ""}`), ...chartsOf(families, axes, showsMarks)];
 }

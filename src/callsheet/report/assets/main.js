@@ -3,7 +3,7 @@
 const parts = [
   { id: "problems", title: "Problems", bare: true, has: () => true, from: () => data.problems, make: problemsList },
   { id: "results", title: "Results", has: () => data.results.rows.length || data.results.samples.length, from: () => data.results, make: resultsSection },
-  { id: "curves", title: "Curves", has: () => data.families.some((family) => !isMemory(family)), from: () => [data.families.filter((family) => !isMemory(family)), data.axis.tokens.length > 0], // of the curves, `redraw` takes care
+  { id: "curves", title: "Curves", has: () => data.families.some((family) => !isMemory(family)), from: () => [data.families.filter((family) => !isMemory(family)), data.axis.tokens.length > 0, data.axis.seconds.length > 0], // of the curves, `redraw` takes care
     make: () => curvesSection(data.families.filter((family) => !isMemory(family))) },
   { id: "timeline", title: "Timeline", has: () => data.windows.length, from: () => data.windows, make: timelineSection },
   { id: "costs", title: "Costs", has: () => data.costs.rows.length, from: () => data.costs, make: costsSection },

@@ -2,7 +2,7 @@
 
 function header() {
   const { run } = data;
-  const over = isNumber(run.ended) ? run.ended - run.started : data.generated - run.started;
+  const over = isNumber(run.started) ? (isNumber(run.ended) ? run.ended : data.generated) - run.started : null;
   const facts = [
     several(run.steps, "step"), isNumber(run.epochs) && run.epochs > 0 && several(run.epochs, "epoch"),
     isNumber(run.seconds) && `${duration(run.seconds)} of training`,

@@ -1,0 +1,53 @@
+"""`callsheet import`: write runs of other tools as folders of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from callsheet.core.working import working
+from callsheet.errors import ConfigError
+from callsheet.report.imports import Imported, importing
+
+
+def import_runs(
+    sources: Sequence[str], *, to: str = "runs", kind: str | None = None, name: str | None = None, rename: Sequence[str] = ()
+) -> None:
+    """Import the runs, and print a line for each as soon as its folder is complete. Warnings go to standard error.
+
+    Raises:
+        ConfigError: an argument is invalid, nothing is recognised, or a folder would be overwritten.
+        MissingPackage: the package that reads the files is not installed.
+    """
+    names = dict(_pair(text) for text in rename)
+    with working(f"importing from {', '.join(sources)}", is_shown=sys.stderr.isatty()):
+        for imported in importing(sources, Path(to), kind=kind, name=name, rename=names):
+            with suppress(BrokenPipeError):
+                print(_printable(_line(imported)), flush=True)
+            for warning in imported.warnings:
+                print(_printable(f"callsheet: {warning}"), file=sys.stderr)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, separator, new = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--rename {text} has no '='; give OLD=NEW, such as val/loss=validation/loss")
+    return old, new
+
+
+def _line(imported: Imported) -> str:
+    counts = [
+        (imported.records, "record"),
+        (imported.metrics, "metric"),
+        *([(imported.images, "image")] if imported.images else []),
+    ]
+    left_out = ", ".join(f"{what} ({count:,})" for what, count in imported.left_out.items())
+    had = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for count, what in counts)
+    return f"{imported.folder}: {had}, from {imported.kind}" + (f"; left out: {left_out}" if left_out else "")
+
+
+def _printable(text: str) -> str:
+    """Return the text without control characters, which would change the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,0 +1,106 @@
+"""Hugging Face's `trainer_state.json`, which the Trainer writes to each checkpoint and at the end. Nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from callsheet.report.imports.imported_run import ImportedRun, as_number
+from callsheet.report.imports.source import Source
+
+LOOKS_FOR = "trainer_state.json, also in checkpoint folders"
+
+_STATE = "trainer_state.json"
+_LARGEST_FILE = 256 * 2**20
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
+_SETTINGS = (
+    "max_steps",
+    "num_train_epochs",
+    "train_batch_size",
+    "num_input_tokens_seen",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "trial_params",
+)
+_NAMES = {"loss": "train/loss", "train_loss": "train/mean_loss"}  # the second is the mean over the training, logged at its end
+_SPLITS = {"train_": "train/", "eval_": "validation/", "test_": "test/"}
+
+
+def find(source: Source) -> list[Path]:
+    """Return the output folders of the Trainer."""
+    return list(dict.fromkeys(_output_folder(path) for path in source.files if path.name == _STATE))
+
+
+def read(source: Source) -> Iterator[ImportedRun]:
+    """Yield one run for each output folder, from its newest state."""
+    for folder in find(source):
+        files = [path for path in source.files if path.name == _STATE and _output_folder(path) == folder]
+        run = ImportedRun(folder.name, str(folder))
+        state = _newest(files, run)
+        if state is not None:
+            _fill(run, state)
+        yield run
+
+
+def _fill(run: ImportedRun, state: Mapping[str, Any]) -> None:
+    history = state["log_history"]
+    for entry in history:
+        if not isinstance(entry, dict):
+            run.left_out["damaged entries"] += 1
+            continue
+        run.add_row({_name(name): value for name, value in entry.items() if name != "step"}, entry.get("step"))
+        seconds = as_number(entry.get("train_runtime"))
+        if seconds is not None:
+            run.outcome, run.seconds = "finished", seconds
+    total, done = state.get("max_steps"), state.get("global_step")
+    if isinstance(total, int) and isinstance(done, int) and 0 < total <= done:
+        run.outcome = "finished"
+    if not run.outcome:
+        run.reason = f"{_STATE} does not record the end of the training"
+    run.hyperparameters = {name: state[name] for name in _SETTINGS if state.get(name) is not None}
+
+
+def _name(name: str) -> str:
+    if name in _NAMES:
+        return _NAMES[name]
+    for begin, prefix in _SPLITS.items():
+        if name.startswith(begin) and name != begin:
+            return prefix + name.removeprefix(begin)
+    return f"train/{name}"
+
+
+def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
+    """Return the state with the most steps. It is that of the last checkpoint that can be read, or that of the output folder."""
+    numbered = sorted(files, key=_number, reverse=True)  # the one in the output folder itself comes last
+    found: list[dict[str, Any]] = []
+    for path in numbered:
+        if found and _number(path) >= 0:
+            continue
+        try:
+            found.append(_state(path))
+        except (OSError, ValueError, RecursionError) as error:
+            run.warnings.append(f"{path} cannot be read: {error}")
+    return max(found, key=lambda state: (as_number(state.get("global_step")) or 0.0, len(state["log_history"])), default=None)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
+    state = json.loads(path.read_bytes())
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise ValueError("it has no list log_history")
+    return state
+
+
+def _output_folder(path: Path) -> Path:
+    return path.parent.parent if _number(path) >= 0 else path.parent
+
+
+def _number(path: Path) -> int:
+    """Return the number of the checkpoint in which the file is, or -1 if it is in none."""
+    found = _CHECKPOINT.fullmatch(path.parent.name)
+    return int(found[1]) if found else -1

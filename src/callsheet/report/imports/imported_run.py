@@ -1,0 +1,203 @@
+"""A run that was read from another tool's files, before it is written as a run's folder."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+MOST_VALUES = 20_000_000
+"""How many values of metrics one run may have; further ones are left out."""
+
+_LARGEST_STEP = 2**53  # above it, the reader of runs rejects a step
+_LATEST = 1e11  # seconds since 1970; a later time is not a time
+_MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
+_PNG = b"\x89PNG\r\n\x1a\n"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The values of one step. `time` is in seconds since 1970, and NaN if unknown."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedImage:
+    """An image in PNG format. `time` is in seconds since 1970, and NaN if unknown."""
+
+    name: str
+    step: int
+    time: float
+    png: bytes
+
+
+class Metrics:
+    """The values of a run's metrics, in compact arrays. They may be added in any order of steps."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # steps, values, times
+        self.count = 0
+        self.left_out: Counter[str] = Counter()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the metrics, in the order in which they were first added."""
+        return list(self._columns)
+
+    def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
+        """Add a value. It is left out, and counted, if its step is not a whole number or if the run has too many values."""
+        whole = as_step(step)
+        if whole is None:
+            self.left_out["values with a step that is not a whole number"] += 1
+            return
+        if self.count >= MOST_VALUES:
+            self.left_out[f"values beyond the first {MOST_VALUES:,}"] += 1
+            return
+        if (columns := self._columns.get(name)) is None:
+            columns = self._columns[name] = (array("q"), array("d"), array("d"))
+        columns[0].append(whole)
+        columns[1].append(value)
+        columns[2].append(time if abs(time) < _LATEST else math.nan)
+        self.count += 1
+
+    def drop_from(self, step: int) -> None:
+        """Delete all values of `step` and later steps."""
+        for name, columns in list(self._columns.items()):
+            kept = [place for place, each in enumerate(columns[0]) if each < step]
+            if len(kept) < len(columns[0]):
+                self.count -= len(columns[0]) - len(kept)
+                steps, values, times = columns
+                self._columns[name] = (
+                    array("q", (steps[place] for place in kept)),
+                    array("d", (values[place] for place in kept)),
+                    array("d", (times[place] for place in kept)),
+                )
+
+    def add_all(self, other: Metrics, prefix: str = "") -> None:
+        """Add all metrics of `other`. Those whose names do not begin with `prefix` get it."""
+        for name, columns in other._columns.items():
+            for step, value, time in zip(*columns, strict=True):
+                self.add(with_prefix(name, prefix), step, value, time)
+        self.left_out.update(other.left_out)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename metrics, from old names to new ones. No two metrics may get the same name."""
+        self._columns = {names.get(name, name): columns for name, columns in self._columns.items()}
+
+    def records(self) -> Iterator[Record]:
+        """Yield one record for each step, in the order of the steps.
+
+        Of several values of one metric at one step, the last one that was added is used. If a metric has several values and all
+        are at step 0, it was logged without steps; then the position of each value is its step.
+        """
+        streams = [self._stream(place, *columns) for place, columns in enumerate(self._columns.values())]
+        names = self.names
+        for step, values in groupby(heapq.merge(*streams), key=lambda each: each[0]):
+            row = list(values)
+            times = [time for _, _, _, time in row if time == time]
+            yield Record(step, min(times, default=math.nan), {names[place]: value for _, place, value, _ in row})
+
+    def _stream(
+        self, place: int, steps: array[int], values: array[float], times: array[float]
+    ) -> Iterator[tuple[int, int, float, float]]:
+        order = range(len(steps)) if _is_sorted(steps) else sorted(range(len(steps)), key=steps.__getitem__)
+        if len(steps) > 1 and not any(steps):
+            yield from ((at, place, values[at], times[at]) for at in order)
+            return
+        last: int | None = None
+        for at in order:
+            if last is not None and steps[at] != steps[last]:
+                yield steps[last], place, values[last], times[last]
+            elif last is not None and values[at] != values[last]:
+                self.left_out["values that were logged again at the same step"] += 1
+            last = at
+        if last is not None:
+            yield steps[last], place, values[last], times[last]
+
+
+@dataclass(slots=True)
+class ImportedRun:
+    """A run as a source has it.
+
+    `key` identifies the run among all of its kind: its id, or the path of its folder. `outcome` is empty, and `started`, `ended` (seconds since 1970) and `seconds` (of
+    training) are NaN, if the source does not know them. `reason` says why the run ended, or why the outcome is unknown.
+    `left_out` counts what is not imported, by its kind. `warnings` name files that could not be read completely.
+    """
+
+    name: str
+    key: str
+    metrics: Metrics = field(default_factory=Metrics)
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    images: list[ImportedImage] = field(default_factory=list)
+    outcome: str = ""
+    reason: str = ""
+    started: float = math.nan
+    ended: float = math.nan
+    seconds: float = math.nan
+    left_out: Counter[str] = field(default_factory=Counter)
+    warnings: list[str] = field(default_factory=list)
+
+    def add_image(self, name: str, step: int, time: float, png: bytes) -> None:
+        """Add an image. It is left out, and counted, if it is not a PNG, or if the run has too many images."""
+        if not png.startswith(_PNG):
+            self.left_out["images that are not PNG"] += 1
+        elif len(png) > _LARGEST_IMAGE or len(self.images) >= _MOST_IMAGES or self._image_bytes() + len(png) > _MOST_IMAGE_BYTES:
+            self.left_out["images beyond the limit"] += 1
+        else:
+            self.images.append(ImportedImage(name, step, time, png))
+
+    def add_row(self, values: Mapping[str, Any], step: Any, time: float = math.nan) -> None:
+        """Add the numbers among `values`. A mapping inside it is added with dotted names. All else is left out and counted."""
+        for name, value in values.items():
+            if (found := as_number(value)) is not None:
+                self.metrics.add(name, step, found, time)
+            elif isinstance(value, Mapping) and "_type" not in value and name.count(".") < 20:
+                self.add_row({f"{name}.{inner}": each for inner, each in value.items()}, step, time)
+            elif isinstance(value, Mapping) and "_type" in value:
+                self.left_out["images, tables and other media"] += 1
+            elif value is not None:
+                self.left_out["values that are not numbers"] += 1
+
+    def _image_bytes(self) -> int:
+        return sum(len(image.png) for image in self.images)
+
+
+def as_number(value: Any) -> float | None:
+    """Return `value` as a float, or None if it is not a number. The strings `NaN`, `Infinity` and `-Infinity` are numbers."""
+    if isinstance(value, (bool, int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    return _NOT_FINITE.get(value) if isinstance(value, str) else None
+
+
+def as_step(value: Any) -> int | None:
+    """Return `value` as an integer, or None if it is not a whole number or too large for a step."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP else None
+
+
+def with_prefix(name: str, prefix: str) -> str:
+    """Return `name` with `prefix` before it, unless it begins with it."""
+    return name if name.startswith(prefix) else f"{prefix}{name}"
+
+
+def _is_sorted(steps: array[int]) -> bool:
+    return all(steps[place] <= steps[place + 1] for place in range(len(steps) - 1))

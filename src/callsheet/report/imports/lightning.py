@@ -1,0 +1,124 @@
+"""Lightning's `CSVLogger`: `metrics.csv` and `hparams.yaml`."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from callsheet.report.imports.imported_run import ImportedRun
+from callsheet.report.imports.plain_settings import yaml_settings
+from callsheet.report.imports.source import Source
+from callsheet.run.run_marker import is_marked
+
+HYPERPARAMETERS = "hparams.yaml"
+"""The file in which Lightning's loggers write hyperparameters."""
+
+LOOKS_FOR = "metrics.csv with a column step, which Lightning's CSVLogger writes"
+
+_METRICS = "metrics.csv"
+_LONGEST_LINE = 2**24
+_SPLITS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
+_SPLIT = re.compile(rf"({'|'.join(_SPLITS)})[_/](.+)")
+
+
+def find(source: Source) -> list[Path]:
+    """Return the folders of Lightning's runs: those with a `metrics.csv` that has the column `step`."""
+    return [
+        path.parent for path in source.files if path.name == _METRICS and "step" in _columns(path) and not is_marked(path.parent)
+    ]
+
+
+def read(source: Source) -> Iterator[ImportedRun]:
+    """Yield one run for each `metrics.csv`."""
+    for folder in find(source):
+        run = ImportedRun(run_name(folder), str(folder), reason=f"{_METRICS} does not record how the run ended")
+        add_hyperparameters(run, folder, extra="train")
+        names = metric_names(name for name in _columns(folder / _METRICS) if name != "step")
+        try:
+            with open(folder / _METRICS, newline="", encoding="utf-8", errors="replace") as file:
+                _add_rows(run, csv.DictReader(_lines(file)), names)
+        except (OSError, csv.Error, ValueError) as error:
+            run.warnings.append(f"{folder / _METRICS} is damaged, and the rest of it is left out: {error}")
+        yield run
+
+
+def run_name(folder: Path) -> str:
+    """Return the name for the run in `folder`. For `logs/version_0` it includes the name of the folder above."""
+    return f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"version_\d+", folder.name) else folder.name
+
+
+def add_hyperparameters(run: ImportedRun, folder: Path, *, extra: str) -> None:
+    """Add what `hparams.yaml` in `folder` has, if it is there."""
+    try:
+        run.hyperparameters |= yaml_settings(folder, HYPERPARAMETERS, extra=extra)
+    except (OSError, ValueError) as error:
+        run.warnings.append(f"{folder / HYPERPARAMETERS} is left out: {error}")
+
+
+def metric_names(columns: Iterable[str]) -> dict[str, str]:
+    """Return for each column the name of its metric: `train/loss` for `train_loss` or `train_loss_step`, and so on.
+
+    If a metric was logged both by step and by epoch, `train/loss` has the values of the steps and `train/loss_epoch` those of the
+    epochs. For validation and test it is the other way round: `validation/loss` and `validation/loss_step`.
+    """
+    names = {column: _renamed(column) for column in columns}
+    taken = set(names.values())
+    for column, name in names.items():
+        end = "_step" if name.startswith("train/") else "_epoch"
+        short = name.removesuffix(end)
+        if _SPLIT.match(column) and short != name and not short.endswith("/") and short not in taken:
+            names[column] = short
+            taken.add(short)
+    return names
+
+
+def _renamed(column: str) -> str:
+    found = _SPLIT.fullmatch(column)
+    return f"{_SPLITS[found[1]]}/{found[2]}" if found else column
+
+
+def _add_rows(run: ImportedRun, rows: csv.DictReader[str], names: dict[str, str]) -> None:
+    for position, row in enumerate(rows):
+        step = _number(row.get("step") or "")
+        for name, text in row.items():
+            if name == "step" or name not in names or not isinstance(text, str) or not text:
+                continue
+            value = _number(text)
+            if value is None:
+                run.left_out["values that are not numbers"] += 1
+            else:
+                run.metrics.add(names[name], position if step is None else step, value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _columns(path: Path) -> list[str]:
+    try:
+        with open(path, newline="", encoding="utf-8", errors="replace") as file:
+            return next(csv.reader(_lines(file)), [])
+    except (OSError, csv.Error, ValueError):
+        return []
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of an open file.
+
+    Raises:
+        ValueError: a line is too long to be a line of metrics, has a zero byte, or is not complete.
+    """
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE:
+            raise ValueError("a line is too long")
+        if "\0" in line:
+            raise ValueError("a line has a zero byte")
+        if not line.endswith("\n"):
+            raise ValueError("its last line is cut off")
+        yield line

@@ -1,0 +1,93 @@
+"""Hyperparameters from files of other tools, as plain values of bounded size. No object is built that a file asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from callsheet.core import optional as extras
+from callsheet.report.lines import inside
+
+_LARGEST_FILE = 2**20
+_MOST_VALUES, _DEEPEST, _LONGEST_TEXT = 10_000, 16, 10_000
+
+
+def plain_settings(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings with all that JSON can express. Beyond 10,000 values, 16 levels or 10,000 characters they are cut off."""
+    left = [_MOST_VALUES]
+    found = _plain(values, left, 0)
+    return found if isinstance(found, dict) else {}
+
+
+def _plain(value: Any, left: list[int], depth: int) -> Any:
+    left[0] -= 1
+    if left[0] < 0 or depth > _DEEPEST:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(name)[:_LONGEST_TEXT]: _plain(each, left, depth + 1) for name, each in value.items() if left[0] > 0}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, left, depth + 1) for each in value[: max(0, left[0])]]
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    try:
+        return str(value)[:_LONGEST_TEXT]
+    except ValueError:  # an integer with too many digits to convert
+        return "..."
+
+
+def parsed_text(text: str) -> Any:
+    """Return the number or the truth value that `text` spells in Python, otherwise `text`."""
+    if text in (known := {"True": True, "true": True, "False": False, "false": False, "None": None}):
+        return known[text]
+    for kind in (int, float):
+        try:
+            return kind(text) if "_" not in text else text
+        except ValueError:
+            continue
+    return text
+
+
+def yaml_settings(folder: Path, name: str, *, extra: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file of `folder`; empty if there is no such file. A value with a tag becomes the plain value.
+
+    Raises:
+        MissingPackage: PyYAML is not installed.
+        ValueError: the file is not a YAML mapping, or is too large.
+    """
+    path = inside(folder, name)
+    if path is None:
+        return {}
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"it is larger than {_LARGEST_FILE} bytes")
+    yaml = extras.load("yaml", extra=extra, wanted_by="callsheet import")
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8", errors="replace"), Loader=_plain_loader())
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is not YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    if found is not None and not isinstance(found, dict):
+        raise ValueError("it is not a mapping")
+    return plain_settings(found or {})
+
+
+@cache
+def _plain_loader() -> Any:
+    """Return a safe YAML loader that reads a value with an unknown tag, such as `!!python/tuple`, as the plain value."""
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Keep merge keys (`<<`) as they are: nested ones could multiply without limit."""
+
+    def construct(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return node.value
+
+    PlainLoader.add_multi_constructor("", construct)
+    return PlainLoader

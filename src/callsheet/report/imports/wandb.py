@@ -1,0 +1,169 @@
+"""The transaction logs of W&B, `run-*.wandb`. W&B writes one for each run, offline and online."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from callsheet.core import optional as extras
+from callsheet.report.imports.imported_run import ImportedRun, as_number, as_step
+from callsheet.report.imports.source import Source
+
+LOOKS_FOR = "files run-*.wandb in folders offline-run-* or run-*"
+
+_HEADER, _BLOCK, _PIECE = 7, 32768, 7
+_LARGEST_RECORD = 64 * 2**20
+_FULL, _FIRST, _LAST = 1, 2, 4  # kinds of pieces; 3 is one in the middle of a record
+_OUTCOMES = {0: "finished", 255: "interrupted"}  # W&B exits with 255 on Ctrl-C
+
+
+def find(source: Source) -> list[Path]:
+    """Return the transaction logs."""
+    return [path for path in source.files if path.name.endswith(".wandb")]
+
+
+def read(source: Source) -> Iterator[ImportedRun]:
+    """Yield the runs. The parts of a run that was resumed are one run.
+
+    Raises:
+        MissingPackage: wandb is not installed.
+    """
+    records = extras.load("wandb.proto.wandb_internal_pb2", extra="wandb", wanted_by="callsheet import").Record
+    not_parsed = extras.load("google.protobuf.message", extra="wandb", wanted_by="callsheet import").DecodeError
+    by_run: dict[str, list[Path]] = {}
+    for path in sorted(find(source), key=lambda path: (path.parent.name.removeprefix("offline-"), str(path))):  # by their times
+        by_run.setdefault(path.stem.removeprefix("run-"), []).append(path)
+    for run_id, paths in by_run.items():
+        run = ImportedRun(run_id, run_id)
+        for path in paths:
+            _Part(run, path, not_parsed).add(records)
+        yield run
+
+
+class _Part:
+    """Adds the records of one transaction log to a run."""
+
+    def __init__(self, run: ImportedRun, path: Path, not_parsed: type[Exception]) -> None:
+        self._run, self._path, self._not_parsed = run, path, not_parsed
+        self._step_metric = ""  # the metric that the run declared as the step of all others
+        self._step: int | None = None  # its last value
+
+    def add(self, record_type: Any) -> None:
+        """Read the log, and add what it has."""
+        run = self._run
+        run.outcome, run.ended = "", math.nan
+        run.reason = "the log has no exit record: the run was killed, or it still trained when it was copied"
+        damaged = 0
+        try:
+            with open(self._path, "rb") as file:
+                for content in _contents(file):
+                    try:
+                        if content is None:
+                            raise ValueError
+                        record = record_type.FromString(content)
+                    except (ValueError, self._not_parsed):
+                        damaged += 1
+                        continue
+                    self._add_record(record)
+        except (OSError, _NotALogError) as error:
+            run.warnings.append(f"{self._path} cannot be read: {error}")
+        if damaged:
+            run.warnings.append(f"{self._path} is damaged or cut off; records are left out ({damaged})")
+
+    def _add_record(self, record: Any) -> None:
+        kind, run = record.WhichOneof("record_type"), self._run
+        if kind == "history":
+            self._add_history({_name(item): _parsed(item.value_json) for item in record.history.item})
+        elif kind == "run":
+            run.name = record.run.display_name or run.name
+            seconds = record.run.start_time.seconds + record.run.start_time.nanos / 1e9
+            if seconds > 0 and math.isnan(run.started):
+                run.started = seconds
+            self._add_config(record.run.config)
+        elif kind == "config":
+            self._add_config(record.config)
+        elif kind == "metric":
+            if record.metric.glob_name == "*" and record.metric.step_metric:
+                self._step_metric = record.metric.step_metric
+        elif kind == "exit":
+            code = record.exit.exit_code
+            run.outcome = _OUTCOMES.get(code, "failed")
+            run.reason = f"exit code {code}" if code else ""
+        elif kind == "stats":
+            run.left_out["system metrics"] += 1
+        elif kind in ("output", "output_raw"):
+            run.left_out["lines of output"] += 1
+
+    def _add_history(self, row: Mapping[str, Any]) -> None:
+        step, time = row.get("_step"), as_number(row.get("_timestamp"))
+        if self._step_metric:
+            declared = as_step(row.get(self._step_metric))
+            self._step = self._step if declared is None else declared
+            step = step if self._step is None else self._step
+        values = {name: value for name, value in row.items() if not name.startswith("_") and name != self._step_metric}
+        self._run.add_row(values, step, math.nan if time is None else time)
+
+    def _add_config(self, config: Any) -> None:
+        for item in config.update:
+            name = _name(item)
+            if not name.startswith("_"):
+                self._run.hyperparameters[name] = _parsed(item.value_json)
+
+
+class _NotALogError(Exception):
+    """The file is not a transaction log of W&B."""
+
+
+def _name(item: Any) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _contents(file: Any) -> Iterator[bytes | None]:
+    """Yield the content of each record, and None for each that is damaged.
+
+    The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record is one piece or several; each has a
+    checksum, a length and a kind, and no piece crosses the end of a block.
+    """
+    head = file.read(_HEADER)
+    if head[:4] != b":W&B":
+        raise _NotALogError("it is not a log of W&B")
+    pieces: list[bytes] | None = None
+    block, place = head + file.read(_BLOCK - _HEADER), _HEADER
+    while len(block) > place:
+        while place + _PIECE <= len(block):
+            checksum, length, kind = struct.unpack_from("<IHB", block, place)
+            content = block[place + _PIECE : place + _PIECE + length]
+            if kind == 0 and length == 0:  # padding
+                place = _BLOCK
+                break
+            if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST:
+                pieces, place = None, _BLOCK  # the length may be wrong, so the rest of the block is skipped
+                yield None
+                break
+            place += _PIECE + length
+            if kind in (_FULL, _FIRST):
+                pieces = []
+            if pieces is None:  # the start of the record is damaged
+                continue
+            pieces.append(content)
+            if sum(map(len, pieces)) > _LARGEST_RECORD:
+                pieces = None
+                yield None
+            elif kind in (_FULL, _LAST):
+                yield b"".join(pieces)
+                pieces = None
+        block, place = file.read(_BLOCK), 0
+    if pieces:
+        yield None
