@@ -1,4 +1,4 @@
-"""The bare bridge: callbacks in a loop written by hand, attached with three lines."""
+"""The bare bridge: run callbacks in a training loop that is written by hand, with three more lines."""
 
 from __future__ import annotations
 
@@ -227,9 +227,9 @@ class AttachedRun:
         self._is_checked = False
         self._listens_to_fetch = self._listens_to_microbatch = True
         self._hooks: list[ForwardHooks | OptimizerHooks | BackwardWatch] = []
-        self._backward: Any = None  # a BackwardWatch, within the `with` block
+        self._backward: Any = None  # a BackwardWatch, set within the `with` block
         self._has_given_up = False
-        self._was_in_step = False  # whether the loop was in a step when the host gave up
+        self._was_in_step = False  # whether the loop was in a step when callsheet ended the run because of its own error
         self._epoch: int | None = None  # the epoch of the last call of `steps`
         self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
@@ -294,7 +294,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the loop has not finished the epoch's steps
+                return  # the loop has left the steps of an epoch early
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
@@ -336,7 +336,7 @@ class AttachedRun:
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._optimizer_hooks.has_stepped, watch.total = False, None
                 watch.is_on, has_listeners = True, self._listens_to_microbatch
-                position.taken += len(group)  # before the loop gets them, since it may leave with `break`
+                position.taken += len(group)  # counted before the loop gets the batches, since it may leave with `break`
                 for batch in group:
                     ctx.batch = batch
                     if has_listeners:
@@ -437,9 +437,9 @@ class AttachedRun:
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")
-        give_up(run, error)  # raises the error if the user must know about it
+        give_up(run, error)  # raises the error if it is one of the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # end the loop, because the run no longer handles the signal
+        self._is_over |= run.signals.received is not None  # after a signal, end the loop, because the run no longer handles it
         self._release()
 
     def _release(self) -> None:
@@ -510,7 +510,7 @@ class AttachedRun:
             self._is_over = run.end_epoch(is_whole=continues) and (continues or self._is_over)
 
     def _reset_position(self) -> None:
-        """Make the next epoch begin with its first batch.
+        """Forget the position in the data, so that the next epoch begins with its first batch.
 
         This is called before the end of the epoch is handled, because a checkpoint may be written there.
         """
@@ -518,12 +518,12 @@ class AttachedRun:
 
     def __enter__(self) -> Self:
         run = self._run
-        run.is_busy = lambda: True  # until the `with` block ends
+        run.is_busy = lambda: True  # the run counts as busy until the `with` block ends
         try:
             try:
                 self._begin()
             except Exception as error:
-                if self._resume is not None:  # training must not continue as if no resume had been requested
+                if self._resume is not None:  # raise the error, because training must not begin anew if a resume was requested
                     raise
                 self._give_up(error)
         except BaseException as error:
@@ -566,7 +566,7 @@ class AttachedRun:
         if not self._has_given_up:
             try:
                 self._close_epoch(continues=False)
-                with self._position.at_checkpoint():  # if a complete run was resumed, an evaluation may be left
+                with self._position.at_checkpoint():  # a complete run that was resumed may have an evaluation left to do
                     self._run.finish()
             except Exception as error:
                 self._give_up(error)

@@ -1,4 +1,4 @@
-"""Decides which events a host may fire between two steps, epochs or rounds, so that the lifecycle's order is kept."""
+"""Decides which events may be fired between two steps, epochs or rounds of another framework's loop, to keep their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 
 
 class BoundaryOrder:
-    """Checks that a host fires the events of records, evaluations and checkpoints between two steps in the lifecycle's order.
+    """Checks that records, evaluations and checkpoints between two steps of another framework's loop come in the right order.
 
     Args:
         host: the name of the framework in messages.
@@ -22,11 +22,11 @@ class BoundaryOrder:
         """The letters of the events that were fired at this boundary; see `may_come`. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, an epoch or a round has ended: training is now at a boundary, the place between two of them."""
+        """Record that a step, epoch or round has ended, so that training is at a boundary: the place between two of them."""
         self._fired = ""
 
     def leave(self) -> None:
-        """Record that training has left the boundary: the next step, epoch or round begins."""
+        """Record that the next step, epoch or round begins."""
         self._fired = None
 
     def may_come(self, what: str) -> bool:
@@ -70,7 +70,7 @@ class BoundaryOrder:
         )
 
     def excuse(self, what: str) -> None:
-        """Log that a handler is not called at this event because it reads a field that the framework has not provided."""
+        """Log that a handler is not called at this event, because it reads a field for which the framework has given no value."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )

@@ -36,8 +36,8 @@ class DataPosition:
         self.taken = 0
         self.is_exhausted = False
         self._length: int | None = None
-        self._loader: Any = None  # the loader of the latest epoch
-        self._data: PreshardedData | None = None  # the data of the latest epoch's loader
+        self._loader: Any = None  # the dataloader of the latest epoch
+        self._data: PreshardedData | None = None  # yields the batches of the latest epoch's dataloader
         self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
         self._first: list[Any] = []  # the states of the loader's generators, when it was given for the first time
@@ -57,7 +57,7 @@ class DataPosition:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # an error of the loader, or one that prevents the requested resume
+                mark_as_users(error)  # raise the error to the user: it is the loader's, or prevents the requested resume
                 raise
         self._set(loader)
         self._is_inside = True
@@ -66,11 +66,11 @@ class DataPosition:
         try:
             return self._data.begin(epoch + 1)
         except Exception as error:
-            mark_as_users(error)  # training is impossible without data
+            mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Do the same as `begin` in a loop whose run callsheet has ended because of an error of its own. No position is saved."""
+        """Do the same as `begin` after callsheet has ended its run because of its own error. No position is saved."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
 
     @contextmanager
@@ -114,12 +114,12 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch continue at the saved position."""
+        """Load a saved position, at which the next epoch continues."""
         self._restored = state
 
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether it replaces the one of an earlier epoch."""
-        if self._seed is None:  # reading it does not change the random states
+        if self._seed is None:  # torch's seed is read, which does not change the random states
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
@@ -128,7 +128,8 @@ class DataPosition:
         self._loader, self._first, self._epochs = loader, generators_of(loader), 1
         self._data = None
         if self._length != 0:
-            world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)  # each rank has its own dataloader
+            # No communication, since each rank has its own dataloader.
+            world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
             self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
 
     def _restore(self, loader: Any, restored: Mapping[str, Any], epoch: int) -> Iterator[Any]:
@@ -199,5 +200,5 @@ def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(loader)
     except Exception as error:
-        mark_as_users(error)  # training is impossible without data
+        mark_as_users(error)  # raise the error to the user, since training is impossible without data
         raise

@@ -24,7 +24,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def warn_if_not_restored(loader: Any, host: str) -> None:
-    """Warn of a dataloader whose order a resume in this host cannot restore: it depends on more than the process's random states."""
+    """Warn of a dataloader whose order depends on more than the process's random states, so that a resume cannot restore it."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
     causes = [*(["persistent workers"] if has_workers else []), *(["a generator of its own"] if generators_of(loader) else [])]
     if causes:
@@ -36,7 +36,7 @@ def warn_if_not_restored(loader: Any, host: str) -> None:
 
 
 class EpochPosition:
-    """Counts the batches of the epoch.
+    """Counts the batches of an epoch, and keeps the random states that a resumed run needs to continue in its middle.
 
     A run that resumes within an epoch restores the random states of the epoch's start and skips `to_skip` batches. It continues with the
     random states of the checkpoint.
@@ -74,7 +74,7 @@ class EpochPosition:
             self._now = random_state()
 
     def end(self) -> None:
-        """End the epoch."""
+        """Forget the position, because the epoch has ended."""
         self.taken, self._began = 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,6 +82,6 @@ class EpochPosition:
         return {"taken": self.taken, "epoch_began": self._began, "now": random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch continue at the saved position."""
+        """Load a saved position, at which the next epoch continues."""
         self.taken = self.to_skip = state["taken"]
         self._began, self._now = state["epoch_began"], state["now"]

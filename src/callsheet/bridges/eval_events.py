@@ -18,7 +18,7 @@ from callsheet.run.tally import Tally
 
 
 class EvalEvents:
-    """Fires the events of a host's evaluations.
+    """Fires the events of evaluations that another framework carries out (in a host).
 
     The host reports to `driver` how far an evaluation, a test or a prediction has come.
 
@@ -61,7 +61,7 @@ class EvalEvents:
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_all(self, *, standalone: bool = False) -> None:
-        """Record that the host starts to evaluate, unless this was recorded before."""
+        """Fire the start of an evaluation by the framework, unless it was fired already."""
         ctx, driver = self.ctx, self.driver
         if not driver.is_open("eval_all"):
             self._tally.stop()
@@ -70,7 +70,7 @@ class EvalEvents:
             driver.start("eval_all")
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
-        """Record that the host starts to evaluate a dataset, the first of an evaluation or a later one."""
+        """Fire the start of the evaluation of one dataset, the first of an evaluation or a later one."""
         self.begin_all(standalone=standalone)
         self.ctx.eval_name = name
         self.driver.start("eval")
@@ -93,7 +93,7 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire the events of an evaluation that the host has already carried out.
+        """Fire the events of an evaluation that the framework has already carried out.
 
         `results` are by dataset name, then by metric name.
         """
@@ -104,7 +104,7 @@ class EvalEvents:
             self.end()
 
     def leave(self) -> None:
-        """End an evaluation whose end the framework has not reported.
+        """Close an evaluation whose end the framework has not reported.
 
         Callbacks such as `EMA`, which swapped the weights for the evaluation, then restore the trained weights.
         """
@@ -119,6 +119,6 @@ class EvalEvents:
 
     def _is_barred(self, name: str) -> bool:
         """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
-        if len(self.driver.opened) > 1:  # an earlier evaluation is open, because its end was not reported
+        if len(self.driver.opened) > 1:  # an earlier evaluation is still open, because its end was not reported
             self.leave()
         return self.order.is_barred(name)

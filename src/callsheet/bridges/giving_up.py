@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class ObservedRun(Protocol):
-    """The part of a host's run that `give_up` needs: it can be ended as failed."""
+    """What `give_up` needs of a run in another framework's loop: the run can be ended as failed."""
 
     host: str
     state: TrainState
@@ -29,7 +29,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the user must know about the error. Other errors are faults of a host.
+    """Return whether the error must be raised to the user. Other errors are faults of callsheet's adapter (host).
 
     The user must know about an error of a callback or of another function of the user, an error that callsheet raises on purpose,
     a file that cannot be read or written, and a `BaseException` that is not an `Exception`.
@@ -39,7 +39,7 @@ def is_for_user(error: BaseException) -> bool:
 
 
 def give_up(run: ObservedRun, error: Exception) -> None:
-    """End the run because of a fault of its host: log the error, and fire `on_exception` and `on_run_end`.
+    """End the run because of a fault of callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
     Training continues without callsheet. The caller removes the host's hooks.
 
@@ -61,7 +61,7 @@ def give_up(run: ObservedRun, error: Exception) -> None:
 
 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """Return a function that calls the method `leave` of a host, but does not keep the host alive.
+    """Return a function that calls the bound method `leave`, but does not keep its object alive.
 
     A host that no longer exists has ended its run and removed its hooks. An error of a hook that was still running is ignored.
     """

@@ -1,4 +1,4 @@
-"""Base classes for guests: callbacks of another framework that run in callsheet's loop. Each bridge derives its own classes from them."""
+"""Base classes for guests: callbacks of another framework that run in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger("callsheet")
 
 
 class NotOnTheList(NotSupported, AttributeError):
-    """A guest used an attribute that its facade does not have. It is also an AttributeError, so that `hasattr` returns False."""
+    """A guest used an attribute that is not supported. This is also an AttributeError, so that `hasattr` returns False."""
 
 
 class Facade:
-    """Replaces an object of the guest's own framework.
+    """Replaces an object of another framework, such as its Trainer, for a callback of it that runs in callsheet's loop.
 
     It has a list of allowed attributes, and raises `NotSupported` for all others.
 
@@ -36,8 +36,8 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself looks these up, for example when it copies an object
-        if name in self._allowed():  # a property of the facade has raised an AttributeError
+            raise AttributeError(name)  # Python itself looks such names up, for example when it copies an object
+        if name in self._allowed():  # a property of this class has raised an AttributeError
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
             f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
@@ -57,7 +57,7 @@ class Facade:
 
 
 class Common:
-    """State that all guests of one framework in a run share, such as Composer's `State`.
+    """State that the callbacks of one other framework (guests) share in a run of callsheet, such as Composer's `State`.
 
     Its methods are named after callsheet's events. Each is called once per event, before the guests are.
     """
@@ -69,7 +69,7 @@ class Common:
 
 
 class SharedFirst(CompositeHandler):
-    """A guest's handler, and before it the method of the guest's `common` for the same event.
+    """The handler of a guest (another framework's callback), and before it a method of the state that several guests share.
 
     If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
@@ -84,7 +84,7 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """Return the method of the guest's `common` for this event.
+        """Return the method for this event of the guest's `common`, the state that it shares with other guests.
 
         It is looked up each time, because `common` can change when the guest is added to a call sheet.
         """
@@ -92,13 +92,13 @@ class SharedFirst(CompositeHandler):
         return method
 
     def __call__(self, ctx: Context) -> None:
-        """Call the shared method, then the guest's own handler."""
+        """Call the method of the shared state, then the guest's own handler."""
         self.first(ctx)
         if self._rest is not None:
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield the shared method's entry, unless an entry in `earlier` calls this method, and then the guest's own entry."""
+        """Yield a table entry for the shared method, unless one in `earlier` has it, and then one for the guest's own handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -108,7 +108,7 @@ class SharedFirst(CompositeHandler):
 
 
 class Guest(Callback):
-    """A callback of another framework. It listens only to the events of the methods that it overrides, so that other events cost nothing.
+    """Runs a callback of another framework in callsheet's loop. It listens only to the events of methods that are overridden.
 
     Each bridge has a subclass. `EVENTS` lists the methods of the foreign callback that are called at each event of callsheet, in
     order, and `handler` makes the handler of each. `OWN` lists methods of the guest itself that are called before these. If the
@@ -170,7 +170,7 @@ class Guest(Callback):
                 setattr(self, event, handler)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the foreign callback overrides the method of this framework event."""
+        """Return whether the other framework's callback overrides the method of this event of its framework."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
@@ -180,7 +180,7 @@ class Guest(Callback):
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Use the shared state (`common`) of an earlier guest of the same framework. The first guest of a run creates it."""
+        """Use the shared state (`common`) of an earlier callback of the same framework. The first one of a run creates it."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
@@ -190,12 +190,12 @@ class Guest(Callback):
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the foreign callback's state, or an empty one if it has no `state_dict`."""
+        """Return the state of the other framework's callback, or an empty one if it has no `state_dict`."""
         state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into the foreign callback."""
+        """Load the state into the other framework's callback."""
         if state:
             self.foreign.load_state_dict(state)
 
@@ -213,7 +213,7 @@ def is_another_s(given: Any) -> bool:
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
-    """Return the error to raise if the argument of `guest` is not what `wanted` describes. The message has a hint."""
+    """Return the error to raise if the object to wrap as a guest is not what `wanted` describes. The message has a hint."""
     if isinstance(given, type):
         hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):

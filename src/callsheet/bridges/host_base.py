@@ -1,6 +1,4 @@
-"""The base class of all hosts: how a run begins, fails and ends, how it stops the framework's loop, and how errors in methods are
-handled.
-"""
+"""The base class of hosts, which run callsheet's callbacks in other frameworks: how a run begins, stops, fails and ends."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def _do_nothing() -> None: ...
 
 
 class HostBase:
-    """The base class of hosts: how a run begins, stops and ends, and what an error of a callback or of the host itself does.
+    """The base class of hosts: how a run in another framework's loop begins, stops and ends, and what an error does.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -76,7 +74,7 @@ class HostBase:
         end: Callable[[HostedRun, list[Any]], object] | None = None,
         **options: Any,
     ) -> None:
-        """Begin a run that has been set up.
+        """Begin a run of callsheet's callbacks that has been set up, and keep its hooks for removal at the end.
 
         At the latest when the host is garbage-collected, its hooks are removed and it ends.
 
@@ -101,7 +99,7 @@ class HostBase:
         self._support(run).after_first_step(run.driver)
 
     def _support(self, run: HostedRun) -> SupportCheck:
-        """Return the object that checks whether the host supports what the callbacks need; see `SupportCheck`."""
+        """Return the object that checks whether the framework supports what the callbacks need; see `SupportCheck`."""
         return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
@@ -114,7 +112,7 @@ class HostBase:
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """Call a method that `in_a_run` decorates. A host overrides this if it must do something else first."""
+        """Call a method that `in_a_run` decorates. A subclass overrides this if it must do something else first."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 
@@ -180,7 +178,7 @@ def end_run(run: Run, hooks: list[Any]) -> None:
 
 
 def observing(method: Observed) -> Observed:
-    """Decorate a method of a host so that an error ends the run; see `HostBase._leave`.
+    """Decorate a method that observes a framework's loop, so that an error in it ends the run; see `HostBase._leave`.
 
     Methods that are called at every step catch errors themselves.
     """
@@ -196,7 +194,7 @@ def observing(method: Observed) -> Observed:
 
 
 def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a handler of the framework's events.
+    """Decorate a host's handler of a framework event: it is called with the current run, if there is one.
 
     The handler gets the run as its first argument, and is not called if there is no run.
 
@@ -210,5 +208,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # it leads to other parameters, which some frameworks would read
+    del called.__wrapped__  # some frameworks would read the parameters of the wrapped function
     return called

@@ -1,4 +1,4 @@
-"""Evaluation and checkpoints for hosts whose framework evaluates and saves.
+"""Evaluation and checkpoints in a host, if the other framework evaluates and saves.
 
 Requests at a run's boundaries are passed on to the host.
 """
@@ -21,7 +21,7 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """Runs requested evaluations through the host's framework, if it supports them.
+    """Lets the framework whose loop runs carry out requested evaluations, if it supports that.
 
     `results` holds the latest results by dataset name.
     """
@@ -67,8 +67,8 @@ class HostEvaluation:
         return []
 
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate through the host, and fire the events with its results."""
-        assert self._evaluates is not None  # otherwise the request was rejected
+        """Let the framework evaluate, and fire the events with its results."""
+        assert self._evaluates is not None  # without it, the request would have been rejected
         try:
             found = self._evaluates()
         except BaseException as error:
@@ -96,7 +96,7 @@ class HostEvaluation:
 
 
 class HostCheckpoints:
-    """Passes requests to save on to the host, whose framework writes the checkpoints.
+    """Passes requests to save on to the framework whose loop runs, which writes the checkpoints.
 
     The host reports a checkpoint after it has written it.
     """
@@ -121,17 +121,17 @@ class HostCheckpoints:
         self._saves = saves
 
     def durable(self) -> int:
-        """Return 0, because the host does not report saves in the background."""
+        """Return 0, because the framework does not report saves in the background."""
         return 0
 
     def load(self, resume: str | None) -> None:
-        """Load the callbacks' states. The host has already loaded the rest."""
+        """Load the callbacks' states. The framework has already loaded the rest."""
         with self._spans.checkpoint_load:
             self._ctx.checkpoint = self.loads()
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> CheckpointInfo | None:
-        """Ask the host to save. Return None, because the host reports the checkpoint after it has written it."""
+        """Ask the framework to save. Return None, because the checkpoint is reported after it was written."""
         self.requests += requests
         try:
             self._saves(requests)
@@ -141,17 +141,17 @@ class HostCheckpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return None, because the host decides whether a stopped run continues."""
+        """Return None, because the framework decides whether a stopped run continues."""
         return None
 
     def publish(self, durable: int) -> None:
         """Do nothing, because no checkpoint is being written in the background."""
 
     def prepare(self, step: int) -> None:
-        """Do nothing, because the host writes the checkpoints."""
+        """Do nothing, because the framework writes the checkpoints."""
 
     def finish(self) -> None:
-        """Do nothing, because the host has finished its checkpoints when its training ends."""
+        """Do nothing, because the framework has finished its checkpoints when its training ends."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the framework writes and finishes the checkpoints."""

@@ -1,4 +1,4 @@
-"""Writes the callbacks' states into a host's own checkpoints, and loads them."""
+"""Writes the states of callsheet's callbacks into another framework's checkpoints, and loads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restore_states(run: HostedRun, own: Mapping[str, Any]) -> None:
 
 
 def resume_without_states(run: HostedRun, step: int, epoch: int) -> None:
-    """Set the run's step and epoch for a host that resumes from a checkpoint without callbacks' states."""
+    """Set the run's step and epoch after the framework has resumed from a checkpoint without callbacks' states."""
     run.state.timestamp = run.state.baseline = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
     run.ctx.step, run.ctx.epoch = step, epoch
 

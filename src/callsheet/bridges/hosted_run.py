@@ -1,4 +1,4 @@
-"""A run whose loop belongs to another framework: its context, records, agreement between ranks, checkpoints, lifetime and lifecycle driver."""
+"""A run in another framework's loop: its context, records, agreement between ranks, checkpoints, and the events' order."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class HostedRun(Run):
             ),
             _Boundaries,
         )
-        # A checkpoint stores the last step's loss. If the host writes checkpoints, only listeners to its checkpoint events read
+        # A checkpoint stores the last step's loss. If the framework writes checkpoints, only listeners to checkpoint events read
         # the loss. If callsheet writes them, the loss is in the file, and any handler may request a checkpoint.
         events = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
@@ -167,7 +167,8 @@ class HostedRun(Run):
             is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in events),
         )
         self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
-        self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened  # each step reads them
+        # Copied here for speed, since each step reads them.
+        self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened
         self.lifetime.before_end = self._leave_evaluation
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval.ctx.excuse = self._order.excuse
@@ -209,7 +210,8 @@ class HostedRun(Run):
             self._begin(resume, data_is_made=data_is_made)
         except Exception as error:
             if resume is not None:
-                mark_as_users(error)  # training must not continue as if no resume had been requested
+                # Raise the error to the user, because training must not begin anew if a resume was requested.
+                mark_as_users(error)
             raise
 
     def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
@@ -219,7 +221,7 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # no event was fired yet, so this only closes what was opened
+                self.lifetime.fail(error)  # fires no event, since none was fired before; it only closes what was opened
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -275,7 +277,7 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Make the hooks that observe this run call `leave`, a method of the host, with any error that they raise.
+        """Let the hooks that observe the loop pass any error that they raise to `leave`, a method of the host.
 
         `leave` raises the error if the user must know about it. Otherwise, the computation of the user's program continues. The
         host is not kept alive by this.
@@ -283,7 +285,7 @@ class HostedRun(Run):
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
-        """After a resume, make the evaluation that a signal prevented at a boundary of this kind: "step" or "epoch".
+        """After a resume, run the evaluation that a signal prevented at the end of a step or epoch (`boundary` says which).
 
         Its random states are those of the checkpoint. Return whether training is over after that.
         """
@@ -291,7 +293,7 @@ class HostedRun(Run):
         if undone is None or undone.boundary != boundary or undone.step != self.ctx.step:
             return False
         self.driver.start("epoch" if boundary == "step" else "round")
-        self._order.reach()  # the run was saved at this boundary
+        self._order.reach()  # the checkpoint was saved at the same boundary (end of a step or epoch)
         with position.at_checkpoint():
             return self.boundaries.finish_undone(boundary)
 
@@ -318,7 +320,7 @@ class HostedRun(Run):
 
         The host does this later, after the evaluation of the epoch.
         """
-        for span in ("train_step", "fetch"):  # may be open if the loop left a step early, or if the data ran out
+        for span in ("train_step", "fetch"):  # these spans may be open if the loop left a step early, or if the data ran out
             self.driver.end(span)
         self.records.tally.update_timestamp(self.state)
         if is_whole:
@@ -340,7 +342,7 @@ class HostedRun(Run):
     def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
     ) -> CheckpointInfo:
-        """Fire the events of a checkpoint that the host has just written.
+        """Fire the events of a checkpoint that the framework has just written.
 
         Args:
             path: where the checkpoint is.
@@ -374,7 +376,7 @@ class HostedRun(Run):
         return info
 
     def publish(self, info: CheckpointInfo) -> None:
-        """Fire `on_checkpoint_published` for a checkpoint of the host that is completely written."""
+        """Fire `on_checkpoint_published` for a checkpoint of the framework that is completely written."""
         ctx = self.ctx
         ctx.checkpoint = info
         self.manager.fire("on_checkpoint_published", ctx)
@@ -441,7 +443,7 @@ class HostedRun(Run):
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0]["lr"]
             if isinstance(rate, Tensor):
-                rate = rate.clone()  # a scheduler changes the tensor in place
+                rate = rate.clone()  # copied, because a scheduler changes the tensor in place
             self.ctx.learning_rate = self.records.learning_rate = rate
 
     def _set_step_skipped(self) -> None:
@@ -454,7 +456,7 @@ class HostedRun(Run):
             self.records.add(ctx.loss_dict, moved=not self.step_skipped)
         # The events that set these fields are left out if they have no listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
-        if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or had no listeners
+        if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or no callback listened to it
             self._set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
@@ -467,7 +469,7 @@ class HostedRun(Run):
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self._set_learning_rate()
-            ctx.loss, ctx.learning_rate = None, 0.0  # `del` raises an AttributeError for an empty slot
+            ctx.loss, ctx.learning_rate = None, 0.0  # set them first, since `del` raises an AttributeError for an empty slot
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif not self.step_skipped:
@@ -487,7 +489,7 @@ class HostedRun(Run):
 
 
 def _is_other_and_alive(thread: threading.Thread) -> bool:
-    """Return whether a loop that began in `thread` may be running at the same time as the caller's.
+    """Return whether a loop that began in `thread` is on another thread than the caller, and may be running at the same time.
 
     A loop of the caller's own thread counts as ended, because a framework does not report when an exception ends its loop.
     """
@@ -495,7 +497,7 @@ def _is_other_and_alive(thread: threading.Thread) -> bool:
 
 
 class _Records(Records):
-    """The metrics records of a host.
+    """The metrics records of a run in another framework's loop.
 
     If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
     """
@@ -508,7 +510,7 @@ class _Records(Records):
 
 
 class _Boundaries(Boundaries):
-    """The boundaries of a host.
+    """What is done at the end of a step, epoch or round (a boundary) in another framework's loop.
 
     If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
     """

@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """Return the parent of each span. Spans that may have several parents are left out."""
+    """Return, for each span (part of a run), the span around it. Spans for which this varies are left out."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -79,14 +79,14 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        self.needed = 0  # how many spans of the fixed order must be fired before this one ends
+        self.needed = 0  # how many of the spans inside it, in their fixed order, must be fired before this one ends
         self.index = -1  # the index in the parent's sequence, if the parent has one
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # how many start/end event pairs of the fixed order have been fired
+        self.done = 0  # how many of the spans inside it, in their fixed order, have been fired
 
 
 class LifecycleDriver:
-    """Tracks how far a loop has come in the lifecycle, and fires its events; see the module.
+    """Tracks how far another framework's loop has come in a run, and fires callsheet's events in order; see the module.
 
     Args:
         spans: the spans of the run's context.
@@ -123,8 +123,8 @@ class LifecycleDriver:
         self._step, self._step_passes = parts["train_step"], step_passes
         self._epoch, self._fetch = parts["epoch"], parts["fetch"]
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
-        self._seen_links = -1  # the version of the call sheet at the last `listen`
-        self._open = [parts["run"]]  # innermost last; the run's lifetime fires the run's start and end
+        self._seen_links = -1  # the version of the table of handlers at the last `listen`
+        self._open = [parts["run"]]  # the open spans, innermost last; `Lifetime` fires the start and end of `run`
         parts["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
@@ -163,7 +163,7 @@ class LifecycleDriver:
         return self.parts[name].is_open
 
     def listen(self) -> bool:
-        """Before a step, decide which of its spans have no listeners and are left out.
+        """Before a step, decide which of its spans (such as `forward`) have no listeners and are left out.
 
         The functions of `before` are called even for those.
 
@@ -173,7 +173,7 @@ class LifecycleDriver:
             return False
         has_changed, self._seen_links = self._seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # needed because a later handler reads the model's outputs
+        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # not left out if a later handler reads the model's outputs
         for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward pass
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
@@ -214,13 +214,13 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the parent has ended, for example before a forward pass after the optimizer's step
+                    return  # the span around it has ended, for example before a forward pass after the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
                 if index != parent.done:
                     if index < parent.done and not part.is_repeated:
-                        return  # it was fired already, for example in a second forward pass of one microbatch
+                        return  # the span was fired already, for example in a second forward pass of one microbatch
                     self._synthesize(parent, index)
                 parent.done = index + 1
             elif part is self._step:
@@ -229,7 +229,7 @@ class LifecycleDriver:
                     self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # the epoch's next step has a batch
+                parent.done = 1  # the next step of the epoch has its batch already
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)
@@ -311,7 +311,7 @@ class LifecycleDriver:
             self._ctx.close(part.closes)
 
     def _synthesize(self, parent: Part, until: int) -> None:
-        """Fire the spans of `parent` that were not fired, up to index `until`.
+        """Fire the start and end events inside `parent` that the loop did not report, up to index `until` in their order.
 
         For spans without listeners, only call the functions of `before`, because they set fields that are read later.
         """

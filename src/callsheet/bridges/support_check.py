@@ -1,4 +1,4 @@
-"""Checks whether callbacks need something that a host does not support.
+"""Checks whether callbacks need something that another framework's loop does not support.
 
 Before a run it checks what callbacks declare, and after the first step which events were fired.
 """
@@ -34,7 +34,7 @@ _CAUSES: Mapping[str, str] = {
 
 
 class SupportCheck:
-    """Raises an error if a callback needs what a host does not support, or logs a warning.
+    """Raises an error, or logs a warning, if a callback needs what another framework's loop does not support.
 
     Args:
         manager: the callbacks.
@@ -61,7 +61,7 @@ class SupportCheck:
         self._hint = hint
 
     def before_run(self, never: Collection[str], control: Control) -> None:
-        """Reject callbacks that cannot work with the host.
+        """Before a run, raise an error or warn about callbacks that cannot work in the framework's loop.
 
         A callback cannot work in two cases: it listens to no event that the host fires except the run's start and end, or the
         host supports none of the requests that it declares (`Callback.requests`). For other callbacks, log which of their events
@@ -89,20 +89,20 @@ class SupportCheck:
         driver.synthesized.clear()
 
     def without_optimizer_step(self, driver: LifecycleDriver, *, is_scaled: bool, message: str) -> None:
-        """Reject a loop that has not stepped the optimizer in its first step.
+        """Raise an error or warn if the loop's first step did not call the optimizer's `step`.
 
         Args:
             driver: the driver of training.
             is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
             message: the error message, which says what is wrong and what to do.
         """
-        if is_scaled:  # the scaler skips steps until it has found its scale
+        if is_scaled:  # this may be normal: the loss scaler skips steps until it has found its scale
             driver.synthesized -= {"clip_gradients", "optimizer_step"}
         elif self.strict:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that tells whether a listener handles an event of the host other than the run's start and end."""
+        """Return a function that tells whether a callback handles any event of the framework except the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served

@@ -30,12 +30,12 @@ _watches: list[BackwardWatch] = []
 
 The latest is called first, so that a run inside a step of another run gets its own losses.
 """
-_backward = _ORIGINAL_BACKWARD  # the function that callsheet's wrapper has replaced and calls
-_is_installed = False  # whether the wrapper is installed; another library may have wrapped it since
+_backward = _ORIGINAL_BACKWARD  # the `Tensor.backward` that callsheet's wrapper has replaced and calls
+_is_installed = False  # whether callsheet's wrapper is installed, perhaps inside that of another library
 
 
 class InertHooks:
-    """Replaces the object whose methods are hooks, in a copy of a model.
+    """In a copy of a model, replaces the object whose methods are hooks of the model, so that the hooks do nothing.
 
     The loop does not call the copy, so each method does nothing and returns None.
     """
@@ -49,7 +49,7 @@ class InertHooks:
 
 
 class NotCopied:
-    """The base class of objects whose methods are hooks in a model.
+    """The base class of objects whose methods are hooks of a model, which a copy of the model must not call.
 
     Copies and pickles of the model contain `InertHooks` instead.
     """
@@ -109,7 +109,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # the loop got this one at the beginning of the step
+            ctx.microbatch = given  # the microbatch that the loop got at the beginning of the step
             driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
@@ -165,7 +165,7 @@ class ForwardHooks(NotCopied):
                 driver, ctx = self._driver, self._ctx
                 ctx.outputs = outputs
                 if self._is_training:
-                    driver.start("loss")  # which ends the forward
+                    driver.start("loss")  # this also ends the forward span
                 else:
                     driver.end(self._forward.name)
                 return ctx.outputs
@@ -217,13 +217,13 @@ class OptimizerHooks:
         self._watch = watch
         self._is_given_closures = self._has_begun = False
         self._is_removed = False
-        self._kept: Sequence[Hook] = ()  # torch is iterating over these hooks, so that they cannot be removed now
+        self._kept: Sequence[Hook] = ()  # hooks that cannot be removed now, because torch is iterating over them
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
         self._after = [Hook(each.register_step_post_hook) for each in optimizers[-1:]]
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed, depending on whether anything reads the results of steps."""
+        """Register the hooks that are needed, which depends on whether callbacks or metrics records need the results of steps."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
@@ -248,7 +248,8 @@ class OptimizerHooks:
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
-        elif own.before_start is not None and self._driver.is_read:  # as in the driver, without a call in every step
+        # The driver does the same; done here, it saves a call in every step.
+        elif own.before_start is not None and self._driver.is_read:
             own.before_start()
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +285,7 @@ class OptimizerHooks:
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # torch stops iterating over the hooks
+        except BaseException:  # an error, after which torch stops iterating over the hooks
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -297,10 +298,10 @@ class OptimizerHooks:
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
-            if not self._has_begun:  # the optimizer has not evaluated the closure
+            if not self._has_begun:  # the optimizer has not called the closure
                 self._begin()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Nothing reads the steps, so no hook was registered before the step. Checkpoints still need the loss of the last
+            # No callback reads the steps, so no hook was registered before the step. Checkpoints still need the loss of the last
             # step.
             self._is_given_closures = True
             for hook in self._before:
@@ -387,7 +388,7 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
                 hooks[last] = theirs
             remove()
 
-    hooks[last] = called  # replacing a value is allowed during the iteration
+    hooks[last] = called  # a dict's value may be replaced while torch iterates over it
 
 
 class BackwardWatch:

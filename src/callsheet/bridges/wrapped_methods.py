@@ -1,4 +1,4 @@
-"""Wrappers around methods of one object of a framework. A host uses them if the framework has no event."""
+"""Wrappers around methods of an object of another framework, used where the framework has no event for callbacks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # otherwise the object would refer to itself
+        del wrapper.__wrapped__  # so that the object does not refer to itself
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:
-        """Remove the wrappers.
+        """Remove the wrappers, so that the object has its own methods again.
 
         If another library has wrapped the method again, our wrapper stays below that library's wrapper and only calls the
         original.
@@ -50,7 +50,7 @@ class WrappedMethods:
         for name, (wrapper, own) in wrapped.items():
             wrapper.earlier = own
             if owner is not None and vars(owner).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # skip a wrapper of another host that was removed already
+                while hasattr(own, "earlier"):  # skip a wrapper of another callsheet adapter that has already been removed
                     own = own.earlier
                 if own is None:
                     delattr(owner, name)

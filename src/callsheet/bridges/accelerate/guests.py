@@ -53,7 +53,7 @@ class TrackerGuest(Guest, Logger):
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
-        """Start the tracker, and pass the run's settings to it."""
+        """At the run's start, start the tracker, and pass the run's settings to it."""
         if hasattr(self.foreign, "start"):  # in earlier versions, a tracker starts when it is created
             self.foreign.start()
         if ctx.run.config:
@@ -86,7 +86,7 @@ class TrackerGuest(Guest, Logger):
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values that are a single number."""
+    """Return those of the values that are a single number, as floats."""
     return {
         name: value
         for name, value in values.items()

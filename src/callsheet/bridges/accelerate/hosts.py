@@ -138,14 +138,14 @@ class AcceleratedRun(AttachedRun):
         self._accelerator = accelerator
         self._patches = _AcceleratorPatches(accelerator, self)
         self._loaded: Mapping[str, Any] | None = None
-        self._is_inside = False  # the `with` block
+        self._is_inside = False  # whether the loop is inside the `with` block of this run
         self._microbatches = 0  # the number of microbatches in the current step
         self._taken = 0  # the number of batches of the epoch that were yielded
-        self._to_skip = 0  # batches of the first epoch after a resume
+        self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
-        self._may_fire_save = True  # nothing has been trained or saved since a checkpoint was due
-        self._saves = False  # a callback requested the checkpoint that is being written
-        self._is_saved = False  # the latest checkpoint holds the callbacks' states
+        self._may_fire_save = True  # whether nothing has been trained or saved since `on_checkpoint_due`
+        self._saves = False  # whether a callback requested the checkpoint that is being written
+        self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -178,7 +178,7 @@ class AcceleratedRun(AttachedRun):
         """
         super().evaluated(results)
         self._may_fire_save = True
-        if not self._is_iterating:  # inside an epoch, this is checked at the end of the step
+        if not self._is_iterating:  # inside an epoch, a stop is checked at the end of the step instead
             self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
@@ -220,7 +220,7 @@ class AcceleratedRun(AttachedRun):
                 self._backward.is_on = False
                 self._end_microbatch()
             if not self._has_given_up:
-                if self._microbatches:  # the accelerator did not step at the end of the data
+                if self._microbatches:  # the data ended within a step, and the accelerator did not step then
                     self._end_step()
                 if is_whole:
                     self._taken = 0
@@ -257,7 +257,8 @@ class AcceleratedRun(AttachedRun):
         self._taken = skip
         if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:  # it resumes at its own position
+        # The loader itself continues at its saved position.
+        if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
 
@@ -283,7 +284,7 @@ class AcceleratedRun(AttachedRun):
             mark_as_users(error)
             raise
         if batch is not None:
-            self._group.append(batch)  # the loop gets it, even if something fails before
+            self._group.append(batch)  # stored first, so that the loop gets this batch even if something fails here
         if is_first:
             ctx.batch = batch
             if self._listens_to_fetch:
@@ -384,7 +385,7 @@ class AcceleratedRun(AttachedRun):
         if self._loaded is not None:
             return dict(self._loaded)
         if self._has_given_up:
-            return {}  # the run's state is older than this checkpoint
+            return {}  # the run ended earlier because of an error, so its state is older than this checkpoint
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -426,7 +427,7 @@ class _AcceleratorPatches:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Install the wrappers and the tracker."""
+        """Wrap the Accelerator's methods, and add the tracker to it."""
         run = self._run
         for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
             self._before[name] = vars(self._accelerator).get(name)
@@ -434,14 +435,14 @@ class _AcceleratorPatches:
         self._accelerator.trackers.append(self._tracker)
 
     def end(self) -> None:
-        """Remove the wrappers and the tracker."""
+        """Remove the wrappers and the tracker from the Accelerator."""
         for name, before in self._before.items():
             if before is None:
                 delattr(self._accelerator, name)
             else:
                 setattr(self._accelerator, name, before)
         self._before.clear()
-        # A new list: `accelerator.log` may be iterating over this one.
+        # Assign a new list, because `accelerator.log` may be iterating over the old one.
         self._accelerator.trackers = [each for each in self._accelerator.trackers if each is not self._tracker]
 
 

@@ -1,4 +1,4 @@
-"""AutoModel's callbacks as guests: they are called in AutoModel's order, with the metrics that AutoModel provides."""
+"""Runs AutoModel's callbacks in callsheet's loop (as guests), in AutoModel's order and with AutoModel's metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
-    "on_train_step_end": ("on_train_batch_end",),  # after the scheduler's step
-    "on_eval_all_end": ("on_validation_end",),  # the model is still in evaluation mode
-    "on_checkpoint_published": ("on_save_checkpoint",),  # the checkpoint is complete
+    "on_train_step_end": ("on_train_batch_end",),  # here the scheduler has stepped, as in AutoModel
+    "on_eval_all_end": ("on_validation_end",),  # here the model is still in evaluation mode, as in AutoModel
+    "on_checkpoint_published": ("on_save_checkpoint",),  # here the checkpoint is complete, as in AutoModel
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }
@@ -88,7 +88,7 @@ class AutoModelGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the callback, or one of a runner's callbacks, overrides the hook."""
+        """Return whether AutoModel's callback, or one of its `CallbackRunner`'s callbacks, overrides the hook."""
         foreign = self.foreign
         several = foreign.callbacks if isinstance(foreign, CallbackRunner) else [foreign]
         return any(_has_listeners(each, theirs) for each in several)
@@ -132,7 +132,7 @@ class AutoModelGuest(Guest):
     # --- its state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the foreign callback's state; for a runner, the states of its callbacks that have one, by index and class."""
+        """Return the state of AutoModel's callback; for a `CallbackRunner`, those of its callbacks, by index and class."""
         if not isinstance(self.foreign, CallbackRunner):
             return super().state_dict()
         return {place: each.state_dict() for place, each in self._stateful().items()}
@@ -153,7 +153,7 @@ class AutoModelGuest(Guest):
     # --- what AutoModel measures ---
 
     def _create_facade(self, ctx: Context) -> None:
-        self.facade, self.reported = self.made(ctx), None  # the guest may have been used in an earlier run
+        self.facade, self.reported = self.made(ctx), None  # forget the values of an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()

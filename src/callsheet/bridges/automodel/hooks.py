@@ -48,7 +48,7 @@ class CalledModel(NotCopied):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
-        self._counted = 0  # microbatches of the current step
+        self._counted = 0  # how many microbatches the current step has had
         self.is_validating = False
         """Whether the recipe is validating.
 
@@ -127,7 +127,7 @@ class CalledModel(NotCopied):
                 driver.start_and_end("fetch")
             driver.start_step()
         if self._listens_to_forward:
-            driver.end("microbatch")  # the previous one; its fields become unavailable
+            driver.end("microbatch")  # end the previous microbatch, so that its fields become unavailable
             ctx.microbatch = ctx.batch
             driver.start("microbatch")
             driver.start("forward")
@@ -158,7 +158,7 @@ class CalledModel(NotCopied):
             self._listens_to_forward = driver.listens_to("forward")
             watch.listen(
                 driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
-            )  # this includes listeners of earlier spans in the step
+            )  # also counts listeners to earlier events of the step
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True
@@ -177,7 +177,7 @@ class CalledModel(NotCopied):
                     return run.eval.ctx.outputs
             elif run.driver.is_open("forward"):
                 run.ctx.outputs = outputs
-                run.driver.start("loss")  # ends the forward
+                run.driver.start("loss")  # this also ends the forward span
                 return run.ctx.outputs
         except Exception as error:
             self._run.driver.give_up(error)
@@ -197,7 +197,7 @@ class CalledModel(NotCopied):
         driver.start("eval_forward")
         self._after.install(
             run.eval.listens_to_outputs("eval"), self._ends
-        )  # for each batch, as callbacks may be muted in between
+        )  # decided for each batch, because callbacks may be muted (not called for a while) in between
         given = run.eval.ctx.batch
         return None if given is batch else _replaced(given, args)
 

@@ -127,15 +127,15 @@ class AutoModelHost(HostBase, AutoModelCallback):
         super().__init__(callbacks, strict=strict)
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._requests: Any = None  # the _HostRequests, once a run has begun
+        self._requests: Any = None  # the _HostRequests, set once a run has begun
         self._is_due_fired = False  # whether on_checkpoint_due was fired since the last step or epoch, and before an evaluation
-        self._being_written: CheckpointInfo | None = None  # a checkpoint that AutoModel is writing in the background
+        self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
 
     @observing
     def on_train_start(self, recipe: Any, **_: Any) -> None:
-        """Begin a run."""
+        """Begin a run of callsheet's callbacks, because AutoModel begins to train."""
         self._forget_earlier_run()
         if getattr(recipe, "pp", None) is not None:
             raise NotSupported(
@@ -183,8 +183,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     @in_a_run
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
-        """End the run."""
-        if run.driver.is_open("epoch"):  # the data had no known length, so its last batch was not recognized
+        """End the run of callsheet's callbacks, because AutoModel has finished training."""
+        if run.driver.is_open("epoch"):  # the length of the data is not known, so its last batch was not recognized
             run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
         self._publish(run)
         if _is_leaving(recipe):
@@ -206,7 +206,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._being_written = None
 
     def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
-        """Call a handler of the host, `method`, with the run.
+        """Call `method`, the host's handler of an AutoModel hook, with the current run.
 
         Until it returns, calls of the model come from a callback and are not part of the loop.
         """
@@ -283,7 +283,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             run.eval.end_dataset(shown, found)
         run.eval.end()
         run.fire_record()
-        self._fire_due(run)  # a checkpoint that is requested now is saved at this step
+        self._fire_due(run)  # fired now, so that a requested checkpoint is saved at this step
         self._stop_if_asked(run)
 
     @in_a_run
@@ -292,7 +292,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
         AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
         """
-        self._publish(run)  # AutoModel has waited for the previous checkpoint
+        self._publish(run)  # publish the previous checkpoint, for which AutoModel has waited
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
@@ -336,9 +336,9 @@ def _is_leaving(recipe: Any) -> bool:
 def _preempt(run: HostedRun) -> None:
     """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
     if not run.boundaries.is_preempted:
-        run.control.able.add("save")  # AutoModel saves now if it saves at all
+        run.control.able.add("save")  # a request to save is possible, because AutoModel saves now if it saves at all
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # afterwards all ranks know the requests
+        run.boundaries.finish()  # exchanges requests, so that all ranks know them
 
 
 def _scalar(measured: Any) -> Tensor:
@@ -347,7 +347,7 @@ def _scalar(measured: Any) -> Tensor:
 
 
 def _only(given: Any) -> Any:
-    """Return the first element of a list, or None if it is empty; anything else is returned unchanged.
+    """Return the first object of a list such as `model_parts`; None for an empty list, and anything else unchanged.
 
     A recipe has lists for pipeline parallelism."""
     return next(iter(given), None) if isinstance(given, (list, tuple)) else given

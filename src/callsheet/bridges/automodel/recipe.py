@@ -1,4 +1,4 @@
-"""The facade that an AutoModel callback receives instead of a recipe.
+"""The object that an AutoModel callback receives instead of AutoModel's recipe when it runs in callsheet's loop.
 
 It has some attributes of a recipe, which come from the context.
 """
@@ -185,7 +185,7 @@ class ConfigNode:
 
 
 class RecipeFacade(Facade):
-    """The part of a recipe that guests may use."""
+    """Replaces AutoModel's recipe for its callbacks in callsheet's loop: the attributes that they may use."""
 
     OF = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()

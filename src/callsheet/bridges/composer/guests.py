@@ -1,4 +1,4 @@
-"""Composer's callbacks and loggers as guests, in callsheet's loop and in every loop for which there is a host."""
+"""Runs Composer's callbacks and loggers in callsheet's loop (as guests), or wherever callsheet's callbacks run."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """Close the callback at the run's end. The last guest also calls `post_close` of all. Errors are logged, as Composer does."""
+        """Close Composer's callback at the run's end. The last one also calls `post_close` of all. Errors are only logged."""
         run = self._run
         if run is None:
             return
@@ -227,7 +227,7 @@ class ComposerGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the foreign callback's state and the counters."""
+        """Return the state of Composer's callback, and the counters that Composer updates at every batch."""
         foreign = dict(super().state_dict())
         return {"foreign": foreign, "counted": list(self._run.counted if self._run is not None else Counted())}
 
@@ -238,7 +238,7 @@ class ComposerGuest(Guest):
 
 
 class ComposerLoggerGuest(ComposerGuest):
-    """The guest for a Composer `LoggerDestination`.
+    """The callsheet callback that `guest` returns for a logger (`LoggerDestination`) of Composer.
 
     It receives the events, and callsheet's metrics records under Composer's names.
     """

@@ -1,4 +1,4 @@
-"""Parts of the host for Composer's Trainer: tables of handlers, evaluation requests, checkpoints, the logger, the loss.
+"""Parts of the host (which runs callsheet's callbacks in Composer's Trainer): handlers, evaluations, checkpoints, logger, loss.
 
 This module imports Composer.
 """
@@ -38,7 +38,7 @@ _LOSS = ("after_loss",)
 
 
 class HandlerTables:
-    """Which handlers of the host are called for an event of Composer, by the event's value.
+    """Which handlers of callsheet's adapter (host) are called for an event of Composer, by the event's value.
 
     Args:
         handlers: the handlers by the event's value.
@@ -53,7 +53,7 @@ class HandlerTables:
         self._of_closure = self._outside | of_closure
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Remove the handlers of events that have no listeners."""
+        """Remove the handlers of those Composer events for which no callback listens to callsheet's events."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
@@ -81,7 +81,7 @@ class EvaluationRequests:
         self.is_pending = True
 
     def install(self, evaluators: Iterable[Any]) -> None:
-        """Wrap the intervals that are not wrapped yet."""
+        """Wrap the evaluators' intervals that are not wrapped yet, so that they check for requests."""
         for evaluator in evaluators:
             if getattr(evaluator.eval_interval, "requests", None) is not self:
                 evaluator.eval_interval = _Interval(evaluator.eval_interval, self)
@@ -101,7 +101,7 @@ class SavedCheckpoints:
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch at which each saved last
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch at which each saver saved last
 
     def save(self) -> None:
         """Make Composer's first saver save now, at this batch, regardless of its interval."""
@@ -133,8 +133,8 @@ class StepLosses:
         """Add the loss of a microbatch. `samples` is the number of samples in the whole step."""
         value = loss.detach()
         if isinstance(state.loss, dict):
-            value = value.clone()  # Composer scales the total in place
-        is_whole = state.device_train_microbatch_size >= samples  # a single microbatch needs no weight
+            value = value.clone()  # copied, because Composer scales the total in place
+        is_whole = state.device_train_microbatch_size >= samples  # the only microbatch of the step needs no weight
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:
@@ -147,16 +147,16 @@ class StepLosses:
 
 
 class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are not read
-    """Log everything that is logged to Composer's Logger in our metrics records too."""
+    """Add everything that is logged to Composer's Logger to callsheet's metrics records too."""
 
     def __init__(self, run: HostedRun, logger: Any) -> None:
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
         self._logger = logger
         logger.destinations = (*logger.destinations, self)
-        self._names: dict[str, str] = {}  # our name by Composer's; a metric whose name is empty is not logged
+        self._names: dict[str, str] = {}  # callsheet's name by Composer's; empty for a metric that is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics, except those of times and evaluations, which metrics records have from other sources."""
+        """Log Composer's metrics, except times and evaluations, which metrics records have from other sources."""
         if self._records.are_read:
             try:
                 self._take(metrics)

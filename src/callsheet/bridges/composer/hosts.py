@@ -1,4 +1,4 @@
-"""callsheet's callbacks as a callback of Composer. Composer is imported when a host is created."""
+"""Runs callsheet's callbacks in Composer's Trainer, as one callback of Composer, which is imported only when this is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer may have several hosts.
+    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. This may be used several times.
 
     One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if there is one, and
     ends with `close()`. Composer's events cause all events of a step, except the end of the optimizer's step, for which there is
@@ -41,7 +41,7 @@ def host(
     Raises:
         NotSupported: when the Trainer is created or after its first step, depending on `strict`.
     """
-    from callsheet.bridges.composer.trainer_host import ComposerHost  # imports Composer
+    from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, because it imports Composer
 
     return ComposerHost(
         callbacks,

@@ -1,5 +1,4 @@
-"""Composer's names, which the host, the guest and `callsheet.compat.composer` use: its forty events, callsheet's events for them,
-and the base classes.
+"""Composer's names: its forty events, callsheet's events for them, and the base classes of callbacks and loggers.
 
 This module does not import Composer. The members of `Event` are in the order in which a run of Composer fires them.
 """
@@ -186,7 +185,7 @@ class LoggerDestination(Callback):
 
 
 def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dict[str, float]:
-    """Return a record's values under Composer's names. `evaluated` are the names of the evaluated datasets."""
+    """Return the values of a metrics record under Composer's names. `evaluated` are the names of the evaluated datasets."""
     found = {}
     for name, value in values.items():
         family, _, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""The state of one run that all Composer guests share.
+"""The state of one run that all of Composer's callbacks share when they run in callsheet's loop.
 
 Samples, tokens and seconds are counted here at every batch, as in Composer. callsheet's timestamps count them only at log
 boundaries.
@@ -23,7 +23,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """The classes (`Event`, `Time`, ...) that a callback expects: Composer's own, or callsheet's of the same names."""
+    """The classes (`Event`, `Time`, ...) that a Composer callback expects: Composer's own, or callsheet's of the same names."""
 
     base: type | None
     Event: Any
@@ -78,7 +78,7 @@ class Counted(NamedTuple):
 
 
 class ComposerRun:
-    """The State, the Logger and the counters that the guests of one run share."""
+    """The State, the Logger and the counters that Composer's callbacks share in one run of callsheet's loop."""
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
@@ -109,7 +109,7 @@ class ComposerRun:
             self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
 
     def stepped(self, ctx: Context) -> None:
-        """Count the step."""
+        """Count a training step in Composer's counters."""
         samples, tokens = self._fetched
         now, world = time.perf_counter(), ctx.run.world_size
         self.counted_before = self.counted
@@ -151,7 +151,7 @@ class ComposerRun:
         return self._made[2]
 
     def timestamp_of(self, at: Timestamp, counted: Counted) -> Any:
-        """Create a Composer `Timestamp` from a timestamp of callsheet and these counters."""
+        """Create a Composer `Timestamp` from callsheet's timestamp and Composer's own counters."""
         return self.kinds.Timestamp(
             iteration=at.round,
             epoch=at.epoch,

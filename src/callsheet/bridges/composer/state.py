@@ -1,4 +1,4 @@
-"""The State and Logger that Composer guests receive.
+"""The State and Logger that Composer's callbacks receive when they run in callsheet's loop.
 
 They are facades with some of the original's attributes, which come from the context.
 
@@ -66,7 +66,7 @@ class State(Facade):
 
     @property
     def max_duration(self) -> Any:
-        """The length of training, or None. If a guest has stopped training, the time of the stop."""
+        """The length of training, or None. If a Composer callback has stopped training, the time of the stop."""
         longest = self._run.ctx.state.max_duration
         return self._stopped or (self._run.time(longest) if longest is not None else None)
 
@@ -76,7 +76,7 @@ class State(Facade):
         return None if longest is None else self.timestamp.get(longest.unit) / longest
 
     def stop_training(self) -> None:
-        """Request that training stops after this step. What is due at the step's boundary is done first."""
+        """Request that training stops after this step, and after what is due at its end, such as an evaluation."""
         run = self._run
         longest = self.max_duration
         unit = longest.unit.value if longest is not None and longest.unit.value != "ep" else "ba"
@@ -203,7 +203,7 @@ class State(Facade):
 
     @property
     def callbacks(self) -> Sequence[Any]:
-        """The Composer callbacks of the run's guests."""
+        """The Composer callbacks that run in this run of callsheet."""
         return [guest.foreign for guest in self._run.guests]
 
     @property
@@ -223,7 +223,7 @@ class State(Facade):
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether parameters must be gathered before they are read. Guests never have to do this."""
+        """Whether parameters must be gathered before they are read. Composer's callbacks never have to do this here."""
         return False
 
 
@@ -239,7 +239,7 @@ class _Wrapped:
     def __call__(self, *args: Any, **given: Any) -> Any:
         return self.module(*args, **given)
 
-    __class__ = property(lambda self: type(self.module))  # to isinstance() it is what it wraps
+    __class__ = property(lambda self: type(self.module))  # isinstance() sees the class of the wrapped model
 
 
 class Device(Facade):
@@ -265,7 +265,7 @@ class Device(Facade):
 
 
 class Logger(Facade):
-    """Composer's Logger. What is logged to it goes into our metrics records and to the run's loggers."""
+    """Composer's Logger. What is logged to it goes into callsheet's metrics records and to the run's loggers."""
 
     OF: ClassVar[str] = "Composer's Logger"
 
@@ -278,7 +278,7 @@ class Logger(Facade):
         return ()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics for the next record. Of several values under one name, the last one counts."""
+        """Log metrics for the next metrics record. Of several values under one name, the last one counts."""
         self._run.ctx.log(metrics)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:

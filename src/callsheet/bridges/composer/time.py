@@ -30,7 +30,7 @@ _COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
 
 
 class Time:
-    """A number of one unit. It is an integer, except for a fraction of a run's duration (`dur`).
+    """A duration in one unit, such as batches. It is an integer, except for a fraction of a run's duration (`dur`).
 
     It can be compared with and added to times of the same unit, strings, and numbers, which get its unit.
 
@@ -91,7 +91,7 @@ class Time:
         return str(self)
 
     def _of(self, other: Any, what: str) -> Any:
-        """Return the number of `other`. Raise RuntimeError if its unit differs."""
+        """Return the value of `other`, a time or a string. Raise RuntimeError if its unit differs."""
         time = Time.from_input(other, self.unit)
         if time.unit is not self.unit:
             raise RuntimeError(f"{self} and {time} cannot be {what}: their units differ")

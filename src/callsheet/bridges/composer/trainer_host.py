@@ -1,4 +1,4 @@
-"""The host in Composer's Trainer; see `callsheet.bridges.composer`. This module imports Composer."""
+"""Runs callsheet's callbacks in Composer's Trainer (as a host); see `callsheet.bridges.composer`. It imports Composer."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
             {event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")},
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the table in use
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use, by Composer's event
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error of a callback fails the run.
 
         If callsheet itself fails, training continues without it.
         """
-        handler = self._handlers.get(event._value_)  # not by the event, whose hash is computed each time
+        handler = self._handlers.get(event._value_)  # by the event's value, since the hash of the event itself is slow
         if handler is None:
             return
         try:
@@ -133,7 +133,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def close(self, state: Any, logger: Any) -> None:
-        """End the run.
+        """End the run of callsheet's callbacks, because Composer closes its callbacks.
 
         If training is not over, an exception has ended it, and the run has failed. This is also called when the program ends.
         """
@@ -172,7 +172,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         if driver.listen():
             self._tables.listen(driver)
             self._stepped.listen(driver.is_loss_read)
-        if not driver.is_open("fetch"):  # it is open if Composer skips batches that were trained on before
+        if not driver.is_open("fetch"):  # the span is open if Composer skips batches that were trained on before
             driver.start("fetch")
 
     def _after_dataloader(self, state: Any) -> None:
@@ -190,7 +190,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the last loss counts
+        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again; its last loss counts
             self._handlers = self._tables.of_closure()
         else:
             driver.start("forward_backward")
@@ -221,7 +221,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         self._losses.add(state, trained_on(state.loss), self._run.counted[0])
 
     def _replaced(self, loss: Tensor, state: Any) -> Tensor:
-        """Fire the end of the loss computation.
+        """Fire `on_loss_end`, at which a callback may replace the loss.
 
         Return the loss that Composer uses: the model's, or the one by which a callback replaced it.
         """
@@ -247,7 +247,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         if not parts["forward_backward"].has_no_listeners:
             driver.end("forward_backward")
         if not parts["clip_gradients"].has_no_listeners:
-            driver.start_and_end("clip_gradients")  # whether or not an algorithm has clipped them
+            driver.start_and_end("clip_gradients")  # fired whether or not an algorithm has clipped the gradients
         driver.start("optimizer_step")
 
     def _batch_end(self, state: Any) -> None:
@@ -372,7 +372,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
         self._saves.report(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all hosts of the Trainer. Composer saves one state per class, which is that of the last instance."""
+        """Return the states of all instances of this class in the Trainer, of which Composer saves only the last one's state."""
         return {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The facade that a Hugging Face guest receives as its `TrainingArguments`."""
+"""The object that a transformers callback in callsheet's loop receives as its `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalSt
 
 
 class Arguments(Facade):
-    """The `args` of a guest: the user's arguments, those that decide when to log, evaluate and save, and those that the run provides."""
+    """The `args` of a transformers callback in callsheet's loop: the user's arguments, and attributes that the run provides."""
 
     OF = "transformers' TrainingArguments"
 
@@ -63,7 +63,7 @@ class Arguments(Facade):
         vars(self).update(values)
 
     def _take(self, ctx: Context, resumed: str | None) -> None:
-        """Set the arguments that the run provides. The user's arguments take precedence."""
+        """Set the attributes that come from the run, such as `world_size` and `output_dir`, except those that the user gave."""
         run = ctx.run
         vars(self).update(
             {
@@ -87,7 +87,7 @@ class Arguments(Facade):
             | {name: vars(self)[name] for name in self._given}
         )
         self._config = dict(run.config)
-        if self.output_dir and self.should_save:  # as a Trainer does before it calls its callbacks
+        if self.output_dir and self.should_save:  # the Hugging Face Trainer makes the folder, too, before it calls its callbacks
             os.makedirs(self.output_dir, exist_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ class Arguments(Facade):
         return {**self._config, **own}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the same, with values other than numbers and strings as strings."""
+        """Return the same as `to_dict`, with values other than numbers and strings converted to strings."""
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in self.to_dict().items()}
 
     def to_json_string(self) -> str:
-        """Return the same as JSON."""
+        """Return the same as `to_dict`, as JSON text."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 

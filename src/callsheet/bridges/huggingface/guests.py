@@ -1,4 +1,4 @@
-"""Guests from Hugging Face: transformers' `TrainerCallback`s in any run of callsheet."""
+"""Runs transformers' `TrainerCallback`s in callsheet's loop (as guests)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # the end of the microbatch before it, since a step's last one has no such event
+    "on_microbatch_start": ("on_substep_end",),  # for the end of the microbatch before, since a step's last one has no such event
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
     "on_log": ("on_log",),
     "on_eval_step_end": ("on_prediction_step",),
-    "on_eval_all_end": ("on_log", "on_evaluate"),  # both for each dataset
+    "on_eval_all_end": ("on_log", "on_evaluate"),  # both are called for each dataset
     "on_checkpoint_published": ("on_save",),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_log", "on_train_end"),
@@ -154,7 +154,7 @@ class HuggingFaceGuest(Guest):
         }
 
     def listens_to(self, theirs: str) -> bool:
-        """See `Guest`.
+        """Return whether transformers' callback overrides the method of this event; see `Guest.listens_to`.
 
         callsheet never pushes to a hub, so `on_push_begin` is reported as missing only if `args` ask for pushes.
         """
@@ -192,7 +192,7 @@ class HuggingFaceGuest(Guest):
     # --- the state ---
 
     def _reset(self, ctx: Context | None = None) -> None:
-        """Reset the state at the start of a run, which may not be the first of this guest."""
+        """At the start of a run, reset the `TrainerState`, which may have the values of an earlier run."""
         self.state, self.control = TrainerState(), TrainerControl()
         self._is_training = False
         self._resumed: str | None = None
@@ -241,12 +241,12 @@ class HuggingFaceGuest(Guest):
         self._logged_at = self.state.global_step
 
     def _update(self, ctx: Context) -> None:
-        """Update `state` and `control`."""
+        """Update the `TrainerState` and `TrainerControl` that the callback receives to the run's progress."""
         if ctx.step != self._step:
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # a request to end the epoch has been rejected, or has caused a warning
+            self.control._new_epoch()  # forget a request to end the epoch, which has been rejected or has caused a warning
             self._save_kind = ""
             if self._passed_on:
                 self._passed_on &= {"should_training_stop"}
@@ -280,7 +280,7 @@ class HuggingFaceGuest(Guest):
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:
-        """Ask for a checkpoint, but only after the evaluation at the same boundary, as in the Hugging Face Trainer."""
+        """Ask for a checkpoint, but only after the evaluation that is due after the same step, as in the Hugging Face Trainer."""
         if self._save_kind and ctx.boundary != "before_eval":
             kind, self._save_kind = self._save_kind, ""
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
@@ -304,7 +304,7 @@ class HuggingFaceGuest(Guest):
         self._norm = ctx.grad_norm
 
     def _log(self, ctx: Context, logs: dict[str, Any]) -> None:
-        """Add the logs to the history, and call `on_log`."""
+        """Add the values to `log_history`, and call `on_log` of transformers' callback."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control.should_log = False
@@ -374,7 +374,7 @@ class HuggingFaceGuest(Guest):
             self.state.best_model_checkpoint = ctx.checkpoint.path
 
     def _log_summary(self, ctx: Context) -> None:
-        """Make the last log: how long training took, and its mean loss."""
+        """Log a summary at the end, as the Hugging Face Trainer does: how long training took, and its mean loss."""
         self._update(ctx)
         self._check_logged()
         steps = self.state.global_step - self._began_at
@@ -392,7 +392,7 @@ class HuggingFaceGuest(Guest):
         return {**state, "own": self.foreign.state()["attributes"] if isinstance(self.foreign, ExportableState) else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. The arguments of the callback's constructor stay as they are now."""
+        """Restore the callback's state. The arguments of its constructor stay as they are now."""
         for name, value in state.items():
             if name != "own":
                 setattr(self.state, name, list(value) if name == "log_history" else value)

@@ -67,7 +67,7 @@ class HuggingFaceForwardHooks(NotCopied):
         self._after = Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hook for the model's outputs, or remove it."""
+        """Register the hook for the model's outputs if a callback listens to them; otherwise remove it."""
         self._after.install(has_listeners, self._ends)
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class HuggingFaceForwardHooks(NotCopied):
             self.expected, self.inputs = "", None
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `compute_loss`.
+        """Wrap the Trainer's `compute_loss`, to fire the events of the loss.
 
         A cached loss calls backward on its parts during that time; this must not be taken for the backward pass of the step.
         """
@@ -141,7 +141,8 @@ class HuggingFaceForwardHooks(NotCopied):
             return batch
         if parts["forward"].has_no_listeners:
             return ctx.batch
-        driver.end("microbatch")  # closes the fields of an earlier one whose end the Trainer has not reported
+        # End an earlier microbatch, whose end the Trainer has not reported, so that its fields become unavailable.
+        driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")

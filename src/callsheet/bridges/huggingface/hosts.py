@@ -73,7 +73,7 @@ _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 
 
 class _HostRequests:
-    """Passes the requests of callbacks on to the Trainer. The run refers to this object, so that it does not keep the host alive."""
+    """Passes the requests of callbacks on to the Trainer. The run refers to this object instead of the host."""
 
     def __init__(self) -> None:
         self.control = TrainerControl()
@@ -107,7 +107,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        self._fired: str | None = None  # since the last step or epoch, in the letters of _BOUNDARY; None if not at a boundary
+        # Events fired since the last step or epoch, in the letters of _BOUNDARY; None within a step.
+        self._fired: str | None = None
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
         self._skips: Any = None
@@ -119,10 +120,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
         if not hasattr(trainer, "_inner_training_loop"):
-            return  # the run then ends in the same way as for a host that is added later
+            return  # without this wrapper, the run ends in the same way as for a host that is added later
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # this call must not end a run that it has not begun
+            earlier = _run_of(reference)  # the run before this call, which an error of this call must not end
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
@@ -183,7 +184,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix = False, None
         self._fired = "" if args.eval_on_start else None
-        if not args.eval_on_start:  # otherwise training begins after that evaluation
+        if not args.eval_on_start:  # with `eval_on_start`, training begins after that evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
@@ -214,7 +215,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
     def _handle(
         self, method: Callable[..., None], args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Call the method with the run, the arguments, the state, and a dictionary of all other arguments."""
+        """Call a method of the host with the run, the Trainer's `args` and `state`, and a dictionary of all other arguments."""
         if self._run is not None:
             self._requests.control = control
             method(self, self._run, args, state, given)
@@ -319,7 +320,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """End the epoch, which may be partial."""
+        """End the epoch, which may have been left before its last batch."""
         is_whole = state.epoch is not None and float(state.epoch).is_integer()
         run.end_epoch(is_whole=is_whole)
         self._fired = "D" if is_whole else ""
@@ -327,7 +328,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         self._stop_if_asked(run)
 
     def _repeat_save_request(self, run: HostedRun) -> None:
-        """Repeat a request to save.
+        """Repeat a callback's request to save, which the Trainer has not carried out yet.
 
         The Trainer resets it when a step begins, and when it saves the best model after an evaluation.
         """
@@ -420,7 +421,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         if not run.eval.driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
-        if run.eval.driver.is_open("eval"):  # the Trainer did not call on_evaluate
+        if run.eval.driver.is_open("eval"):  # the evaluation of a dataset is open, because the Trainer did not call on_evaluate
             run.eval.end_dataset(run.eval.ctx.eval_name, found)
         elif not run.eval.found:
             run.eval.begin("validation")
@@ -433,28 +434,28 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # otherwise, this was the evaluation before training
+        if run.driver.is_open("train"):  # outside of training, this was the evaluation before training
             self._fire_due(run)
 
     @in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # not called from `evaluate`
+        if not is_open and self._prefix is None:  # `on_evaluate` was not called from `evaluate`
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )
             self._begin_evaluation(run, is_own=True)
         if run.eval.driver.is_open("eval_all"):
             found = found_in(given.get("metrics") or {}, prefix)
-            if not run.eval.driver.is_open("eval"):  # the model was not called
+            if not run.eval.driver.is_open("eval"):  # the evaluation has no open dataset yet, because the model was not called
                 run.eval.begin(_dataset(prefix))
             run.eval.end_dataset(_dataset(prefix), found)
             if not is_open:
                 self._end_evaluation(run, {})
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Fire `on_checkpoint_due`.
+        """Fire `on_checkpoint_due`, at which callbacks request checkpoints.
 
         If the Trainer has already written a checkpoint of this step, that checkpoint satisfies the requests.
         """
@@ -468,7 +469,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # this checkpoint satisfies requests that are made there
+            self._fire_due(run)  # fired now, since this checkpoint satisfies requests that callbacks make then
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):

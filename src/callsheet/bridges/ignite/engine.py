@@ -34,7 +34,7 @@ It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
 
 
 class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
-    """Ignite's state without `dataloader` and `seed`, which callsheet's loop does not have. Handlers may add attributes to it."""
+    """Ignite's `engine.state`, without `dataloader` and `seed`, which callsheet lacks. Handlers may add attributes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
-    """Replaces a trainer for the handlers that are attached to it. Handlers may call the methods in `ALLOWED`.
+    """Replaces Ignite's trainer for handlers that run in callsheet's loop. They may call its methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
     run stops.
@@ -111,7 +111,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
             known = self._at[id(event_name)] = event_name, self._event_handlers[event_name]
         self.last_event_name = event_name
         for handler, args, kwargs in known[1]:
-            if args and type(args[0]) is ReferenceType:  # the reference is to this engine
+            if args and type(args[0]) is ReferenceType:  # the first argument is a weak reference to this engine
                 if len(args) == 1 and not (kwargs or event_args):
                     handler(self)
                 else:
@@ -120,7 +120,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Request that the run stops. After this, only the events of the end are fired."""
+        """Request that the run stops. After this, only Ignite's events at the end of a run are fired."""
         if self.ctx is None:
             raise NotOnTheList("an Ignite engine can be terminated here only after training has begun")
         super().terminate(skip_completed)
@@ -137,7 +137,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
             for handler, _, _ in registered:
                 handler = (
                     handler._parent() if hasattr(handler, "_parent") else handler
-                )  # Ignite has wrapped it in an event filter
+                )  # if the event has a filter, Ignite has wrapped the handler
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
         return list(found.values())
@@ -180,7 +180,7 @@ def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
 def reject_handler(handler: Any) -> None:
-    """Raise NotSupported if the handler cannot be a guest."""
+    """Raise NotSupported if the handler needs something of Ignite that callsheet's loop does not have."""
     why = NO_GUESTS.get(label_of_handler(handler))
     if why is not None:
         raise NotSupported(f"{label_of_handler(handler)} cannot be a guest: {why}")

@@ -1,4 +1,4 @@
-"""Ignite's handlers as guests."""
+"""Runs Ignite's handlers in callsheet's loop (as guests)."""
 
 from __future__ import annotations
 
@@ -117,13 +117,14 @@ class IgniteGuest(Guest):
         """Return whether a handler is attached for the event."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            if theirs == "evaluator_iteration_started":  # its guest method counts the iterations for the event of their end
+            # The method for this event also counts iterations, for the event at their end.
+            if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
         return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return the guest's own method for the event. These methods are named after Ignite's events."""
+        """Return the method of this class that fires the Ignite event; it has the event's name."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 
@@ -202,7 +203,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # otherwise the epoch was left early, for which Ignite fires no event
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # not if the epoch was left early, for which Ignite fires no event
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
@@ -219,7 +220,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # in Ignite, a handler has to raise the error again; callsheet does that itself
+            if raised is not ctx.exception:  # in Ignite, a handler has to raise the error again, which callsheet does itself
                 raise
 
     # --- the evaluators' events ---
@@ -262,7 +263,7 @@ class IgniteGuest(Guest):
                 engine._fire_event(Events.COMPLETED)
 
     def _log(self, ctx: Context, engine: GuestEngine, family: str, *, known: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Log the values of Ignite's metrics."""
+        """Log the values of Ignite's metrics, which are in the engine's state, to callsheet's metrics record."""
         if found := {name: value for name, value in numbers(engine.state.metrics).items() if name not in known}:
             ctx.log({f"{family}/{name}": value for name, value in found.items()})
 

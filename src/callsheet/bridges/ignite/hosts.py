@@ -1,4 +1,4 @@
-"""callsheet's callbacks as a handler of an Ignite engine."""
+"""Runs callsheet's callbacks in Ignite's loop, as a handler of an Ignite engine."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ class IgniteHost(HostBase):
         self._microbatches = 0  # number of microbatches in the current step
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        self._is_due_fired = False  # on_checkpoint_due was fired, and nothing has been trained or saved since
+        self._is_due_fired = False  # whether on_checkpoint_due was fired, and nothing has been trained or saved since
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
-        """Attach the host to the trainer and the evaluators.
+        """Attach callsheet's callbacks to Ignite's trainer and evaluators.
 
         Args:
             trainer: the engine whose process function trains the model.
@@ -192,10 +192,10 @@ class IgniteHost(HostBase):
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        self._forget_earlier_run()  # an interrupted run is not continued
+        self._forget_earlier_run()  # end an interrupted run, which is not continued
         self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
-        me = weakref.proxy(self)  # the run must not keep the engine and its handlers alive
+        me = weakref.proxy(self)  # a weak reference, because the run must not keep the engine and its handlers alive
         self._run = self._last = run = HostedRun(
             self.manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
@@ -215,7 +215,7 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        self._begin_run(run, hooks, never)  # training starts with its first epoch: an evaluation before that is standalone
+        self._begin_run(run, hooks, never)  # training starts with its first epoch; an evaluation before that is not part of it
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:
@@ -232,7 +232,7 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # in case there was no epoch to train
+        run.driver.start("round")  # fires the start of training if there was no epoch to train
         self._leave_step(run)
         self._finish()
 
@@ -254,7 +254,7 @@ class IgniteHost(HostBase):
             self._completed(trainer)
 
     def _exception_raised(self, error: BaseException) -> None:
-        """End the run as failed.
+        """End the run of callsheet's callbacks as failed, because an exception was raised in Ignite's engine.
 
         The method has no engine as an argument, because Ignite may have deleted the engine together with an interrupted run.
         """
@@ -266,12 +266,12 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without the host's handler, Ignite would have raised it
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without this handler, Ignite would have raised the error
             raise error
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # the state of that run is older than the checkpoints that follow
+        self._last = None  # forget the run that the error has ended, since later checkpoints must not get its state
 
     def _stop(self, loop: Any) -> None:
         assert self._trainer is not None
@@ -289,7 +289,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # within a step
+            if run is None or self._microbatches:  # no run, or the step has already begun
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
@@ -328,7 +328,7 @@ class IgniteHost(HostBase):
             is_first = not self._microbatches
             if (
                 is_first and trainer.state.dataloader is None
-            ):  # the process function makes its own data, so no batch event is fired
+            ):  # Ignite fires no event for a batch if the process function makes its own data
                 self._get_batch_started(trainer)
                 self._get_batch_completed(trainer)
             self._microbatches += 1
@@ -396,7 +396,7 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Clear the state of a step whose remaining iterations the engine skips.
+        """Forget the microbatches of a step whose remaining iterations the engine skips.
 
         The lifecycle driver fires the step's end later.
         """
@@ -405,7 +405,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out what is due after an epoch, if this has waited for the epoch's evaluation."""
+        """Carry out what is due after an epoch, such as a save, if this has waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -492,7 +492,7 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the boundary that requested the evaluation does the rest
+        if self._evaluations.is_requested:  # the code that ran this requested evaluation does the rest
             return
         run.fire_record()
         if self._evaluations.is_awaited:
@@ -513,14 +513,14 @@ class IgniteHost(HostBase):
 
     @observing
     def _saved(self, engine: Engine) -> None:
-        """Report a checkpoint, if this host's checkpoint handler has written one."""
+        """Report a checkpoint, if the `Checkpoint` handler that was given to `host` has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()
         if run is None or path is None:
             return
         if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
             self._is_due_fired = False
-            run.fire_checkpoint(path, lambda info: None)  # the handler has written the callbacks' states
+            run.fire_checkpoint(path, lambda info: None)  # the states need not be written, since the handler has done so
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states and the run's progress.

@@ -1,4 +1,4 @@
-"""InstructLab's callbacks as callbacks of callsheet."""
+"""Runs InstructLab's callbacks in callsheet's loop (as guests)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from callsheet.core.time import TimeUnit
 def guest(
     foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
 ) -> InstructLabGuest:
-    """Wrap a callback of InstructLab as a callsheet callback in a lane of its own; see `InstructLabGuest`."""
+    """Wrap a callback of InstructLab as a callsheet callback with a thread of its own; see `InstructLabGuest`."""
     return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
 
 
 class InstructLabGuest(Guest):
-    """A callback of InstructLab. It is called in InstructLab's order, on a background thread; no event is dropped.
+    """Runs a callback of InstructLab in callsheet's loop, in InstructLab's order, on a background thread; no event is dropped.
 
     Its `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values come from the
     metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context, else the means
@@ -93,12 +93,12 @@ class InstructLabGuest(Guest):
         self.context = TrainingContext()
         self._is_training = self._ends_step = self._ends_epoch = False
         self._microbatches = 0
-        self._last = (0, 0, 0, 0.0)  # step, samples, tokens and seconds at the last record
+        self._last = (0, 0, 0, 0.0)  # step, samples, tokens and seconds at the last metrics record
 
     # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # an earlier `fit`
+        ended = self._ended()  # hooks at the end of an earlier `fit`, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch
@@ -130,7 +130,7 @@ class InstructLabGuest(Guest):
         return self._call(self._hook_call("on_after_backward"))
 
     def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
-        if ctx.run.world_size == 1:  # with several ranks the loss is known when the record has averaged it
+        if ctx.run.world_size == 1:  # with several ranks, the loss is known only when the metrics record has averaged it
             self.context.loss = float(ctx.loss)
         return self._call(self._hook_call("on_pre_optimizer_step"))
 
@@ -142,7 +142,7 @@ class InstructLabGuest(Guest):
 
     def _logged(self, ctx: Context) -> Awaitable[None] | None:
         values = ctx.record.values
-        if "train/loss" not in values:  # the record of an evaluation: there was no step since the last record
+        if "train/loss" not in values:  # this is the record of an evaluation: there was no step since the last record
             return None
         context, now, last = self.context, ctx.state.timestamp, self._last
         steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
@@ -189,11 +189,11 @@ class InstructLabGuest(Guest):
     # --- paths in the context ---
 
     def output_dir(self, ctx: Context) -> str:
-        """Return the run's folder."""
+        """Return the folder that the callback receives as `output_dir`: the run's folder."""
         return str(ctx.run.folder or "")
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the checkpoint's folder."""
+        """Return the path that the callback receives as `checkpoint_path`: the checkpoint's folder."""
         return info.path
 
     # --- calling the hooks ---
@@ -221,7 +221,7 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call the hooks one after the other.
+        """Call these hooks of InstructLab's callback one after the other.
 
         At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
         """
@@ -237,7 +237,7 @@ _HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
 
 
 def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """Call the hook. Return its result if that must be awaited, otherwise None. An error is logged."""
+    """Call a hook of InstructLab's callback. Return its result if it must be awaited, otherwise None. An error is logged."""
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None

@@ -1,4 +1,4 @@
-"""The host for InstructLab Training. It turns InstructLab's hooks into the events of the lifecycle.
+"""Runs callsheet's callbacks in InstructLab Training (as a host): it turns InstructLab's hooks into callsheet's events.
 
 Everything here runs on the thread on which InstructLab calls its callbacks, while training continues. So the model is not available,
 requests are not supported, and collectives are not possible.
@@ -42,7 +42,7 @@ _WITHOUT_HOOK = frozenset({"loss", "backward"})
 def host_of(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
 ) -> Any:
-    """Return the callback of InstructLab; see `callsheet.bridges.instructlab.host`."""
+    """Return an InstructLab callback that runs callsheet's callbacks; see `callsheet.bridges.instructlab.host`."""
     try:
         base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
     except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
@@ -52,17 +52,17 @@ def host_of(
 
 @functools.cache
 def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
-    """Return the callback class for InstructLab.
+    """Make the class of that InstructLab callback, derived from InstructLab's own base class if it is installed.
 
     InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So the class
     uses no name outside its methods except that of its base.
     """
 
     class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
-        """The callback of InstructLab that calls the host."""
+        """An InstructLab callback that passes each hook on to `InstructLabHost`."""
 
         def __init__(self, host=None):  # type: ignore[no-untyped-def]
-            if host is None:  # InstructLab creates the callback on a rank
+            if host is None:  # the callback was created by InstructLab on a rank, so its host must be created
                 from callsheet.bridges.instructlab.hook_host import InstructLabHost
 
                 host = InstructLabHost.arrived()
@@ -114,7 +114,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
 
 
 class InstructLabHost(HostBase):
-    """Turns InstructLab's hooks into the events of the lifecycle.
+    """Turns InstructLab's hooks into callsheet's events. It runs in each rank's process.
 
     A run lasts from `on_train_begin` to the next `on_train_end`.
     """
@@ -127,7 +127,7 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # context of a save at an epoch's end, until it is over
+        self._saved: TrainingContext | None = None  # the context of a save at the end of an epoch, until that end is handled
         self._is_between = False  # whether training is between two steps
         self._reject()
 
@@ -135,7 +135,7 @@ class InstructLabHost(HostBase):
 
     @contextmanager
     def sent(self) -> Iterator[None]:
-        """Within this context, send the callbacks' arguments and states to the ranks that are started, by callsheet's transport."""
+        """Within this context, ranks that are started get the callbacks' arguments and states, by callsheet's transport."""
         for event in EVENTS:
             for each in self.manager.list_callbacks(event):
                 if not isinstance(each, Callback):
@@ -156,7 +156,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, from the callbacks that the starting process sent."""
+        """Create this object on a rank, from the callbacks that the starting process sent."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
@@ -178,7 +178,7 @@ class InstructLabHost(HostBase):
                 self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
     def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
-        """After the first step, reject listeners of events that no hook has fired."""
+        """After the first step, raise an error or warn if callbacks listen to events that no hook has fired."""
         self._is_checked = True
         for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
             for each in self._check.listeners(event):
@@ -188,7 +188,7 @@ class InstructLabHost(HostBase):
 
     @observing
     def on_train_begin(self, context: TrainingContext) -> None:
-        """Begin a run."""
+        """Begin a run of callsheet's callbacks, because InstructLab begins to train."""
         self._forget_earlier_run()
         self._saved = None
         self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
@@ -278,7 +278,7 @@ class InstructLabHost(HostBase):
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the epoch, and fire the events of a checkpoint that was written at its end."""
         if run.driver.is_open("epoch"):
-            run.driver.end("train_step")  # a step whose end was not reported counts in this epoch
+            run.driver.end("train_step")  # count a step whose end was not reported in this epoch
             run.state.timestamp = run.state.timestamp.next_epoch()
             run.driver.end("epoch")
         saved, self._saved = self._saved, None
@@ -287,6 +287,6 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the run."""
+        """End the run of callsheet's callbacks, because InstructLab has ended training."""
         run.finish(context)
         self._release()

@@ -1,4 +1,4 @@
-"""callsheet's callbacks as a callback of InstructLab. InstructLab, and torch, are imported when a host is created."""
+"""Runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported only when this is used."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def host(
     Raises:
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
     """
-    from callsheet.bridges.instructlab.hook_host import host_of  # imports InstructLab if it is installed
+    # Imported here, because it imports InstructLab if that is installed.
+    from callsheet.bridges.instructlab.hook_host import host_of
 
     return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)

@@ -143,7 +143,7 @@ def listens_to(callback: Any, hook: str) -> bool:
 
 
 class CallbackManager:
-    """Calls the hooks of callbacks in a background lane. `fire` does not wait, and errors of hooks are logged and not raised.
+    """Calls the hooks of callbacks on a background thread. `fire` does not wait, and errors of hooks are logged, not raised.
 
     Every hook that is fired is delivered, to one callback after the other, in order. An `async` hook has finished before the next one is
     called. `fire("on_train_end")` and `close()` wait until all hooks have returned. If a single hook does not return within 10 s, they
@@ -203,7 +203,7 @@ class CallbackManager:
             self._deliver()
 
     def close(self) -> None:
-        """Deliver what was fired, and close the lane. May be called twice."""
+        """Call the hooks of everything that was fired, and end the background thread. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._deliver()
@@ -221,7 +221,7 @@ class CallbackManager:
         try:
             result = method(context)
             if inspect.isawaitable(result):
-                self._runner = self._runner or asyncio.Runner()  # one loop for all, so that clients can live on it
+                self._runner = self._runner or asyncio.Runner()  # one event loop for all hooks, so that they can keep clients
                 self._runner.run(awaited(result))
         except BaseException as error:  # including SystemExit, because a hook must not end the program
             log_failure(method, context, error)
@@ -242,7 +242,7 @@ def check(callback: Any) -> None:
 
 
 def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:
-    """Return a copy of the context for one call of one callback, with the fields in `changes` replaced."""
+    """Return a copy of the training context for one call of a callback, with the fields in `changes` replaced."""
     snapshot = copy(context)
     for name, value in changes.items():
         setattr(snapshot, name, value)

@@ -1,4 +1,4 @@
-"""A run of InstructLab Training, as the host observes it. The host runs on a thread of its own, and on each rank separately."""
+"""A run of InstructLab Training as callsheet observes it, on a thread of its own and on each rank separately."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_star
 
 
 class _ContextWithoutModel(Context):
-    """A context without the model and the data."""
+    """The context of callsheet's callbacks in InstructLab, which gives them neither the model nor the data."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class _ContextWithoutModel(Context):
 
 
 class HookedRun(Run):
-    """The run of the host, from one `on_train_begin` to its `on_train_end`; see the module."""
+    """A run of callsheet's callbacks in InstructLab's training, from `on_train_begin` to `on_train_end`; see the module."""
 
     host = HOST
     CONTEXT = _ContextWithoutModel
@@ -192,7 +192,7 @@ class HookedRun(Run):
             self.manager.process_lane_messages(ctx)
 
     def listen(self) -> None:
-        """Before a step, find out which of its spans have listeners."""
+        """Before a step, find out which of its parts (spans, such as `forward`) have listeners."""
         if self.driver.listen():
             self._listens_to_parts = any(map(self.driver.listens_to, ("forward_backward", "clip_gradients", "optimizer_step")))
 
@@ -205,7 +205,7 @@ class HookedRun(Run):
             self.ctx.loss = self.loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = None  # InstructLab reports it later, at `on_log`
+        self.ctx.grad_norm = None  # not known yet: InstructLab reports the norm later, at `on_log`
 
     def _stepped(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
@@ -218,7 +218,7 @@ class HookedRun(Run):
             ctx.loss, ctx.loss_dict = self.loss, {"loss": self.loss}
             if context.grad_norm is not None:
                 ctx.grad_norm = torch.tensor(context.grad_norm)
-            if context.learning_rate is not None:  # InstructLab reports it only on local rank 0
+            if context.learning_rate is not None:  # InstructLab reports the rate only on local rank 0
                 ctx.learning_rate = context.learning_rate
         seconds = context.elapsed_time if context.elapsed_time is not None else time.perf_counter() - self.began
         samples, tokens = context.total_samples - self._totals[0], context.total_tokens - self._totals[1]
@@ -271,7 +271,8 @@ class HookedRun(Run):
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")  # goes into the next record
+            # The values go into the next metrics record.
+            ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
             return
         driver.start("eval")
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}

@@ -1,4 +1,4 @@
-"""Keras's callbacks as guests. They are called in Keras's order, with Keras's logs and a facade of its model."""
+"""Runs Keras's callbacks in callsheet's loop (as guests), in Keras's order, with Keras's logs and a stand-in for its model."""
 
 from __future__ import annotations
 

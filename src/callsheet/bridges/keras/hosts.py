@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn  # before Keras, which imports the package of another backend unless KERAS_BACKEND says torch
+from torch import nn  # imported before Keras, which otherwise may import the package of another backend
 
 from callsheet.core.lifecycle import events_within
 from callsheet.errors import ConfigError, NotSupported
@@ -177,17 +177,17 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
 
     @observing
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a run."""
+        """Begin a run of callsheet's callbacks, because `fit` begins."""
         self._is_in_fit = True
         run = self._begin(is_training=True)
         self._patch("train_function", self._begin_step, self._end_step)
         run.driver.start("round")
         if run.state.timestamp.epoch:
-            self.model._initial_epoch = run.state.timestamp.epoch  # as Keras's own BackupAndRestore does
+            self.model._initial_epoch = run.state.timestamp.epoch  # continue at this epoch, as Keras's own BackupAndRestore does
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing.
+        """Do nothing: the step's events are fired by the wrapper of `train_function`.
 
         If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the interpreter
         lock.
@@ -197,7 +197,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
         """Fire the start of an epoch."""
         now = run.state.timestamp
-        if epoch != now.epoch:  # fit(initial_epoch=...)
+        if epoch != now.epoch:  # the user has called fit(initial_epoch=...)
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
         self._place.begin()
         self._is_epoch_open, self._has_evaluated = True, False
@@ -230,7 +230,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         return [ctx.batch]
 
     def _end_step(self, run: HostedRun) -> None:
-        """End the step of the batch."""
+        """End the step of the batch, because Keras has trained on it."""
         self._watch.is_on = False
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
@@ -359,7 +359,7 @@ class _PatchedFunction:
                 return {}
             try:
                 logs = function(given)
-            except BaseException as error:  # Keras does not report it to callbacks
+            except BaseException as error:  # end the run here, because Keras does not report the error to callbacks
                 if host._run is run:
                     host._fail(error)
                 raise

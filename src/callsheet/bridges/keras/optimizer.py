@@ -31,7 +31,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.start_and_end("clip_gradients")  # Keras clips within `apply`
+                    driver.start_and_end("clip_gradients")  # fired here, because Keras clips within `apply`
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:
@@ -54,7 +54,7 @@ class Steps:
 
 
 class Scale:
-    """Keras's loss scale, with the interface of torch's `GradScaler` that the host needs."""
+    """Keras's loss scale, with the part of the interface of torch's `GradScaler` that callsheet needs."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -86,7 +86,7 @@ class KerasOptimizer(Facade):
 
     @property
     def param_groups(self) -> list[_Group]:
-        """The only group. Its `lr` may be written."""
+        """A list with the only parameter group. Its `lr` may be written."""
         return self._groups
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class KerasOptimizer(Facade):
         return {f"{i}:{variable.path}": variable.value.detach() for i, variable in enumerate(self._optimizer.variables)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Assign the variables. Raise ValueError if their number differs."""
+        """Assign the saved values to the optimizer's variables. Raise ValueError if their number differs."""
         if not self._optimizer.built:
             self._optimizer.build(self._model.trainable_variables)
         variables = self._optimizer.variables
@@ -128,7 +128,7 @@ class _Group(MutableMapping[str, Any]):
         if not isinstance(rate, keras.Variable):  # a schedule computes the rate for each step
             return rate
         value = rate.value
-        if value._version != self._version:  # only a rate that has changed is copied from the device, which waits for it
+        if value._version != self._version:  # copy the rate from the device, which waits for it, only if it has changed
             self._rate, self._version = float(value), value._version
         return self._rate
 

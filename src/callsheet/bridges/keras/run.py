@@ -1,4 +1,4 @@
-"""The state of one run that all Keras guests share, as `fit` shares its logs between its callbacks."""
+"""The state of one run that Keras's callbacks share in callsheet's loop, as `fit` shares its logs between its callbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.trainer.tasks import counts_of
 
 
 class KerasRun(Common):
-    """Keeps Keras's logs and the position in its loop. Each method handles the event of the same name."""
+    """Keeps the logs and the position in the loop that Keras's callbacks receive. Each method handles the event of its name."""
 
     def __init__(self) -> None:
         self.ctx: Any = None  # None until the run begins
@@ -26,7 +26,7 @@ class KerasRun(Common):
         """The results of the last evaluation."""
         self.ended: int | None = None
         """The epoch whose end the guests handle at the current event. None at all other events."""
-        self._open: int | None = None  # an epoch that has ended, if the guests have not handled its end yet
+        self._open: int | None = None  # an epoch that has ended, if Keras's callbacks have not handled its end yet
         self._total: Any = 0.0
         self._samples = 0
 
@@ -38,7 +38,7 @@ class KerasRun(Common):
         self._total, self._samples = state["total"], state["samples"]
 
     def on_train_start(self, ctx: Context) -> None:
-        """Store the run's context for the guests' later calls."""
+        """Store the run's context, which later calls of Keras's callbacks use."""
         self.ctx, self._open = ctx, None
 
     def on_epoch_start(self, ctx: Context) -> None:
@@ -52,7 +52,7 @@ class KerasRun(Common):
         self.batch = ctx.state.timestamp.batch_in_epoch
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Add the batch's loss to the mean. If a guest listens to batches, this waits for the device, as Keras does."""
+        """Add the batch's loss to the mean. If a Keras callback listens to batches, this waits for the device, as Keras does."""
         if self.needs_loss:
             samples = counts_of(ctx.batch)[0] or 1
             self._total += (float(ctx.loss) if self.listens_to_batches else ctx.loss) * samples
@@ -70,11 +70,11 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Call the guests' `on_epoch_end` now if the epoch has ended, because no evaluation was due."""
+        """Call the `on_epoch_end` of Keras's callbacks now if the epoch has ended, because no evaluation was due."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Call the guests' `on_epoch_end` if this was not done, because no evaluation follows."""
+        """Call the `on_epoch_end` of Keras's callbacks if this was not done, because no evaluation follows."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -84,7 +84,7 @@ class KerasRun(Common):
             self.ctx = ctx
 
     def on_eval_step_start(self, ctx: Context) -> None:
-        """Count the batch."""
+        """Count a batch of the evaluation or prediction."""
         self.batch += 1
 
     def on_eval_all_end(self, ctx: Context) -> None:
@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """If it is known that no evaluation follows, let the guests handle the epoch's end at this event."""
+        """If it is known that no evaluation follows, let Keras's callbacks handle the epoch's end at this event."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

@@ -1,4 +1,4 @@
-"""Attach callbacks to loops written with Lightning's Fabric."""
+"""Runs callsheet's callbacks in loops written with Lightning's Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facades that Lightning's callbacks receive instead of the Trainer and its parts when they are guests."""
+"""The objects that Lightning's callbacks in callsheet's loop receive instead of the Trainer and its parts (facades)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """An object that replaces a part of Lightning for a guest, and takes its values from the guest's context."""
+    """Replaces a part of Lightning for a Lightning callback in callsheet's loop, with values from callsheet's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """The only logger. Values that are logged to it are in the next metrics record as `lightning/<name>`."""
+    """The only logger of a Lightning callback in callsheet's loop. What it logs is in the next record as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -65,7 +65,7 @@ class LoggerFacade(OfGuest):
 
 
 class StrategyFacade(OfGuest):
-    """The strategy: collectives over the ranks."""
+    """The `trainer.strategy` of a Lightning callback in callsheet's loop: collectives over the ranks."""
 
     OF = "Lightning's Strategy"
 
@@ -120,13 +120,13 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """The logger connector. Lightning's own callbacks ask it whether they should log now."""
+    """The Trainer's logger connector, which Lightning's own callbacks ask whether they should log now."""
 
     OF = "Lightning's logger connector"
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether to log now.
+        """Whether Lightning's own callbacks should log now.
 
         This is so after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested.
         """
@@ -140,7 +140,7 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """The progress of the loop. The same object replaces Lightning's loop, its epoch loop and their progress counters."""
+    """The progress of callsheet's loop. This object replaces Lightning's loop, its epoch loop and their progress counters."""
 
     OF = "Lightning's loop"
 
@@ -183,7 +183,7 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Lightning's Trainer with the settings of callsheet's loop: no sanity check, no limits on batches, one evaluation per epoch."""
+    """Replaces Lightning's Trainer for its callbacks in callsheet's loop: without sanity check, with one evaluation per epoch."""
 
     OF = "Lightning's Trainer"
 
@@ -354,23 +354,23 @@ class TrainerFacade(OfGuest):
 
     @property
     def callbacks(self) -> list[Any]:
-        """A list with only the guest's callback."""
+        """A list with only the Lightning callback that runs in callsheet's loop."""
         return [self._guest.foreign]
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The guest's callback, if it is a progress bar."""
+        """The Lightning callback that runs in callsheet's loop, if it is a progress bar."""
         foreign = self._guest.foreign
         return foreign if isinstance(foreign, self._guest.package.callbacks.ProgressBar) else None
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """A list with one facade for all of callsheet's loggers."""
+        """A list with one object that stands for all of callsheet's loggers."""
         return [self._guest.logger]
 
     @property
     def logger(self) -> LoggerFacade:
-        """The facade for all of callsheet's loggers, as in `loggers`."""
+        """The object that stands for all of callsheet's loggers, as in `loggers`."""
         return self._guest.logger
 
     @property

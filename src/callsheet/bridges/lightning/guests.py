@@ -1,4 +1,4 @@
-"""Lightning's callbacks as guests in callsheet's loop."""
+"""Runs Lightning's callbacks in callsheet's loop (as guests)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_NONE: Any = object()  # no batch
+_NONE: Any = object()  # stands for "no batch", since None can be a batch
 
 REJECTED: Mapping[str, str] = {
     "StochasticWeightAveraging": "lengthens training by an epoch of Lightning's own loop, and puts other schedulers in",
@@ -131,7 +131,7 @@ class LightningGuest(Guest):
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NONE, None, 0
         self._dataset = -1
-        self._is_epoch_end_due = False  # the epoch has ended, and on_train_epoch_end has not been called yet
+        self._is_epoch_end_due = False  # whether the epoch has ended, and on_train_epoch_end has not been called yet
         self._metrics: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -144,7 +144,7 @@ class LightningGuest(Guest):
                 logger.warning("%s", message)
 
     def _remove_unneeded_handlers(self) -> None:
-        """Remove the guest's own batch handlers if the callback overrides no batch hook, so that batches cost nothing."""
+        """If Lightning's callback overrides no batch hook, remove this class's handlers of batches, so that they cost nothing."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
@@ -198,7 +198,7 @@ class LightningGuest(Guest):
 
     def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
         def handle(ctx: Context) -> None:
-            if not ctx.has("standalone") or ctx.standalone:  # there is no teardown after an evaluation within training
+            if not ctx.has("standalone") or ctx.standalone:  # an evaluation within training has no teardown of its own
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 
         return handle
@@ -230,7 +230,7 @@ class LightningGuest(Guest):
     def _start_microbatch(self, ctx: Context) -> None:
         batch = ctx.batch
         if batch is self._batch:
-            return  # another microbatch of the same batch
+            return  # this is another microbatch of the same batch
         self.ctx = ctx
         if self._batch is not _NONE:
             self.is_step_over = False
@@ -323,7 +323,7 @@ class LightningGuest(Guest):
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """Log a number for the callback."""
+        """Log a number that Lightning's callback has logged with `log`."""
         self._metrics[name] = tensor = torch.as_tensor(value).detach()
         if prog_bar:
             self.progress[name] = tensor.item()
@@ -387,7 +387,7 @@ def _of(ctx: Context, field: str) -> Any:
 
 
 def _package_of(foreign: Any) -> Any:
-    """Return the package of the foreign callback's base class.
+    """Return the package of the callback's base class: `lightning.pytorch` or `pytorch_lightning`.
 
     Lightning is published under two names, with separate classes.
     """

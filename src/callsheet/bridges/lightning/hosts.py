@@ -106,7 +106,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         return run
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run because of an error, Ctrl-C or SIGTERM."""
+        """End the run of callsheet's callbacks because of an error, Ctrl-C or SIGTERM."""
         run = self._run
         if run is None:
             return
@@ -145,7 +145,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @observing
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run. Model, optimizers and data exist, and the checkpoint is loaded."""
+        """Begin a run of callsheet's callbacks. Model, optimizers and data exist, and Lightning has loaded its checkpoint."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
         evaluates = trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None
         self._cadence = cadence = Cadence(trainer)
@@ -170,7 +170,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, a backward pass after the step belongs to another optimizer.
+        # With manual optimization, a backward pass after `optimizer.step()` belongs to another optimizer.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
@@ -198,7 +198,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at the last step of an epoch
             state.timestamp = state.timestamp.next_epoch()
         run.driver.start("epoch")
-        if control.accumulation is not None:  # Lightning can change it only between epochs
+        if control.accumulation is not None:  # set it here, since Lightning can change it only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
             self._set_epoch_length(trainer)
 
@@ -246,7 +246,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if stepped.has_begun:  # either the optimizer evaluates its closure again, or this is another optimizer
+            if stepped.has_begun:  # do nothing: the optimizer evaluates its closure again, or this is another optimizer
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
@@ -295,7 +295,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             run.end_step()
             self._may_fire_save = True
             if not self._is_checked:
-                if not stepped.has_begun:  # manual optimization that steps only after several batches
+                if not stepped.has_begun:  # with manual optimization, a step may come only after several batches
                     run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
                 self._check_first_step(run)
             if run.control.pending:
@@ -305,7 +305,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the epoch, which may be partial."""
+        """End the epoch, which may have been left before its last batch."""
         if not run.driver.is_open("epoch"):
             return
         if run.manager.has_listeners.on_log:
@@ -316,7 +316,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @in_a_run
     def on_train_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the run."""
+        """End the run of callsheet's callbacks, because training has ended."""
         if trainer.should_stop and run.control.stop_requested is None:
             run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
         self._finish()
@@ -377,7 +377,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """End the step."""
+        """End the step of the evaluation."""
         if not trainer.sanity_checking:
             self._end_batch("eval_step")
 
@@ -392,7 +392,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the evaluation. Its results are available."""
+        """End the evaluation, whose results are available now."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return
@@ -415,7 +415,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @observing
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run for the test."""
+        """Begin a run of callsheet's callbacks for the test."""
         self._begin_standalone(trainer, pl_module, "test")
 
     @observing
@@ -434,7 +434,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @in_a_run
     def on_test_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the test. Its results are available."""
+        """End the test, whose results are available now."""
         found = self._found(trainer, "test")
         run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
@@ -444,7 +444,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
 
     @observing
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run for the prediction."""
+        """Begin a run of callsheet's callbacks for the prediction."""
         self._begin_standalone(trainer, pl_module, "predict")
 
     @in_a_run
@@ -497,7 +497,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         run = self._trained
         if run is None:
             return dict(self._loaded or {})
-        if self._has_given_up:  # the run's state is older than this checkpoint
+        if self._has_given_up:  # the run ended earlier because of an error, so its state is older than this checkpoint
             distributed.gather({})
             return {}
         own = own_state(run)

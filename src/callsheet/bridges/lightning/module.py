@@ -1,4 +1,4 @@
-"""The facade that Lightning's callbacks receive instead of the LightningModule when they are guests."""
+"""The object that Lightning's callbacks in callsheet's loop receive instead of the LightningModule (a facade)."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # object's may also be set
     def __class__(self) -> Any:
-        """LightningModule, because Lightning's `is_overridden` checks `isinstance` first."""
+        """The class for `isinstance`: LightningModule, because Lightning's `is_overridden` checks this first."""
         return self._guest.package.LightningModule
 
     @property
     def configure_model(self) -> Any:
-        """Lightning's own method, so that the module does not count as overriding it."""
+        """Lightning's own `configure_model`, so that the module does not count as overriding it."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """Lightning's own method, which is not overridden."""
+        """Lightning's own `optimizer_step`, so that the module does not count as overriding it."""
         return self._inherited("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """Lightning's own method, which is not overridden."""
+        """Lightning's own `optimizer_zero_grad`, so that the module does not count as overriding it."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """Lightning's own method, which is not overridden."""
+        """Lightning's own `configure_gradient_clipping`, so that the module does not count as overriding it."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:
@@ -62,22 +62,22 @@ class ModuleFacade(OfGuest):
 
     @property
     def logger(self) -> LoggerFacade:
-        """The facade for callsheet's loggers."""
+        """The object that stands for all of callsheet's loggers."""
         return self._guest.logger
 
     @property
     def current_epoch(self) -> int:
-        """See `TrainerFacade.current_epoch`."""
+        """The index of the current epoch; see `TrainerFacade.current_epoch`."""
         return self._guest.trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """See `TrainerFacade.global_step`."""
+        """The number of optimizer steps so far; see `TrainerFacade.global_step`."""
         return self._guest.trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """See `TrainerFacade.global_rank`."""
+        """The rank of this process; see `TrainerFacade.global_rank`."""
         return self._ctx.run.rank
 
     @property
@@ -125,7 +125,7 @@ class ModuleFacade(OfGuest):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self._model, memo)  # callbacks that average weights copy the model first
+        return copy.deepcopy(self._model, memo)  # callbacks that average weights copy the module, so copy the model in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)

@@ -1,6 +1,4 @@
-"""Parts of the host for Lightning's Trainer: wrappers around methods of the module and the Trainer, and the names of datasets and
-metrics.
-"""
+"""Parts of the host for Lightning's Trainer: wrappers of the module's and Trainer's methods, names of datasets and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Methods:
         """Replace the method, so that `around(method, *args, **kwargs)` is called instead."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # Lightning uses this to find out the parameters and whether the method was overridden
+        @functools.wraps(method)  # so that Lightning finds out the parameters and whether the method was overridden
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
@@ -87,7 +85,7 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:  # kept, because an optimizer may evaluate its closure again
+        if self.replaced is not None:  # keep the replaced batch, because an optimizer may evaluate its closure again
             (batch,) = self.replaced
         self._is_inside = True
         try:
@@ -147,7 +145,7 @@ class ClipHook:
         self.is_on = False
 
     def listen(self, has_listeners: bool) -> None:
-        """Wrap the clipping, or remove the wrapper."""
+        """Wrap the method that clips gradients if a callback listens to clipping; otherwise remove the wrapper."""
         if has_listeners is not self.is_on:
             self.is_on = has_listeners
             if has_listeners:
@@ -156,7 +154,7 @@ class ClipHook:
                 self._methods.put_back()
 
     def remove(self) -> None:
-        """Remove the wrapper."""
+        """Restore the method that clips the module's gradients."""
         self.listen(False)
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -166,14 +164,14 @@ class ClipHook:
 
 
 class Saves:
-    """Wraps `trainer.save_checkpoint` while training runs."""
+    """Wraps `trainer.save_checkpoint` while training runs, to learn of checkpoints that Lightning writes."""
 
     def __init__(self, trainer: Any, around: Any) -> None:
         self._methods = Methods(trainer)
         self._methods.replace("save_checkpoint", around)
 
     def remove(self) -> None:
-        """Remove the wrapper."""
+        """Restore Lightning's own `save_checkpoint`."""
         self._methods.put_back()
 
 
@@ -192,7 +190,7 @@ class Cadence:
             trainer.val_check_batch = trainer.check_val_every_n_epoch = 1
 
     def remove(self) -> None:
-        """Restore Lightning's own setting."""
+        """Restore Lightning's own evaluation interval."""
         if self._own is not None:
             (self._trainer.val_check_batch, self._trainer.check_val_every_n_epoch), self._own = self._own, None
 
@@ -213,7 +211,7 @@ def duration_of(trainer: Any) -> str | None:
 
 
 def dataset_names(loaders: Any) -> list[str]:
-    """Return the names of the datasets.
+    """Return the names of evaluation datasets, for one Lightning dataloader or several.
 
     They are the keys of a dictionary, `validation_<index>` for a list of several, otherwise `validation`.
     """

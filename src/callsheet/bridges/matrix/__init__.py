@@ -1,4 +1,4 @@
-"""The matrix: which built-ins work in which framework's loop, and which callbacks of other frameworks work in callsheet's.
+"""The matrix: which of callsheet's callbacks work in which framework's loop, and which of other frameworks work in callsheet's.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -64,7 +64,7 @@ def read(text: str) -> Framework:
 
 
 def overview() -> str:
-    """Return a text table of all built-ins in all hosts, with one sign per cell."""
+    """Return a text table of all built-in callbacks in the loops of all frameworks, with one sign per cell."""
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     width = max(map(len, names), default=0)
@@ -78,7 +78,7 @@ def overview() -> str:
 
 
 def about(bridge: str) -> str:
-    """Return the rows of one framework as text: the tested version, the built-ins with their limits, the guests with their tiers."""
+    """Return one framework's rows as text: the tested version, built-in callbacks with their limits, and its own callbacks."""
     found = frameworks()[bridge]
     lines = [f"{found.name} {found.version}{f', {found.how}' if found.how else ''}"]
     for title, cells in (
@@ -110,7 +110,7 @@ def markdown() -> list[str]:
 
 
 def markdown_of(bridge: str) -> list[str]:
-    """Return the Markdown for the page of one framework: its limited and rejected built-ins, then its guests."""
+    """Return the Markdown for one framework's page: callsheet's callbacks with limits there, then its callbacks in callsheet."""
     found = frameworks()[bridge]
     lines = [f"Tested with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}

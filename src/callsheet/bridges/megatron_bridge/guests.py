@@ -1,4 +1,4 @@
-"""Megatron Bridge's callbacks in callsheet's loop."""
+"""Runs Megatron Bridge's callbacks in callsheet's loop (as guests)."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ class MegatronBridgeGuest(Guest):
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
-        self._is_live = self.manager is foreign  # the code that made the manager may register more callbacks during the run
+        # The user's own manager, in which more callbacks may be registered during the run.
+        self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        self._sees_writes = state is None  # then writes to `step` and `train_iters` call `drive`; else each event looks for them
+        # With callsheet's state, a write to `step` or `train_iters` calls `drive`; otherwise each event checks.
+        self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:
             self.common = MegatronBridgeRun(state, self.manager.user_state)
@@ -81,7 +83,7 @@ class MegatronBridgeGuest(Guest):
         return self.common.state
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether anything is registered for the event.
+        """Return whether any Megatron Bridge callback is registered for the event.
 
         A manager counts as listening, because more callbacks may be registered later.
         """
@@ -93,7 +95,7 @@ class MegatronBridgeGuest(Guest):
         return self._is_live or self.manager.has_callbacks(theirs)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls everything that is registered for the event."""
+        """Return a handler that calls all Megatron Bridge callbacks that are registered for the event."""
         function = getattr(self._alone, theirs) if self._alone is not None else partial(_fire, self.manager, theirs)
 
         def fire(ctx: Context) -> None:
@@ -106,7 +108,7 @@ class MegatronBridgeGuest(Guest):
         return fire if self._sees_writes else fire_and_drive
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the plain data in `user_state`, the number of evaluated samples, and the foreign callback's own state if it has one."""
+        """Return the plain data in `user_state`, the number of evaluated samples, and the callback's own state if it has one."""
         saved: dict[str, Any] = {"consumed_valid_samples": self.common.steps["consumed_valid_samples"]}
         if user_state := {key: value for key, value in self.common.user_state.items() if _is_plain(key, value)}:
             saved["user_state"] = user_state

@@ -29,7 +29,7 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
         try:
             return hook(self, *args)
         except Exception as error:
-            self._run.driver.give_up(error)  # a hook that returns None changes nothing
+            self._run.driver.give_up(error)  # the hook then returns None, which changes nothing
 
     return called  # type: ignore[return-value]  # it has the same signature
 
@@ -65,7 +65,7 @@ class MegatronForwardHooks(NotCopied):
         run = self._run
         batch = kwargs or (args[0] if len(args) == 1 else args)
         if model.training and torch.is_grad_enabled() and run.eval.driver.is_open("eval"):
-            # Megatron trains, and has reported neither the evaluation's end nor the step's start.
+            # Megatron is training again, and has reported neither the evaluation's end nor the step's start.
             run.eval.leave()
             self.evaluating = ""
         if self.evaluating:
@@ -84,7 +84,7 @@ class MegatronForwardHooks(NotCopied):
             driver.start_step()
         if not driver.listens_to("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
-        driver.end("microbatch")  # the previous one, if no backward has ended it; its fields become unavailable
+        driver.end("microbatch")  # end the previous microbatch, if no backward has, so that its fields become unavailable
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")
@@ -107,7 +107,7 @@ class MegatronForwardHooks(NotCopied):
         return outputs
 
     def _listens_to_backward(self) -> bool:
-        """Return whether an event that the hook of the backward pass fires has listeners. If not, that hook is not registered."""
+        """Return whether a callback listens to the events of the backward pass. If not, its hook is not registered."""
         loss, backward, microbatch = self._backward_spans
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 

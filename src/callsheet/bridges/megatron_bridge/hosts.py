@@ -134,14 +134,14 @@ class MegatronBridgeHost(HostBase):
 
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
-        """Begin a run. Megatron is about to make the data."""
+        """Begin a run of callsheet's callbacks, before Megatron makes the data."""
         self._forget_earlier_run()
         self._has_trained = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Begin a run, unless it has begun already."""
-        if self._has_trained:  # an exception ended the current run
+        """Begin a run of callsheet's callbacks, unless it has begun already."""
+        if self._has_trained:  # the current run has trained before, so an exception has ended it
             self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
@@ -185,7 +185,7 @@ class MegatronBridgeHost(HostBase):
     # --- steps ---
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Begin a step.
+        """Begin a training step.
 
         If a callback listens to events inside the step, the first forward pass fires the step's start.
         """
@@ -194,15 +194,16 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # training is over
+            if not settings.is_training:  # no training step: training is over
                 return
             interval, step = settings.save_interval, settings.step
             settings.restore_interval()
             settings.loss = None
             if step is not None and step != run.state.timestamp.batch:
-                move(run, step)  # Megatron has skipped iterations
+                move(run, step)  # go to the step that Megatron has reached by skipping iterations
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
-                self._states[step] = copy.deepcopy(own_state(run))  # for the checkpoint that is being written
+                # Copied for the checkpoint of this step, which Megatron is writing in the background.
+                self._states[step] = copy.deepcopy(own_state(run))
             if driver.listen():
                 self._listens_to_step = driver.has_listeners
                 self._listens_to_forward = self._listens_to_step and not self._is_pipelined
@@ -212,7 +213,7 @@ class MegatronBridgeHost(HostBase):
             if not self._listens_to_forward:
                 driver.start_step()
             if not self._listens_to_step and driver.is_read:
-                driver.start("optimizer_step")  # records the learning rate that the step will use
+                driver.start("optimizer_step")  # started here, to record the learning rate that the step will use
         except BaseException as error:
             self._leave(error)
 
@@ -223,7 +224,7 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # training is over
+            if not settings.is_training:  # no training step: no training step: training is over
                 return
             self._forward.in_step = False
             if not driver.parts["train_step"].is_open:
@@ -232,22 +233,22 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            if run.step_skipped and driver.is_read:  # torch's optimizer was not called
+            if run.step_skipped and driver.is_read:  # fire the step's events here, since torch's optimizer was not called
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
             norm = context.grad_norm
-            if run.spans.train_step.ends is not None:  # a callback listens to it
+            if run.spans.train_step.ends is not None:  # a callback listens to `on_train_step_end`
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
             run.end_step()
             if self._is_pipelined:
-                run.records.last_loss = None  # only the last stage has a loss; its mean would need a collective
+                run.records.last_loss = None  # only the last pipeline stage has a loss, and its mean would need a collective
             self._is_due_fired = True
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
-                self._stop_if_asked(run, 1)  # Megatron counts the step after this event
+                self._stop_if_asked(run, 1)  # 1 step ahead, since Megatron counts the step only after this event
         except BaseException as error:
             self._leave(error)
 
@@ -327,7 +328,7 @@ class MegatronBridgeHost(HostBase):
         self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
     def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
-        """Return the losses of an evaluation.
+        """Return the losses of an evaluation, by name, as Megatron has computed them.
 
         With pipelining only the last stage has them, so they are gathered for all ranks.
         """
@@ -397,7 +398,7 @@ def _inner(chunk: Any) -> Any:
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     """Return the loss and, by name, the other losses. The loss is Megatron's `lm loss`, or the first one if there is none."""
-    if len(given) == 1:  # the usual case
+    if len(given) == 1:  # a fast path for the usual case
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)
     others = {other.replace(" ", "_"): value for other, value in given.items() if other != name}

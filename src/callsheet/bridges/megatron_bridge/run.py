@@ -1,4 +1,4 @@
-"""The state of one run that all Megatron Bridge guests share.
+"""The state of one run that Megatron Bridge's callbacks share in callsheet's loop.
 
 At each event all of them receive the same context, as in Megatron Bridge.
 """
@@ -22,7 +22,7 @@ LM_LOSS = "lm loss"
 
 
 class MegatronBridgeRun(Common):
-    """Makes the context that guests receive. Each method handles the event of the same name.
+    """Makes the context that Megatron Bridge's callbacks receive in callsheet's loop. Each method handles the event of its name.
 
     Args:
         state: the state of a guest that has its own; None creates the one that all guests share.
@@ -45,25 +45,25 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # else the configuration may be Megatron's, and each guest calls `drive` after an event
+        if state is None:  # otherwise the configuration may be Megatron's, and `drive` is called after each event
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Create a context with optimizer and scheduler."""
+        """Create Megatron's context for this event, with optimizer and scheduler."""
         chunks = self._at(ctx, ctx.state.timestamp.batch)
         self.context = CallbackContext(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler)
 
     on_data_init_start = on_train_start = on_train_end = on_train_step_start
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Create a context with the step's results. Megatron counts the step after this event."""
+        """Create Megatron's context with the step's results. Megatron counts the step only after this event."""
         chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
         losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
         self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Create a context without optimizer and scheduler."""
+        """Create Megatron's context for this event, without optimizer and scheduler."""
         self.context = CallbackContext(self.state, self._at(ctx, ctx.state.timestamp.batch), self.user_state)
 
     on_eval_step_start = on_test_start = on_test_step_start = on_test_step_end = on_eval_start
@@ -74,14 +74,14 @@ class MegatronBridgeRun(Common):
         self.on_eval_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Create a context with the losses of the evaluation."""
+        """Create Megatron's context with the losses of the evaluation."""
         self.on_eval_start(ctx)
         self.context.total_loss_dict = _named(ctx.eval_losses)
 
     on_test_end = on_eval_end
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Create a context with the optimizer, and without the scheduler."""
+        """Create Megatron's context for this event, with the optimizer and without the scheduler."""
         self.on_eval_start(ctx)
         self.context.optimizer = ctx.optimizer
 
@@ -102,7 +102,7 @@ class MegatronBridgeRun(Common):
         ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
-        """Set the step and sample counts of the guests' `context.state` to the run's position.
+        """Set the step and sample counts of the callbacks' `context.state` to the run's position.
 
         Return the list of model chunks.
         """
@@ -111,18 +111,19 @@ class MegatronBridgeRun(Common):
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
         )
-        if (course := progress.course) is not self._course:  # a new object if any of the run's constants has changed
+        if (course := progress.course) is not self._course:  # `course` is a new object if any of the run's constants has changed
             self._course, before = course, self._longest
             self._longest = longest = course.max_duration
             is_new = longest is not before and isinstance(self.state.cfg, Config)
             if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
-                train.__dict__["train_iters"] = int(longest.value)  # written this way, it does not call `drive`
+                # Written to `__dict__`, so that the write does not call `drive`.
+                train.__dict__["train_iters"] = int(longest.value)
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
 
 
 def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the losses, with callsheet's loss under Megatron's name.
+    """Return the losses by name, with callsheet's `loss` under Megatron's name `lm loss`.
 
     If the loop reports a loss of that name, callsheet's is left out.
     """

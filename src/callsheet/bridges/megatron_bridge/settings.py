@@ -1,6 +1,4 @@
-"""The settings of Megatron's configuration that the host reads and changes temporarily, and the loading of states from
-checkpoints.
-"""
+"""Reads and temporarily changes settings in Megatron's configuration, and loads callbacks' states from its checkpoints."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class Settings:
 
     def stop(self, ahead: int) -> None:
         """Make training end before its next step. `ahead` is the number of steps that were made but not counted yet."""
-        assert self.step is not None  # otherwise the request was rejected
+        assert self.step is not None  # without it, the request would have been rejected
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:
@@ -80,7 +78,7 @@ class Settings:
             self._put("checkpoint.save_interval", self._before.pop("checkpoint.save_interval"))
 
     def restore(self) -> None:
-        """Restore all settings."""
+        """Restore all settings of Megatron that were changed for requests."""
         while self._before:
             self._put(*self._before.popitem())
 

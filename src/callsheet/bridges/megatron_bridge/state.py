@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """A facade with a number that a callback may write to end training. Each write calls a function; see `call_when_moved`."""
+    """An object with a number that a callback may write to end training. Each write calls a function; see `call_when_moved`."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`
@@ -70,7 +70,7 @@ class Timer:
             self._seconds, self._began = self.active_time(), None
 
     def active_time(self) -> float:
-        """Return the seconds until now."""
+        """Return the seconds that were measured so far."""
         return self._seconds + (time.perf_counter() - self._began if self._began is not None else 0.0)
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class Timer:
             self._began = time.perf_counter()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds until now, and reset the timer unless `reset` is False."""
+        """Return the seconds that were measured so far, and reset the timer unless `reset` is False."""
         seconds = self.active_time()
         if reset:
             self.reset()
@@ -141,7 +141,7 @@ class GlobalState(Facade):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.FIXED:
-            super().__setattr__(name, value)  # raises
+            super().__setattr__(name, value)  # raises the error for a name that is not allowed
         self.__dict__[name] = value
 
 

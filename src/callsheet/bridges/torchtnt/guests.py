@@ -1,4 +1,4 @@
-"""torchtnt's callbacks as guests. They are called in torchtnt's order, with its `State` and a facade of the unit."""
+"""Runs torchtnt's callbacks in callsheet's loop (as guests), in torchtnt's order, with `State` and a stand-in for the unit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def guest(
     Raises:
         NotSupported: when the callback reads anything else from the unit.
     """
-    agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)  # these use rank 0's decision on all ranks
+    # With these classes, all ranks use rank 0's decision.
+    agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)
     return TorchTNTGuest(foreign, attributes=attributes or {}, replicated=agrees, name=name, phase=phase, strict=strict)
 
 
@@ -87,7 +88,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # the guest listens to these events only for the attributes
+        if attributes:  # listen to events that provide the attributes
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",
@@ -101,7 +102,7 @@ class TorchTNTGuest(Guest):
         state, unit = self._state, self._unit
         if theirs == "on_exception":
             return lambda ctx: method(state, unit, ctx.exception)
-        if theirs == "on_train_epoch_start":  # not called if a resumed run enters an epoch after its first batch
+        if theirs == "on_train_epoch_start":  # torchtnt does not call this if a resumed run enters an epoch after its first batch
             return lambda ctx: None if ctx.state.timestamp.batch_in_epoch else method(state, unit)
         return lambda ctx: method(state, unit)
 
@@ -185,7 +186,7 @@ class GuestUnit(Facade):
             self.tracked_modules() | self.tracked_optimizers() | self.tracked_lr_schedulers() | self.tracked_progress()
         )  # fmt: skip
 
-    _construct_tracked_optimizers = tracked_optimizers  # torchtnt's checkpointers call it by this name
+    _construct_tracked_optimizers = tracked_optimizers  # the name by which torchtnt's checkpointers call it
 
     def _field(self, field: str, name: str = "") -> dict[str, Any]:
         part = getattr(self._ctx, field) if self._ctx.has(field) else None
@@ -193,7 +194,7 @@ class GuestUnit(Facade):
 
 
 class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
-    """The `State` of a run, as a guest sees it.
+    """The `State` that torchtnt's callbacks receive when they run in callsheet's loop.
 
     All guests see the same values. Each has its own object, so that a stop can name the guest that requested it.
     """

@@ -156,7 +156,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        self._waiting = ""  # the boundary that is reached after torchtnt's evaluation: "step", "epoch" or ""
+        self._waiting = ""  # what ended before torchtnt's evaluation, and is completed after it: "step", "epoch" or ""
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
@@ -168,14 +168,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         return run
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
-        """End the run as failed."""
+        """End the run of callsheet's callbacks as failed, because an exception has left torchtnt's loop."""
         self._fail(exc)
 
     # --- training ---
 
     @observing
     def on_train_start(self, state: State, unit: Any) -> None:
-        """Begin a run."""
+        """Begin a run of callsheet's callbacks, because torchtnt begins to train."""
         run = self._begin(state, unit)
         if run.ctx.step:
             warn_if_not_restored(state.train_state.dataloader, run.host)
@@ -221,7 +221,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         """Fire the start of the fetch if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
-        if is_started:  # the further batches of a step are fetched within it
+        if is_started:  # do not fire it again for the further batches of a step
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
@@ -304,7 +304,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            if self._scaler is not None:  # the scaler skips steps until it has found its scale
+            if self._scaler is not None:  # this may be normal: the loss scaler skips steps until it has found its scale
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
         if run.control.pending or run.boundaries.is_preempted:
@@ -340,7 +340,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @observing
     def on_train_end(self, state: State, unit: Any) -> None:
-        """End the run."""
+        """End the run of callsheet's callbacks, because torchtnt has finished training."""
         self._finish()
 
     # --- evaluation ---
@@ -394,7 +394,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif samples:  # within a step of several batches: the events are fired when the step is over
+        elif samples:  # within a step of several batches, wait with the events until the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
         if not run.driver.is_open("train"):

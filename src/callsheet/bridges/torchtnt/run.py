@@ -1,4 +1,4 @@
-"""The state of one run that all torchtnt guests share, as torchtnt's callbacks share it."""
+"""The state of one run that torchtnt's callbacks share in callsheet's loop, as they do in torchtnt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES: Mapping[str, ActivePhase] = {
     "eval": ActivePhase.EVALUATE,
     "predict": ActivePhase.PREDICT,
 }
-_MAX_DURATIONS = 5000  # as many as torchtnt keeps per name
+_MAX_DURATIONS = 5000  # how many durations to keep per name, as in torchtnt
 
 
 class TorchTNTRun(Common):
@@ -51,11 +51,11 @@ class TorchTNTRun(Common):
     # --- training ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Store the run's context for the guests' later calls."""
+        """Store the run's context, which later calls of torchtnt's callbacks use."""
         self.ctx, self.was_stopped = ctx, False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Set the progress to the run's timestamp."""
+        """Set torchtnt's progress counters to the run's progress."""
         now = ctx.state.timestamp
         self._turn_to("train")
         self.progress["train"].load_state_dict({
@@ -76,14 +76,15 @@ class TorchTNTRun(Common):
 
     def on_train_step_start(self, ctx: Context) -> None:
         """Record the wait for data and the previous step's duration."""
-        if self.phase != "train":  # after an evaluation within the epoch
+        if self.phase != "train":  # set back to training after an evaluation within the epoch
             self._turn_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
         if (late := self._late) is not None:  # torchtnt records it after it has called the callbacks of the step's end
             self._late = None
             durations["train_iteration_time"].append(late)
-        if (asked := self._asked_at) is not None:  # torchtnt records this after the batch's event; nothing reads it in between
+        # Torchtnt records the wait after the batch's event, and nothing reads it in between.
+        if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]
             waits.append(now - asked)
@@ -91,12 +92,12 @@ class TorchTNTRun(Common):
                 self._shorten()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Count the step."""
+        """Count the training step in torchtnt's progress."""
         self._late = perf_counter() - self._began_at
         self._count_step()
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Count the epoch."""
+        """Count the epoch in torchtnt's progress."""
         self._turn_to("train")
         self._asked_at = None
         self.progress["train"].increment_epoch()
@@ -108,7 +109,7 @@ class TorchTNTRun(Common):
     # --- evaluation and prediction ---
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Start an evaluation of one dataset, because torchtnt knows only one."""
+        """Start the evaluation of one dataset, which for torchtnt is a whole evaluation."""
         self._begin_eval("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
 
     def on_predict_start(self, ctx: Context) -> None:
@@ -129,7 +130,7 @@ class TorchTNTRun(Common):
         self._late = now - self._began_at
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Count the dataset as an epoch."""
+        """Count the evaluated dataset as an epoch of torchtnt's evaluation."""
         self._write_time()
         self._asked_at = None
         self.progress[self.phase].increment_epoch()
@@ -194,7 +195,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not 
 
 
 class _Length:
-    """Replaces the dataloader. It has a length, if that is known, and no batches."""
+    """Replaces the dataloader in torchtnt's `State`. It has a length, if that is known, and no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

@@ -1,4 +1,4 @@
-"""What the host reads from a torchtnt unit, and the replacement of the methods by which torchtnt fetches batches from it."""
+"""What callsheet reads from a torchtnt unit, and the wrappers of the methods by which torchtnt fetches batches from it."""
 
 from __future__ import annotations
 
