@@ -27,7 +27,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager, with its count of failures and the events for which it is muted."""
+    """A callback or function that was added to the manager, with its failure count and the events at which it is not called."""
 
     thing: Callback | Handler
     label: str
@@ -119,7 +119,7 @@ class Dispatcher(Protocol):
 
 
 class CallSheet:
-    """The table of all handlers in the order of calls, with event, phase, callback, ranks, lane and interval."""
+    """The table of all handlers in the order of calls, with event, phase, callback, ranks, lane (thread) and interval."""
 
     def __init__(self, entries: tuple[HandlerEntry, ...] = ()) -> None:
         self.entries = entries

@@ -194,7 +194,7 @@ class Context:
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
-        """Stop calling the callback's handlers for these events, from the next event to the run's end; a muted handler costs nothing.
+        """Stop calling the callback's handlers for these events, from the next event to the run's end, so that they cost nothing.
 
         Use it for handlers that are needed only at some steps: `ctx.mute(self, "on_forward_end")`.
 

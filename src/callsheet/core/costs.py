@@ -231,11 +231,11 @@ class Costs:
 
     @property
     def is_window(self) -> bool:
-        """Whether a timing window is open, so that events are dispatched from the table of timed handlers."""
+        """Whether the current steps are timed (a timing window is open), so that the wrapped, timed handlers are called."""
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed, inside a timing window (`in_window`) or outside."""
+        """Return whether handlers of `event` are timed, in steps that are timed (`in_window`) or in others."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
@@ -265,7 +265,7 @@ class Costs:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
     def switch(self, step: int) -> None:
-        """Open or close a timing window after `step`, if it is time."""
+        """Start or stop timing steps (a timing window) after `step`, if it is time."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])

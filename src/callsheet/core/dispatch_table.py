@@ -108,7 +108,7 @@ class DispatchTable:
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Start or stop using the table of timed handlers for these events, depending on whether a timing window is open."""
+        """Call the timed handlers from now on if steps are being timed (a timing window is open), otherwise the plain ones."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table({}, EVENTS, in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

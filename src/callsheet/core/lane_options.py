@@ -14,7 +14,7 @@ NOT_IN_LANES = ("model", "optimizer", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """The options of a callback's lane, its thread or process with a queue of events.
+    """The options of a callback's lane: the thread or process in which it runs, with a queue of events.
 
     Args:
         queue: how many events may wait.

@@ -50,7 +50,7 @@ class RunInfo:
     failures: tuple[Failures, ...] = ()
     _lost: list[bool] = field(
         default_factory=lambda: [False], repr=False, compare=False
-    )  # a list, so that copies for lanes share it
+    )  # a list, so that copies for callbacks in other threads share it
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:
