@@ -74,7 +74,7 @@ class Boundaries:
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # a crash prevented this evaluation, so the first step is a boundary
+        if self._evaluation.due(ctx, is_over=False):  # a crash prevented this evaluation, so run it after the first step
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` reports when the save is durable
             return step + 1

@@ -1,4 +1,4 @@
-"""A run: the one place that assembles its parts, both for the Trainer and for the hosts of other frameworks' loops."""
+"""A run: the one place that assembles its parts, both for the Trainer and for other frameworks' loops."""
 
 from __future__ import annotations
 
