@@ -1,4 +1,4 @@
-"""Delivery of events to callbacks in lanes: the training thread captures the fields, and the lane calls the handler with a snapshot."""
+"""Delivers events to callbacks in lanes (threads, processes): the training thread copies the fields into a snapshot for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Raised in place of SystemExit, or another error that would have ended a program, if a callback in a lane raised it."""
+    """Raised in place of SystemExit, or another error that ends programs, if a callback in another thread raised it."""
 
 
 class CallbackLane:
@@ -55,7 +55,7 @@ class CallbackLane:
             self._process.join(seconds)
 
     def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
-        """Return a function that calls `method(snapshot, **payload)` on the lane's thread or in its process."""
+        """Return a function that calls `method(snapshot, **payload)` on the callback's thread or in its process."""
         if (process := self._process) is not None:
             return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method

@@ -43,7 +43,7 @@ _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 
 
 class LaneSet:
-    """The lanes of one manager's callbacks: their queues, messages and states.
+    """The lanes (threads and processes) of one manager's callbacks: their queues, messages and states.
 
     Args:
         is_registered: whether a callback is still on the call sheet.
@@ -76,7 +76,7 @@ class LaneSet:
 
     @property
     def dropped(self) -> dict[Registration, int]:
-        """How many events the lane of each callback has dropped in this run, including lanes that have ended."""
+        """How many events each callback's lane (thread or process) has dropped in this run, also if the lane has ended."""
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
@@ -84,7 +84,7 @@ class LaneSet:
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their lanes still deliver the events that are in the queue."""
+        """Forget the handlers of callbacks that were removed. Their threads still handle the events that are in the queue."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
@@ -103,7 +103,7 @@ class LaneSet:
     # --- events ---
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return the function that the training thread calls in place of a handler that runs in a lane.
+        """Return the function that the training thread calls in place of a handler that runs in another thread or process.
 
         It puts the event into the lane's queue.
         """
@@ -133,7 +133,8 @@ class LaneSet:
                 if old.thing == registration.thing:
                     lane.registration = registration
                     return lane
-                drain([lane.lane], lane.lane.options.deadline)  # the callback is inside another `Background` now
+                # The callback was wrapped in a new `Background`, so end its old thread.
+                drain([lane.lane], lane.lane.options.deadline)
                 if (
                     isinstance(old.thing, Callback)
                     and isinstance(registration.thing, Callback)
@@ -223,7 +224,7 @@ class LaneSet:
     # --- states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each on its own thread.
+        """Start calls of `state_dict` or `load_state_dict` for callbacks in other threads and processes, each on a new thread.
 
         Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """
@@ -231,7 +232,7 @@ class LaneSet:
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
 
     def wait_for_states(self, *, is_loading: bool = False) -> None:
-        """Wait until the callbacks in lanes have handled all events so far, before their states are read or loaded."""
+        """Wait until callbacks in other threads have handled all events so far, before their states are read or loaded."""
         most = self._seconds_for_states
         stateful = {
             registration: each.lane
@@ -274,7 +275,7 @@ class LaneSet:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
 
     def _state_deadline(self, registration: Registration) -> float:
-        """Return the seconds that a callback in a lane has for `state_dict` or `load_state_dict`.
+        """Return the seconds that a callback in another thread or process has for `state_dict` or `load_state_dict`.
 
         The deadline is short if the callback's lane has hung before.
         """
@@ -286,7 +287,7 @@ class LaneSet:
 
     @property
     def _seconds_for_states(self) -> float:
-        """How long a checkpoint may wait for callbacks in lanes; infinite until a preemption signal arrives."""
+        """How long a checkpoint may wait for callbacks in other threads; infinite until a preemption signal arrives."""
         return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("callsheet")
 _START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
 _ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the lanes with a process that this process started
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the callbacks with processes that this process started
 
 
 class ProcessDied(CallsheetError, RuntimeError):
@@ -83,7 +83,7 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(ctx, **payload)` of the callback in its process, and wait for it. The lane's thread calls this."""
+        """Call `method(ctx, **payload)` of the callback in its process, and wait for it. Called on the callback's thread."""
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 

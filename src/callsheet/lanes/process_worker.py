@@ -1,4 +1,4 @@
-"""The program of a `Process` lane: `python -m callsheet.lanes.process_worker FD`.
+"""The program that runs in the process of a callback: `python -m callsheet.lanes.process_worker FD`.
 
 It unpickles what it receives. That is safe, because only the run's process and this one can use the pair of sockets.
 """

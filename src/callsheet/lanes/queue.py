@@ -142,12 +142,12 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the lane has processed all its items."""
+        """Whether the lane (a queue with a thread) has processed all its items."""
         return not self.items and not self._in_hand
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller runs on this lane's thread."""
+        """Whether the caller runs on the thread of this queue."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Lane:
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the lane's thread if it sleeps and there are items. Called by the dispatcher thread and by callers that wait."""
+        """Wake the queue's thread if it sleeps and there are items. Called by the dispatcher thread and by callers that wait."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -166,7 +166,7 @@ class Lane:
         self._wake.set()
 
     def _begin(self) -> bool:
-        """Start the lane's thread if there is none. Return False if no thread can be started."""
+        """Start the queue's thread if there is none. Return False if no thread can be started."""
         with _starting:  # the dispatcher, `put` and `drain` may all get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
@@ -179,7 +179,7 @@ class Lane:
         return True
 
     def _help(self) -> None:
-        """Process the waiting items in the calling thread, if the lane's own thread cannot be started."""
+        """Process the waiting items in the calling thread, if the queue's own thread cannot be started."""
         if self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
@@ -232,7 +232,7 @@ class Lane:
         return True
 
     def _warn_if_blocked(self, now: float) -> None:
-        """Warn once that a slow lane makes training wait."""
+        """Warn once that training waits for a slow lane, the thread that processes this queue."""
         if self._has_warned_blocked or self._blocked < _BLOCKED_SECONDS:
             return
         self._has_warned_blocked = True
