@@ -32,7 +32,7 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, *, schedule: Mapping[int, int]) -> None:
         if not isinstance(schedule, Mapping) or not schedule:
             raise ConfigError(f"schedule={schedule!r}: give batches by epoch, such as {{1: 1, 5: 4}}")
-        # JSON has only strings as keys, and a spec may have been saved as JSON.
+        # The keys may be strings: the arguments may have been saved as JSON, which has no other keys.
         read: dict[Any, Any] = {int(key) if str(key).isdecimal() else key: batches for key, batches in schedule.items()}
         for epoch, batches in read.items():
             if any(type(number) is not int or number < 1 for number in (epoch, batches)):
