@@ -1,4 +1,4 @@
-"""The seal of a checkpoint is the file `manifest.json`, which is written last. A folder without it is not a checkpoint.
+"""The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without it is not a checkpoint.
 
 The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
 begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
