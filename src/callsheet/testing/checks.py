@@ -291,7 +291,7 @@ def _new(folder: Path) -> Path:
 
 
 def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
-    """Return the callback's spec as JSON, and its state as it would be read from a checkpoint."""
+    """Return the callback's class and arguments as JSON, and its state as it would be read from a checkpoint."""
     data = CallbackSpec.of(callback).to_dict()
     state = data.pop("state", {})
     try:
