@@ -80,7 +80,7 @@ def seal(key: Key, kind: str, content: bytes) -> bytes:
 
 
 def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
-    """Return the content of `sealed`, after checking its signature.
+    """Return the content of `sealed`, the bytes of a signed file, after checking its signature.
 
     Raises:
         TransportError: the content is cut short, was changed, or belongs to another launch. The message says which, and does not
