@@ -25,6 +25,7 @@ from callsheet.report.imports import sqlite_copy
 from callsheet.report.imports.imported_run import Metrics
 from callsheet.report.imports.plain_settings import plain_settings, yaml_settings
 from callsheet.report.imports.write import folder_name
+from callsheet.report.notes import change_notes, read_notes
 
 from .compared_runs import write_run
 from .test_browser import Seen
@@ -581,8 +582,10 @@ def test_importing_again_replaces_the_import(board: Path, tmp_path: Path) -> Non
     write_report(first.folder)
     with summary_writer(board / "one") as writer:
         writer.add_scalar("train/loss", 0.125, 6)
+    change_notes(first.folder, add=["baseline"])
     (again,) = import_runs(board / "one", tmp_path / "runs")  # the same run, named in another way
     assert again.folder == first.folder
+    assert read_notes(again.folder).tags == ("baseline",)
     assert curve(RunFolder.read(again.folder), "train/loss")[-1] == (6, 0.125)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["one"]
     marker = json.loads((again.folder / "run.json").read_text())

@@ -22,11 +22,13 @@ from callsheet.loggers.support.json_text import json_text
 from callsheet.report.imports.imported_run import ImportedRun, Record
 from callsheet.report.imports.plain_settings import plain_settings
 from callsheet.report.lines import moment, text_of
+from callsheet.report.notes import NOTES
 from callsheet.report.run_folder import ENDED
 from callsheet.run.run_marker import MARKER
 
 _WRITTEN = {MARKER, "metrics.jsonl", "events.jsonl", "hyperparameters.json", "images.jsonl", "images"}
 _DERIVED = {"report.html", "trace.json"}  # `callsheet report` writes them
+_KEPT = NOTES  # what `callsheet mark` has noted stays when the run is imported again
 _VALIDATION = "validation/"
 _MOST_EVALUATIONS = 2000
 _LONGEST_NAME = 120  # bytes
@@ -139,7 +141,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
     instead = "give another --name, or another folder with --to"
     if not isinstance(origin, dict):
         raise ConfigError(f"{folder} is there and was not made by an import, so it stays as it is; {instead}")
-    if others := sorted({entry.name for entry in folder.iterdir()} - _WRITTEN - _DERIVED):
+    if others := sorted({entry.name for entry in folder.iterdir()} - _WRITTEN - _DERIVED - {_KEPT}):
         raise ConfigError(f"{folder} is an import to which {others[0]!r} was added, so it stays as it is; {instead}")
     return origin
 
@@ -149,6 +151,8 @@ def _put(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
         return
+    if (target / _KEPT).is_file():
+        shutil.copyfile(target / _KEPT, draft / _KEPT)
     old = draft.with_name(f"{draft.name}-old")
     target.rename(old)
     try:
