@@ -10,11 +10,12 @@ from callsheet.cli.named_run import runs_named
 from callsheet.core.working import working
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
-from callsheet.report.compare.comparison import Comparison, plain
+from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.gate import Condition, Verdict, judge
 from callsheet.report.compare.page import write_comparison
 from callsheet.report.compare.tables import Format, written
 from callsheet.report.index import runs_in
+from callsheet.report.page import plain
 from callsheet.report.run_folder import RunFolder
 
 

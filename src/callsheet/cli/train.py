@@ -36,7 +36,7 @@ def train(recipe: str, overrides: list[str]) -> int:
             reported = _reported(job.trainer.run)
         print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
-        return 128 + job.trainer.signal  # the status of a process that a signal ended, as in a shell
+        return 128 + job.trainer.signal  # the exit status that shells give for a process that a signal ended
     return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
 
 

@@ -115,7 +115,7 @@ def html_page(
     text = _asset("page.html")
     pieces = text.split("@@")  # text, NAME, text, NAME, ...; inserted text is not searched for names
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
-    return whole.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
+    return whole.encode("utf-8", "replace").decode()  # replace half surrogate pairs, which UTF-8 cannot encode
 
 
 def plotly_js() -> str:

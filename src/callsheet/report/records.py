@@ -37,7 +37,7 @@ class RecordLines:
         self.resumes: list[Resume] = []
         self.counted = 0
         self._numbers: list[int] = []  # the index of each kept record among all records
-        self._names: dict[str, str] = {}  # one string object for all records with that name
+        self._names: dict[str, str] = {}  # shared strings: one object for each metric name
         self._rare: set[str] | None = None  # metrics that few records have, which are never left out
         self._values = 0
         self._most_values = _MOST_VALUES

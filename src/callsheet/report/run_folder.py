@@ -415,7 +415,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _yaml(text: str) -> dict[str, Any]:
     try:
         import yaml
-    except ModuleNotFoundError:  # the page shows the text itself
+    except ModuleNotFoundError:  # without a YAML reader, the page shows the text itself
         return {}
     try:
         found = yaml.safe_load(text)

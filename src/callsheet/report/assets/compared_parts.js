@@ -82,10 +82,21 @@ function runsSection() {
 
 // --- what differs ---
 
-function long(text, key) {
+/** Where long texts that begin alike are shown from: the word before the first difference, or 0. */
+function whereTheyDiffer(texts) {
+  const given = texts.filter(Boolean);
+  if (given.length < 2) return 0;
+  let same = 0;
+  while (same < given[0].length && given.every((text) => text[same] === given[0][same])) same += 1;
+  const word = given[0].lastIndexOf(" ", Math.max(0, same - 1));
+  return same > LONG_TEXT / 2 ? Math.max(0, given[0].lastIndexOf(" ", Math.max(0, word - 1)) + 1) : 0;
+}
+
+function long(text, key, from = 0) {
   if (text === "") return el("span", { class: "soft" }, "–");
   if (text.length <= LONG_TEXT) return text;
-  return folding(key, { class: "long" }, `${text.slice(0, LONG_TEXT)}…`, false, () => el("div", { class: "cell" }, text));
+  const shown = `${from > 0 ? "…" : ""}${text.slice(from, from + LONG_TEXT)}${text.length > from + LONG_TEXT ? "…" : ""}`;
+  return folding(key, { class: "long" }, shown, false, () => el("div", { class: "cell" }, text));
 }
 
 function differencesSection() {
@@ -98,7 +109,7 @@ function differencesSection() {
       const columns = [
         { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
         ...shown.map((run) => ({ title: runs[run].name, head: runHead(run), value: ([, values]) => values[run],
-          cell: ([name, values]) => { const text = long(values[run], `differs/${group}/${name}/${run}`); return values[run] === values[0] ? text : el("b", {}, text); } })),
+          cell: ([name, values]) => { const text = long(values[run], `differs/${group}/${name}/${run}`, whereTheyDiffer(values)); return values[run] === values[0] ? text : el("b", {}, text); } })),
       ];
       return el("div", { class: "card side" }, el("h3", {}, titles[group] ?? group), table(`differences-${group}`, columns, rows, { caption: `What differs: ${group}` }));
     })];

@@ -15,7 +15,7 @@ _STEP = ("fetch", "train_step")
 def _spans_of_a_step() -> list[str]:
     """Return the spans of a step in the order of the lifecycle."""
     found = list(_STEP)
-    for name in found:  # the list grows while it is read
+    for name in found:  # the loop also reads the names that it appends
         found += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in found]
     return [name for name in SPANS if name in found]
 

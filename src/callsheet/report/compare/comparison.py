@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,7 +93,17 @@ class Comparison:
         return {
             "baseline": self.groups[0],
             "group_by": self.group_by,
-            "runs": [_run(each) for each in self.runs],
+            "runs": [
+                {
+                    **run_facts(each),
+                    "group": each.group,
+                    "tags": list(each.run.notes.tags),
+                    "note": each.run.notes.note,
+                    "settings": each.settings,
+                    "values": {name: {"last": value.last, "best": value.best} for name, value in each.values.items()},
+                }
+                for each in self.runs
+            ],
             "differences": self.differences,
             "values": self.rows(),
             "anatomy": anatomy([(each.name, each.run) for each in self.runs]),
@@ -123,25 +132,21 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
     }
 
 
-def _run(each: Compared) -> dict[str, Any]:
+def run_facts(each: Compared) -> dict[str, Any]:
+    """Return the facts of a run that a comparison shows: its name, outcome, steps, times, and how many evaluations and the like it had."""
     run = each.run
     starts = sum(event["event"] == "run_start" for event in run.events)
     return {
         "name": each.name,
         "path": str(run.path),
-        "group": each.group,
         "outcome": run.outcome,
         "reason": run.reason,
-        "tags": list(run.notes.tags),
-        "note": run.notes.note,
         "steps": run.last_step,
         "seconds": run.seconds,
         "started": run.started,
         "restarts": max(0, starts - 1),
         "evaluations": sum(not found["is_undone"] for found in run.evaluations),
         "checkpoints": sum(not found["is_undone"] for found in run.checkpoints),
-        "settings": each.settings,
-        "values": {name: {"last": value.last, "best": value.best} for name, value in each.values.items()},
     }
 
 
@@ -180,14 +185,3 @@ def _last_part(setting: str) -> str:
 
 def _found(each: Mapping[str, Mapping[str, str]], name: str) -> str:
     return next((each[group][name] for group in _IN_NAMES if name in each[group]), "")
-
-
-def plain(value: Any) -> Any:
-    """Return `value` with None for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.report.compare.anatomy import anatomy
-from callsheet.report.compare.comparison import Compared, Comparison
+from callsheet.report.compare.comparison import Compared, Comparison, run_facts
 from callsheet.report.compare.values import is_lower_better
 from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
 from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
@@ -52,7 +52,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "generated": time.time(),
             "group_by": comparison.group_by,
             "groups": comparison.groups,
-            "runs": [_run(comparison, each) for each in runs],
+            "runs": [{**run_facts(each), "group": comparison.groups.index(each.group)} for each in runs],
             "families": families_drawn,
             "metrics_left_out": left_out,
             "differences": different,
@@ -124,24 +124,6 @@ def write_comparison(comparison: Comparison, out: str | os.PathLike[str], metric
 def _title(content: Mapping[str, Any]) -> str:
     runs = len(content["runs"])
     return f"{runs} run{'s' if runs != 1 else ''} compared - callsheet"
-
-
-def _run(comparison: Comparison, each: Compared) -> dict[str, Any]:
-    run = each.run
-    starts = sum(event["event"] == "run_start" for event in run.events)
-    return {
-        "name": each.name,
-        "group": comparison.groups.index(each.group),
-        "path": str(run.path),
-        "outcome": run.outcome,
-        "reason": run.reason,
-        "steps": run.last_step,
-        "seconds": run.seconds,
-        "started": run.started,
-        "restarts": max(0, starts - 1),
-        "evaluations": sum(not found["is_undone"] for found in run.evaluations),
-        "checkpoints": sum(not found["is_undone"] for found in run.checkpoints),
-    }
 
 
 def _axis(each: Compared, runs: int) -> dict[str, list[float]]:

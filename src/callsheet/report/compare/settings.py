@@ -11,7 +11,7 @@ from callsheet.report.run_folder import RunFolder
 _OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
 """Settings that name the run or its folder. They always differ between two runs, so they are not compared."""
 _DEEPEST = 20
-_LONGEST = 300  # characters of one value
+_LONGEST = 300  # a longer value is cut after this many characters
 
 GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 """The groups of settings, in the order in which they are shown."""
