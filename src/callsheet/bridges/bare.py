@@ -376,7 +376,8 @@ class AttachedRun:
             except Exception as error:
                 self._give_up(error)
         if self._has_given_up:
-            if self._epoch == state.timestamp.epoch:  # the loop has left the last epoch with `break`
+            # The loop has left the last epoch with `break`, so count it as ended.
+            if self._epoch == state.timestamp.epoch:
                 state.timestamp = state.timestamp.next_epoch()
                 self._is_over |= state.is_complete
             self._group = []

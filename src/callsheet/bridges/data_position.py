@@ -147,7 +147,7 @@ class DataPosition:
         if restored["place"] is not None:
             self.taken = restored["taken"]
             batches = data.resume(epoch + 1, self.taken, restored["place"], now)
-            restore_random_state_of(loader, now)  # last, because opening the data has drawn from them
+            restore_random_state_of(loader, now)  # restored last, because opening the data has drawn random numbers
             return batches
         if self._continues_loader(fresh, restored):
             return data.begin(epoch + 1, now)

@@ -80,7 +80,7 @@ class Part:
         self.parent: Part | None = None
         self.sequence: list[Part] = []
         self.needed = 0  # how many of the spans inside it, in their fixed order, must be fired before this one ends
-        self.index = -1  # the index in the parent's sequence, if the parent has one
+        self.index = -1  # the index of this span in the fixed order of spans inside its parent; -1 if there is none
         self.is_open = self.has_no_listeners = False
         self.done = 0  # how many of the spans inside it, in their fixed order, have been fired
 

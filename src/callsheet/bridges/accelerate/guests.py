@@ -54,7 +54,8 @@ class TrackerGuest(Guest, Logger):
 
     def begin(self, ctx: Context) -> None:
         """At the run's start, start the tracker, and pass the run's settings to it."""
-        if hasattr(self.foreign, "start"):  # in earlier versions, a tracker starts when it is created
+        # In earlier versions of Accelerate, a tracker has no `start`; it starts when it is created.
+        if hasattr(self.foreign, "start"):
             self.foreign.start()
         if ctx.run.config:
             self.log_hyperparameters(ctx, ctx.run.config)

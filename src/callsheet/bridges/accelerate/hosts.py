@@ -139,7 +139,7 @@ class AcceleratedRun(AttachedRun):
         self._patches = _AcceleratorPatches(accelerator, self)
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
-        self._microbatches = 0  # the number of microbatches in the current step
+        self._microbatches = 0  # how many microbatches the current step has had
         self._taken = 0  # the number of batches of the epoch that were yielded
         self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
@@ -362,7 +362,8 @@ class AcceleratedRun(AttachedRun):
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                self._run.fire_checkpoint(str(folder), lambda info: None)  # the accelerator has written the callbacks' states
+                # The states need not be written, since the accelerator has done so.
+                self._run.fire_checkpoint(str(folder), lambda info: None)
         except Exception as error:
             self._give_up(error)
         return folder
@@ -459,7 +460,7 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are 
 
     def __init__(self, ctx: Context, give_up: Callable[[Exception], None]) -> None:
         self.tracker, self._give_up = ctx, give_up
-        super().__init__()  # the base class reads the attributes that were just set
+        super().__init__()  # called last, because the base class reads the attributes that were just set
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         try:

@@ -100,7 +100,7 @@ class AutoModelGuest(Guest):
 
         def call(ctx: Context) -> None:
             if theirs == "on_validation_end" and ctx.standalone:
-                return  # AutoModel evaluates only during training
+                return  # do not report it: AutoModel evaluates only during training
             facade = self.facade_for(ctx)
             facade.step_scheduler._is_in_training = is_in_training
             method(facade if self.recipe is None else self.recipe, **({} if given is None else given(self, ctx)))
@@ -222,7 +222,7 @@ class AutoModelGuest(Guest):
 
     def _checkpoint_info(self, ctx: Context) -> dict[str, Any]:
         info = ctx.checkpoint
-        assert info is not None  # a checkpoint was written
+        assert info is not None  # at this event, a checkpoint was written
         best = (info.best_metric_key or "").partition("/")[0]
         return {
             "checkpoint_info": {

@@ -84,7 +84,7 @@ class _HostRequests:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._changed: dict[str, Any] = {}  # the original values of changed intervals
+        self._changed: dict[str, Any] = {}  # the original values of the scheduler's intervals that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
         """Make the recipe save after the current step: change the scheduler's interval so that it ends at this step."""

@@ -267,7 +267,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
     def _epoch_end(self, state: Any) -> None:
         self._saves.report(self._run)
         if self._run.driver.is_open("fetch"):
-            self._run.ctx.batch = None  # the data is exhausted
+            self._run.ctx.batch = None  # None says that the data has ended
         self._run.close_epoch(is_whole=True)
         self._ask_for_evaluation()
 

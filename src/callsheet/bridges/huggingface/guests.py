@@ -122,7 +122,7 @@ class HuggingFaceGuest(Guest):
         "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # _log_summary calls its on_log
+        "on_train_end": ("on_train_end",)  # `_log_summary` also calls the callback's `on_log`
     }
     NEVER = ("on_push_begin",)
 

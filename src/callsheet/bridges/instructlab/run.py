@@ -50,7 +50,7 @@ class _ContextWithoutModel(Context):
 
     def __init__(self, run: RunInfo, **given: Any) -> None:
         super().__init__(run, **given)
-        del self.model  # the handler that reads it is skipped, with a warning
+        del self.model  # a handler that reads `ctx.model` is then skipped, with a warning
 
     def sibling(self, accumulator: Any = None) -> Context:
         return _ContextWithoutModel(
@@ -83,7 +83,8 @@ class HookedRun(Run):
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
             signals=SignalWatch(()),
-            world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),  # only this rank, since training calls collectives
+            # Not the other ranks, since training itself calls collectives.
+            world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),

@@ -14,7 +14,7 @@ class KerasRun(Common):
     """Keeps the logs and the position in the loop that Keras's callbacks receive. Each method handles the event of its name."""
 
     def __init__(self) -> None:
-        self.ctx: Any = None  # None until the run begins
+        self.ctx: Any = None  # callsheet's context; None until the run begins
         self.listens_to_batches = False
         """Whether a guest listens to the end of each batch, whose logs have the loss as a number."""
         self.needs_loss = False

@@ -195,7 +195,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
         state, control = run.state, run.control
-        while state.timestamp.epoch < trainer.current_epoch:  # the checkpoint was written at the last step of an epoch
+        while state.timestamp.epoch < trainer.current_epoch:  # count the epoch: the checkpoint was written at its last step
             state.timestamp = state.timestamp.next_epoch()
         run.driver.start("epoch")
         if control.accumulation is not None:  # set it here, since Lightning can change it only between epochs

@@ -194,7 +194,7 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # no training step: training is over
+            if not settings.is_training:  # this is no training step, because training is over
                 return
             interval, step = settings.save_interval, settings.step
             settings.restore_interval()
@@ -224,7 +224,7 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # no training step: no training step: training is over
+            if not settings.is_training:  # this is no training step, because training is over
                 return
             self._forward.in_step = False
             if not driver.parts["train_step"].is_open:

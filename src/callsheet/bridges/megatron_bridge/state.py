@@ -24,7 +24,7 @@ class _Moved(Facade):
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # without the function, because only the original may call it
+        return dict(self.__dict__)  # a copy lacks `_on_move`, because only the original may call it
 
 
 class TrainState(_Moved):

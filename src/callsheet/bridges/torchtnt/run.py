@@ -28,7 +28,7 @@ class TorchTNTRun(Common):
     Each method handles the event of the same name."""
 
     def __init__(self) -> None:
-        self.ctx: Any = None  # None until the run begins
+        self.ctx: Any = None  # callsheet's context; None until the run begins
         self.entry_point = EntryPoint.TRAIN
         self.phase = "train"
         self.was_stopped = False
