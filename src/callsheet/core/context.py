@@ -269,7 +269,7 @@ class Context:
 
     if not TYPE_CHECKING:  # so that a type checker rejects unknown attributes
 
-        def __getattr__(self, name: str) -> Any:  # only reached where a slot is empty
+        def __getattr__(self, name: str) -> Any:  # called only if the field has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
@@ -310,7 +310,7 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # `keep_fields` may keep it beyond this event
+        _keeps = _event == _field.windows[0][1]  # a callback's `keep_fields` may keep the field beyond this event
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
@@ -321,7 +321,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
     """
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
     scope: dict[str, Any] = {}
-    exec(f"def delete(ctx):\n{lines}    return", scope)  # the names come from the lifecycle's table
+    exec(f"def delete(ctx):\n{lines}    return", scope)  # safe, since the names come from the lifecycle's table
     delete: Callable[[Context], None] = scope["delete"]
     return delete
 

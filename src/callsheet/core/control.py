@@ -200,7 +200,7 @@ class Control:
         Called by the loop, which sends them to the other ranks.
         """
         taken = self.local_requests[:]
-        del self.local_requests[: len(taken)]  # not `= []`: another thread may append
+        del self.local_requests[: len(taken)]  # delete in place, because another thread may append to the list meanwhile
         return taken
 
     def agree(self, request: Request) -> None:

@@ -98,7 +98,7 @@ class DispatchTable:
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
             self._forget()
-        if is_running:  # the change must act from the next event on
+        if is_running:  # recompile now, so that the change takes effect at the next event
             self.compile(events if is_compiled else EVENTS)
 
     def compile(self, events: Iterable[str] = EVENTS) -> None:

@@ -19,7 +19,8 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []  # (step, registration, events): unmute before this step
+        # (step, callback, events): call the handlers again from this step on.
+        self._wakes: list[tuple[int, Registration, frozenset[str]]] = []
 
     @property
     def next_step(self) -> float:
@@ -42,7 +43,7 @@ class Muting:
         A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
         """
         if until is not None and ctx is not None:
-            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # before training, no loop ends the muting
+            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: no loop ends the muting
                 return
             events -= registration.muted - self._waking(registration)  # events that are muted without an end stay muted
         self._forget_wakes(registration, events)

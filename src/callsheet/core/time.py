@@ -307,7 +307,7 @@ class Timestamp(NamedTuple):
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
-            value, kinds = data[name], {int, type(zero)}  # a whole number of seconds may come back as an int
+            value, kinds = data[name], {int, type(zero)}  # JSON may turn a whole number of seconds into an int
             if type(value) not in kinds or not 0 <= value < math.inf:  # `type()`, since a bool is not a count
                 raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)

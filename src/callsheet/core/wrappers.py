@@ -132,6 +132,6 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
         if ctx.control.is_shared:
             ctx.control.switch_off(
                 registration.label, registration.number, registration.failures_in_a_row
-            )  # on all ranks together
+            )  # the callback is disabled on all ranks together
         else:
             registration.switch_off(registration.failures_in_a_row)
