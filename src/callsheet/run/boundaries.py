@@ -123,7 +123,7 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # this may be the last record
+        if self.is_over:  # the next metrics record may be the last
             self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # the updated counts may have reached the duration
             records.fire_log(ctx)

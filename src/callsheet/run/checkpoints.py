@@ -310,7 +310,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # the handlers may delete older checkpoints
+        self._guard.check()  # raise if the folder was lost, because handlers may delete older checkpoints
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:

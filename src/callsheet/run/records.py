@@ -82,7 +82,8 @@ class Records:
             self.tally.since_record()
             self.metrics.clear()  # discard the values without waiting for the device
             return
-        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:  # no rank has logged anything since
+        # No rank has logged anything since the last record.
+        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
         samples, tokens, seconds = self.tally.since_record()
@@ -143,4 +144,5 @@ class Records:
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
-        self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]  # in earlier versions
+        # The key in earlier versions.
+        self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]

@@ -41,7 +41,7 @@ class RunGuard:
         def request_boundary() -> None:  # called when the lock is lost, on the lock's thread; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
-        self._lock: RunLock | None = None  # on rank 0
+        self._lock: RunLock | None = None  # the lock of the run's folder, on rank 0 only
         if run.is_world_process_zero and run.folder is not None:
             self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=request_boundary)
 

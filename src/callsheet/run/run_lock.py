@@ -148,7 +148,7 @@ class RunLock:
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
         self._lost = ""
-        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: the content, and the time when it last changed
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by lock file: its content, and the time when it last changed
         self._has_logged_waiting = False
         self._thread = 0  # the thread that acquired the lock
         self._pid = os.getpid()
@@ -480,7 +480,7 @@ def process_started(pid: int) -> str:
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie no longer writes
+    return "" if state in "ZX" else fields[18]  # a zombie process counts as ended, since it writes no more
 
 
 def _new_claim() -> Claim:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.01
 _LINGER_SECONDS = 0.5  # time for the other ranks to read rank 0's message
 
-_meetings = count()  # counts the stores that this process has opened, which are as many on all ranks
+_meetings = count()  # counts the stores that this process has opened; the count is the same on all ranks
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ class Tally:
         self.tokens = 0
         self._seconds = 0.0
         self._running_since: float | None = None
-        self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last record
+        self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
 
     def count(self, samples: int, tokens: int) -> None:
         """Count one training step, with the samples and tokens of its batches."""
