@@ -77,10 +77,10 @@ class Process(Background):
         self._lock = threading.Lock()
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
-        self._ending: subprocess.Popen[bytes] | None = None  # the child that was asked to end
+        self._ending: subprocess.Popen[bytes] | None = None  # the child process that was asked to end
         self._connection: Connection | None = None
         self._theirs: socket.socket | None = None  # the child's end of the connection, until the child has it
-        self._state: Mapping[str, Any] | None = None  # the last known state
+        self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
         """Call `method(ctx, **payload)` of the callback in its process, and wait for it. Called on the callback's thread."""

@@ -102,7 +102,7 @@ class Lane:
         self._finish = finish
         self._wake_on_put = wake_on_put
         self._in_hand = False
-        self._has_given_up = False  # `put` no longer waits for room
+        self._has_given_up = False  # whether `put` no longer waits for room in a full queue
         self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
         self._blocked_since = inf  # the time when training first waited for room
@@ -167,7 +167,7 @@ class Lane:
 
     def _begin(self) -> bool:
         """Start the queue's thread if there is none. Return False if no thread can be started."""
-        with _starting:  # the dispatcher, `put` and `drain` may all get here at once
+        with _starting:  # several threads (of the dispatcher, `put` and `drain`) may get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
@@ -273,7 +273,7 @@ class Lane:
                     break
                 try:
                     (run or item[0])(item)
-                except BaseException as error:  # SystemExit too, which must not end the lane
+                except BaseException as error:  # including SystemExit, which must not end the lane's thread
                     logger.error(
                         "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
                     )
