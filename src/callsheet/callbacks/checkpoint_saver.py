@@ -79,7 +79,7 @@ class CheckpointSaver(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Check whether this is the best evaluation so far."""
-        if ctx.standalone:  # a standalone evaluation may use other data
+        if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         self._saved_at = -1  # no checkpoint contains these results yet
         if self._monitor is None:

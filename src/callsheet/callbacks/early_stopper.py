@@ -70,7 +70,7 @@ class EarlyStopper(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Compare the value with the best, and stop when the patience has run out."""
-        if ctx.standalone:  # a standalone evaluation may use other data
+        if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:

@@ -138,7 +138,7 @@ class ExportForInferenceCallback(Callback):
     def on_exception(self, ctx: Context) -> None:
         self._unhook()
 
-    @at("restore")  # after an EMA has put its average into the model
+    @at("restore")  # late, after an EMA callback has put its average into the model
     def on_train_end(self, ctx: Context) -> None:
         self._unhook()
         if self._is_leaving:

@@ -91,7 +91,7 @@ class HangDetector(Callback):
         self._rank = 0
         self._state = TrainState()  # the run's state, whose timestamp counts the steps
         self._beat = 0.0  # the time of the last progress: an event outside of steps, or a check that found a new step
-        self._hung_after = 0  # the last step before a hang
+        self._hung_after = 0  # the last step before the hang that was reported
         self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`
         self._is_over: threading.Event | None = None
         self._previous: Any = None  # the signal's previous handler
@@ -121,7 +121,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Record that an evaluation step has ended, which counts as progress."""
+        """Record progress outside of training steps, such as a step of an evaluation or the end of a save."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 
@@ -230,7 +230,7 @@ class HangDetector(Callback):
             traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0), file=file)
             file.write("\nAll threads, the innermost call first:\n")
             file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)  # faulthandler writes the first hundred threads
+            faulthandler.dump_traceback(file, all_threads=True)  # writes at most a hundred threads
         if initialised_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
             dump = getattr(collectives, "_dump_fr_trace_json", None) or getattr(collectives, "_dump_nccl_trace_json", None)

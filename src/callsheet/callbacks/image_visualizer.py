@@ -139,4 +139,5 @@ class ImageVisualizer(Callback):
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._logged = self._taken = state["logged"] if "logged" in state else state["told"]  # "told" in earlier versions
+        # The key in checkpoints of earlier versions of callsheet is "told".
+        self._logged = self._taken = state["logged"] if "logged" in state else state["told"]

@@ -70,7 +70,7 @@ class LoadCheckpoint(Callback):
         summary, error = "", None
         try:
             summary = self._load(ctx.model.state_dict())
-        except Exception as caught:  # raised below, on all ranks
+        except Exception as caught:  # the error is raised below, on all ranks
             error = caught
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(ctx.gather(str(error) if error else "")) if reason]
         if failed:

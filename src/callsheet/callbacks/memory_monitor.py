@@ -40,7 +40,7 @@ class MemoryMonitor(Callback):
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices, the record already has the peak
+        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices, every metrics record already has the peak
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)

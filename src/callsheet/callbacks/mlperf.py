@@ -28,7 +28,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_CHECK_SECONDS = 300.0  # limit for `cache_clear_cmd`
+_CHECK_SECONDS = 300.0  # how long the command `cache_clear_cmd` may take
 
 
 class MLPerfCallback(Callback):

@@ -53,7 +53,7 @@ class OOMObserver(Callback):
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None
-        self._path: Path | None = None  # None while no run is observed
+        self._path: Path | None = None  # where to write the snapshot; None while no run is observed
         self._run: RunInfo | None = None
         self._is_attached = self._has_seen = False
         self._drawing: Drawing | None = None

@@ -106,7 +106,7 @@ class SaveOnTrigger(Callback):
             if not content.endswith(b"\n") and time.time() - status.st_mtime < _SETTLED_SECONDS:
                 return []
             return claimed_lines(self._path, "taken")
-        except FileNotFoundError:  # another process is changing it; try again later
+        except FileNotFoundError:  # another process is changing the file; try again later
             return []
         except OSError as error:
             logger.warning(

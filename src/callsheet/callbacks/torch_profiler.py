@@ -137,7 +137,7 @@ class TorchProfiler(Callback):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             _BUSY.discard(self)
-            profiler.stop()  # writes the trace unless `step` has already done so
+            profiler.stop()  # also writes the trace, unless `step` has already done so
 
     def _write(self, ctx: Context, made: Any) -> None:
         folder = self._folder or Path(ctx.run.folder or "", "traces")

@@ -28,7 +28,7 @@ are counted would never be compiled.
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ATEN = torch.ops.aten
-_FORMULAS: dict[Any, Callable[..., int]] = {  # for attention on the CPU, for which torch has no formulas
+_FORMULAS: dict[Any, Callable[..., int]] = {  # FLOP formulas for attention on the CPU, which torch lacks
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),
@@ -142,7 +142,7 @@ class StepFlops:
             self.is_guessing = self._needs_precision
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
-        elif _get_current_dispatch_mode() is None:  # two nested counters would be closed in the wrong order
+        elif _get_current_dispatch_mode() is None:  # not if another counter is active: two would be closed in the wrong order
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
@@ -269,4 +269,5 @@ def _full_precision(*, is_convolution: bool) -> str:
     new = getattr(backends.cudnn, "conv", None) if is_convolution else backends.cuda.matmul
     if isinstance(setting := getattr(new, "fp32_precision", None), str):
         return "tf32" if setting == "tf32" else "fp32"
-    return "tf32" if (backends.cudnn if is_convolution else backends.cuda.matmul).allow_tf32 else "fp32"  # PyTorch before 2.9
+    # This is how PyTorch before 2.9 says it.
+    return "tf32" if (backends.cudnn if is_convolution else backends.cuda.matmul).allow_tf32 else "fp32"

@@ -100,7 +100,7 @@ def publish(draft: Path, target: Path) -> list[Path]:
     files = _files(draft)
     for entry in sorted(
         draft.iterdir(), key=lambda entry: entry.name == target.name
-    ):  # the target last, when everything else is in place
+    ):  # move the target itself last, when everything else is in place
         is_there = entry.is_dir() and target.with_name(entry.name).exists()
         for old in _files(entry) if is_there else [entry]:
             new = target.parent / old.relative_to(draft)

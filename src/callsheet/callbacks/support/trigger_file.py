@@ -59,7 +59,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
                 os.link(draft, path)
             except FileExistsError:
                 continue  # another process has just written a file; read it first
-            except OSError:  # the file system has no links
+            except OSError:  # the file system does not support hard links
                 os.replace(draft, path)
             return
         finally:
