@@ -42,5 +42,5 @@ def finish_deletions() -> None:
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # on other systems, a thread has no priority of its own
+    if sys.platform == "linux":  # other systems have no priority for a single thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)

@@ -80,7 +80,7 @@ class LocalFolder(Folder):
                 os.fsync(file.fileno())
             except BaseException:
                 with contextlib.suppress(OSError):
-                    file.close()  # closing may flush the file and fail again
+                    file.close()  # may raise as well, because closing flushes the file
                 with contextlib.suppress(OSError):
                     path.unlink()
                 raise

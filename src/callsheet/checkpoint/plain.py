@@ -141,7 +141,8 @@ class _Flattening:
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         view = _view(tensor)
         if view not in self._names:
-            name = path = path.encode(errors="backslashreplace").decode() or "tensor"  # UTF-8 cannot encode lone surrogates
+            # Half surrogate pairs are escaped, since UTF-8 cannot encode them.
+            name = path = path.encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
             while name in self.tensors or name == "__metadata__":  # as in {"a.b": t, "a": {"b": t}}; `__metadata__` is reserved
                 name = f"{path}#{(nth := nth + 1)}"

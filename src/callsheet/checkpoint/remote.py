@@ -97,7 +97,7 @@ class RemoteFolder(Folder):
 
     def _listed(self) -> list[dict[str, Any]]:
         with _errors("read", self.path):
-            self._files.invalidate_cache()  # other ranks write to this folder too
+            self._files.invalidate_cache()  # forget the cached listing, since other ranks write to this folder too
             try:
                 found = self._files.ls(self._root, detail=True)
             except FileNotFoundError:

@@ -12,7 +12,7 @@ from callsheet.errors import CheckpointError
 
 Chunk = bytes | memoryview
 
-_PIECE = 1 << 22  # bytes
+_PIECE = 1 << 22  # bytes; files are read and digested in pieces of this size
 
 
 @dataclass(frozen=True, slots=True)
