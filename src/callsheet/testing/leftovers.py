@@ -43,7 +43,7 @@ class Surroundings:
     @classmethod
     def now(cls) -> Surroundings:
         """Return a snapshot of this process now."""
-        gc.collect()  # objects that nothing refers to do not count as left behind
+        gc.collect()  # free objects to which nothing refers, which do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
