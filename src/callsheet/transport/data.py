@@ -43,7 +43,7 @@ from callsheet.transport.sealed import TransportError
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
 """The settings of a callback: class attributes that an instance may override."""
 
-_LENGTH = 8  # bytes
+_LENGTH = 8  # each part of the encoded form begins with its length, in this many bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:

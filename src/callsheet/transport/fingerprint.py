@@ -33,8 +33,8 @@ IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
 _DEEPEST = 100  # levels of nesting; each takes several calls, and Python's stack is limited
-_LONG = 1000  # items; of longer lists only a digest is kept
-_SHORT = 40  # characters; of longer texts only a digest is kept
+_LONG = 1000  # items; a longer list is described by a digest
+_SHORT = 40  # characters; a longer text is described by a digest
 _UNSEEN = "cannot be inspected"
 
 

@@ -82,7 +82,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
 
 def main() -> None:
     """Rebuild the payload in the fresh interpreter, and send its fingerprint to the process that started the check."""
-    from callsheet.transport.payload import open_payload  # imported here, to avoid a circular import
+    from callsheet.transport.payload import open_payload  # imported here, because the modules import each other
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     path = Path(os.environ["CALLSHEET_PAYLOAD"])

@@ -26,7 +26,7 @@ LARGEST = 256 * 2**20
 """The largest size in bytes of a payload. Larger data belongs in a file of its own."""
 
 _MAGIC = b"callsheet sealed 1\n"
-_LAUNCH, _KIND, _MAC = 16, 16, 32  # bytes
+_LAUNCH, _KIND, _MAC = 16, 16, 32  # sizes in bytes of the launch's id, the kind, and the signature
 _SECRET = 32
 
 _PREFIX = "callsheet-launch-"
@@ -178,7 +178,7 @@ class PrivateFolder:
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self.path / "lock.new", self.path / _LOCK)  # others see the file only once it is locked
+            os.rename(self.path / "lock.new", self.path / _LOCK)  # renamed when locked, so that others see only a locked file
             undo.pop_all()
 
     def __enter__(self) -> Self:
