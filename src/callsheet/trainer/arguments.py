@@ -198,7 +198,8 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model does not support it.
     """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the new and the old name in transformers
+    # The new and the old name of this method in transformers.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:
         raise ConfigError(

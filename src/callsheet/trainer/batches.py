@@ -148,7 +148,8 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            alone=world.size == 1 and way in (None, "own"),  # a single process continues the order of several ranks
+            # A single process that resumes a run of several ranks continues their order.
+            alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )
         if self._sharing.in_all is not None and self._sharing.in_all < world.size:

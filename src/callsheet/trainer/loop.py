@@ -156,7 +156,7 @@ class TrainLoop:
                     # The graph of a single loss stays alive until the next loss, as in a plain loop. This makes the allocation of
                     # the next graph faster.
                     if type(losses) is not Tensor:
-                        del losses  # some losses may hold a graph without a backward pass
+                        del losses  # free the other losses, which may hold a graph that had no backward pass
                     precision.unscale(optimizer)
                 with spans.clip_gradients:
                     ctx.grad_norm = None

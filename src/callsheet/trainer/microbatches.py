@@ -112,7 +112,7 @@ class MicrobatchPlan:
         lacking = 0
         if same_number and size is not None:
             lacking = int(world.max([len(pieces)])[0]) - len(pieces)
-            pieces += pieces[-1:] * lacking  # repeat the last one as fillers
+            pieces += pieces[-1:] * lacking  # repeat the last microbatch as a filler
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
             return

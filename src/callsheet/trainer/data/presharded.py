@@ -82,7 +82,7 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            iter(self._loader)  # start its workers: its sampler draws more when they are started than in later epochs
+            iter(self._loader)  # start the workers now, since the loader draws more random numbers then than in later epochs
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 

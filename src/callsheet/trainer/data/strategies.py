@@ -44,7 +44,7 @@ class Sharing(Protocol):
         """
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Return the batches of an epoch. Epochs are counted from 1. None means an evaluation, in which the batches never change.
+        """Return the batches of an epoch, counted from 1. For an evaluation, `epoch` is None, and the batches never change.
 
         `start` is the dataloader's state (`random_state_of`) from a checkpoint that was saved at the end of the previous epoch.
         """
