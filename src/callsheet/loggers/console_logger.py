@@ -15,7 +15,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # the longest text of a table cell
+_CELL = 60  # the longest text of a table cell, in characters
 
 
 class ConsoleLogger(Logger):

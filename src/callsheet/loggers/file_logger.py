@@ -63,7 +63,7 @@ class FileLogger(Logger):
         self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
-    @at("change")  # before other callbacks print
+    @at("change")  # early, before other callbacks print
     def on_run_start(self, ctx: Context) -> None:
         """Start capturing, and keep the output in memory until the run may write to its folder."""
         self._end()
@@ -95,7 +95,7 @@ class FileLogger(Logger):
         if self._log is not None:
             self._log.write("".join(traceback.format_exception(ctx.exception)))
 
-    @at("restore")  # after other callbacks have printed
+    @at("restore")  # late, after other callbacks have printed
     def on_run_end(self, ctx: Context) -> None:
         self._end()
 
@@ -116,7 +116,7 @@ class FileLogger(Logger):
             self._capture_streams([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
         else:
             log = OutputLog(path, self._max_bytes)
-            if not self._tees:  # `on_run_start` was not fired
+            if not self._tees:  # nothing is captured, because `on_run_start` was not fired
                 self._capture_streams(list(DESCRIPTORS))
         _written.add(path)
         self._path = path

@@ -77,7 +77,7 @@ class InMemoryLogger(Logger):
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Store the images if the argument `images` is True."""
         if self._keeps_images:
-            from callsheet.loggers.support.pixels import as_pixels  # needs numpy
+            from callsheet.loggers.support.pixels import as_pixels  # imported here because it needs numpy
 
             self._keep(self.images.setdefault(name, []), (ctx.step, [as_pixels(image) for image in images]))
 

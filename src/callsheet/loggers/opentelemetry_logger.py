@@ -74,7 +74,7 @@ class OpenTelemetryLogger(Tracker):
         self.steps = steps
         self.timeout = timeout
         self._tracer: Any = None
-        self._own: Any = None  # the provider that this logger made, if the application has none
+        self._own: Any = None  # the provider that this logger made, if it does not use the application's
         self._open_spans: list[tuple[str, Any]] = []  # the OpenTelemetry spans that have not ended, outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
@@ -90,7 +90,7 @@ class OpenTelemetryLogger(Tracker):
         self._load_began = time.time_ns()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the trace, or continue it."""
+        """Begin a trace for the run, or continue that of the run that is resumed."""
         super().on_checkpoint_load_end(ctx)
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 

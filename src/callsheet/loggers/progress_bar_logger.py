@@ -198,8 +198,8 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         TaskProgressColumn(),
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
-        transient=total is None,  # an evaluation's bar disappears at its end
-        auto_refresh=False,  # the handlers draw the bar
+        transient=total is None,  # a bar for an evaluation disappears when that ends
+        auto_refresh=False,  # the bar is drawn by the handlers instead
         redirect_stdout=sys.stdout.isatty(),  # on a terminal, what is printed appears above the bar; a file is not changed
     )
     bar.add_task(name, total=total, status="")

@@ -52,7 +52,7 @@ class TensorboardLogger(Tracker):
         self.flush_seconds = flush_seconds
         self._writer: Any = None
         self._run: RunInfo | None = None  # the current run, while the writer is open
-        self._hyperparameters: dict[str, Any] = {}  # by dotted name
+        self._hyperparameters: dict[str, Any] = {}  # the hyperparameters so far, by dotted name
         self._has_hparams = False  # written once, since the HParams page uses only the first such event
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:

@@ -86,7 +86,7 @@ class WandBLogger(Tracker):
         self.run_name = run_name
         self._where = {"project": project, "entity": entity, "group": group, "job_type": job_type, "mode": mode}
         self._tags = list(tags)
-        self._defined: set[str] = set()  # metrics that are plotted over our steps
+        self._defined: set[str] = set()  # metrics for which W&B was told to use `step` as the axis
         self._hyperparameters: dict[str, Any] = {}  # the hyperparameters so far, by dotted name
 
     def on_preempt(self, ctx: Context) -> None:

@@ -20,8 +20,8 @@ logger = logging.getLogger("callsheet")
 FILE = "environment.json"
 
 _GIT_SECONDS = 10.0  # for each call of git; a repository may be on a slow network disk
-_MAX_DIFF = 2**18  # characters of uncommitted changes that are kept
-_MAX_FILES = 500  # names of changed or new files
+_MAX_DIFF = 2**18  # how many characters of the uncommitted changes are kept
+_MAX_FILES = 500  # how many names of changed or new files are kept
 _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
 """Ends of the names of files whose changes are left out of the diff."""
 

@@ -39,5 +39,5 @@ def replace_file(path: Path, content: bytes) -> None:
         draft.write_bytes(content)
         os.replace(draft, path)
     except OSError:
-        draft.unlink(missing_ok=True)  # frees space on a full disk
+        draft.unlink(missing_ok=True)  # remove the draft on an error, which frees space on a full disk
         raise

@@ -11,7 +11,7 @@ from callsheet.lanes.capture import copied
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
-_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # queued images take memory
+_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # a short queue, since queued images take memory
 
 
 class ImageWriter:
@@ -61,7 +61,7 @@ class ImageWriter:
                     return
                 replace_file(self._folder / file, png(image))
             then()
-        except Exception as error:  # raised by the next `write` or `flush`
+        except Exception as error:  # the error is raised by the next `write` or `flush`
             self._failure = error
 
     def _report_failure(self) -> None:

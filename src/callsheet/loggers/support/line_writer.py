@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_KEPT_BYTES = 64 * 2**20  # the most to keep for a file that cannot be written
+_KEPT_BYTES = 64 * 2**20  # how much to keep in memory for a file that cannot be written
 
 
 class LineWriter:
@@ -146,5 +146,5 @@ class _File:
 
 
 def _byte_at(descriptor: int, place: int) -> bytes:
-    os.lseek(descriptor, place, os.SEEK_SET)  # does not affect appending
+    os.lseek(descriptor, place, os.SEEK_SET)  # this does not affect later writes, which always append
     return os.read(descriptor, 1)

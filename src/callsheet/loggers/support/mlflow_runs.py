@@ -21,7 +21,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 _lock = threading.Lock()
 _talking: list[int] = []  # the timeouts of the requests that are running, each on its own thread
-_before: dict[Any, Any] = {}  # MLflow's own defaults, while requests are made
+_before: dict[Any, Any] = {}  # MLflow's own settings, to restore after the requests
 
 
 @contextmanager

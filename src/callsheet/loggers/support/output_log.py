@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 
-_LONGEST = 2**16  # characters of a line before it is split
+_LONGEST = 2**16  # a line with more characters is split
 _REWRITTEN = re.compile(r"\r|\x1b\[2K")  # control codes that erase what comes before them in a line
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 

@@ -36,7 +36,7 @@ class SilenceWatch:
         """Stop the thread that shows what the loop is doing."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # a terminal that accepts no more text must not make the run wait
+            self._thread.join(_JOIN_SECONDS)  # with a limit: a terminal that accepts no more text must not make the run wait
 
     def _look(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
