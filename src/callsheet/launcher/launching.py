@@ -184,7 +184,8 @@ class _Specs(DefaultLogsSpecs):
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
-                environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # as torchrun does
+                # The same default as in torchrun.
+                environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
             environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found
 
@@ -192,7 +193,7 @@ class _Specs(DefaultLogsSpecs):
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
     handled = [
         name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
-    ]  # an ignored signal stays ignored, as under nohup
+    ]  # leave out signals that are ignored, for example under nohup
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(
         min_nodes=1,

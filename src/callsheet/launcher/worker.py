@@ -31,7 +31,7 @@ def main() -> None:
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
-    key = Key.read(os.environ.get(KEY, ""))  # `open_payload` removes it from the environment
+    key = Key.read(os.environ.get(KEY, ""))  # read now, since `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
     if content and folder.exists():  # without the folder, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
