@@ -249,7 +249,7 @@ def _run(recipe: Finetune) -> None:
     recipe.setup()
     recipe.run()
     if recipe.trainer.preempted and recipe.trainer.signal is not None:
-        raise SystemExit(128 + recipe.trainer.signal)  # the outer run is preempted too
+        raise SystemExit(128 + recipe.trainer.signal)  # end the whole job, which is preempted too
 
 
 def distill(

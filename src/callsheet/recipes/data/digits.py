@@ -36,7 +36,7 @@ class Digits(Table):
 
         images, names = _digits()
         number = self._numbers[index]
-        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # the pixels are 0 to 16
+        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scaled to 255, since the pixels are 0 to 16
         return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
 
     def place(self, index: int) -> str:

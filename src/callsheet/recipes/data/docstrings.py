@@ -105,7 +105,7 @@ def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in third-party source
+            warnings.simplefilter("ignore")  # hide warnings of invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return  # it cannot be parsed: a template, or source for another version of Python

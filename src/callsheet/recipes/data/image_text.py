@@ -178,7 +178,7 @@ class ImageText:
         """Return the folder to which the row's image paths are relative."""
         if self._folder is not None:
             return self._folder
-        file = Path(place.rpartition(":")[0])  # the place of a row of JSON lines begins with the file
+        file = Path(place.rpartition(":")[0])  # the place of a row in JSON lines is `file:line`
         if file.is_file():
             return file.parent
         path = Path(self._rows.path if self._rows is not None else ".")

@@ -26,7 +26,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     """
     from PIL import Image, ImageOps
 
-    if isinstance(value, Mapping):  # {"bytes": ..., "path": ...}
+    if isinstance(value, Mapping):  # an image in the form {"bytes": ..., "path": ...}
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if not isinstance(value, (Image.Image, bytes, str, Path)):
         reject(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")

@@ -66,7 +66,7 @@ class Lora:
                 )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peft warns about how it treats types of layers
+                warnings.simplefilter("ignore")  # hide peft's warning about how it treats types of layers
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
@@ -110,7 +110,7 @@ class Lora:
             kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
         )  # take the model's own class, not that of FSDP's wrapper
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore", FutureWarning)  # peft imports a deprecated name of transformers
+            warnings.simplefilter("ignore", FutureWarning)  # hide a warning: peft imports a deprecated name of transformers
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
         twin.base_model.model.load_state_dict(whole, assign=True)
         twin.base_model.model.tie_weights()
