@@ -87,7 +87,7 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the arguments of `ModelMetric.update`."""
+        """Return the outputs and the batch, with which `ModelMetric.update` calls the model's `update_metric`."""
         return outputs, batch
 
 
@@ -127,7 +127,7 @@ class TrainMetrics(Callback):
         self._model = model
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Reset the metrics."""
+        """Reset the model's training metrics, because a new batch begins."""
         for metric in self.metrics.values():
             metric.reset()
             metric.to(ctx.run.device)

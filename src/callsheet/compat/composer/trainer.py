@@ -262,7 +262,7 @@ class Trainer:
         several = _several(schedulers)
         if not several:
             return None
-        if every_batch is None:  # torch's schedulers count epochs, Composer's count batches
+        if every_batch is None:  # by default, torch's schedulers count epochs, and Composer's count batches
             every_batch = not any(isinstance(each, LRScheduler) for each in several)
         return EpochScheduler(
             optimizer,

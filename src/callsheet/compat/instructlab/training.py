@@ -48,7 +48,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
     from callsheet.launcher import launch  # imported here because it needs torch, and callbacks alone do not
     from callsheet.transport import payload
 
-    if payload.is_opening:  # a rank or the preflight check is importing the script
+    if payload.is_opening:  # do nothing if a rank or the preflight check is importing the user's script
         return {}
     train_args.check()
     ranks = torch_args.ranks
