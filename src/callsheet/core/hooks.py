@@ -90,7 +90,7 @@ class Hooks:
         """
 
     def on_forward_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the model is called.
+        """Before the model is called on a microbatch.
 
         Available here: optimizer, scheduler, batch, microbatch.
         """
@@ -168,7 +168,7 @@ class Hooks:
         """
 
     def on_log(self, ctx: Context) -> Awaitable[None] | None:
-        """At a log boundary, and before and after an evaluation: `ctx.record` holds what was logged since the last one.
+        """Every `log_interval`, and before and after an evaluation: `ctx.record` holds what was logged since the last `on_log`.
 
         Available here: optimizer, scheduler, record.
         """
@@ -192,7 +192,7 @@ class Hooks:
         """
 
     def on_eval_forward_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the model is called.
+        """Before the model is called on an evaluation batch.
 
         Available here: optimizer, scheduler, batch, eval_name, standalone.
         """
@@ -210,7 +210,7 @@ class Hooks:
         """
 
     def on_eval_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Its losses and metrics are aggregated.
+        """The losses and metrics of one dataset are aggregated.
 
         Available here: optimizer, scheduler, eval_name, standalone, eval_losses.
         """
@@ -222,7 +222,7 @@ class Hooks:
         """
 
     def on_checkpoint_due(self, ctx: Context) -> Awaitable[None] | None:
-        """At a boundary where a checkpoint may be requested; `ctx.boundary` says which.
+        """After a step, an epoch or a round, and before an evaluation: a checkpoint may be requested; `ctx.boundary` says which.
 
         Available here: optimizer, scheduler, boundary.
         """
@@ -270,7 +270,7 @@ class Hooks:
         """
 
     def on_test_forward_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the model is called.
+        """Before the model is called on a test batch.
 
         Available here: optimizer, scheduler, batch.
         """
@@ -306,7 +306,7 @@ class Hooks:
         """
 
     def on_predict_forward_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the model is called.
+        """Before the model is called on a prediction batch.
 
         Available here: optimizer, scheduler, batch.
         """

@@ -135,7 +135,9 @@ SPANS: dict[str, Span] = {
             "After the microbatch's backward pass.",
             "forward loss backward",
         ),
-        Span("forward", "Before the model is called.", "The model has returned its outputs, which may be replaced."),
+        Span(
+            "forward", "Before the model is called on a microbatch.", "The model has returned its outputs, which may be replaced."
+        ),
         Span("loss", "Before the loss is computed.", "The microbatch's loss is computed and may be replaced."),
         Span("backward", "Before the backward pass.", "The microbatch's gradients have been added."),
         Span(
@@ -154,15 +156,24 @@ SPANS: dict[str, Span] = {
             "All evaluators are done; the model is still in evaluation mode.",
             "eval+",
         ),
-        Span("eval", "Before one named dataset is evaluated.", "Its losses and metrics are aggregated.", "eval_step*"),
+        Span(
+            "eval",
+            "Before one named dataset is evaluated.",
+            "The losses and metrics of one dataset are aggregated.",
+            "eval_step*",
+        ),
         Span("eval_step", "Before an evaluation batch.", "After an evaluation batch.", "eval_forward"),
-        Span("eval_forward", "Before the model is called.", "The model has returned its outputs, which may be replaced."),
+        Span(
+            "eval_forward",
+            "Before the model is called on an evaluation batch.",
+            "The model has returned its outputs, which may be replaced.",
+        ),
         Span("test", "The model is in evaluation mode.", "The test losses are aggregated.", "test_step*"),
         Span("test_step", "Before a test batch.", "After a test batch.", "test_forward"),
-        Span("test_forward", "Before the model is called.", "The model has returned its outputs."),
+        Span("test_forward", "Before the model is called on a test batch.", "The model has returned its outputs."),
         Span("predict", "The model is in evaluation mode.", "All predictions are made.", "predict_step*"),
         Span("predict_step", "Before a prediction batch.", "After a prediction batch.", "predict_forward"),
-        Span("predict_forward", "Before the model is called.", "The model has returned its outputs."),
+        Span("predict_forward", "Before the model is called on a prediction batch.", "The model has returned its outputs."),
         Span(
             "checkpoint_save",
             "Before a checkpoint is written; its kind and path are known.",
@@ -176,9 +187,12 @@ POINTS: dict[str, Point] = {
     for point in (
         Point(
             "on_log",
-            "At a log boundary, and before and after an evaluation: `ctx.record` holds what was logged since the last one.",
+            "Every `log_interval`, and before and after an evaluation: `ctx.record` holds what was logged since the last `on_log`.",
         ),
-        Point("on_checkpoint_due", "At a boundary where a checkpoint may be requested; `ctx.boundary` says which."),
+        Point(
+            "on_checkpoint_due",
+            "After a step, an epoch or a round, and before an evaluation: a checkpoint may be requested; `ctx.boundary` says which.",
+        ),
         Point("on_checkpoint_published", "A checkpoint is durable and visible, perhaps many steps after it was saved."),
         Point("on_preempt", "The run is preempted by a signal: a checkpoint follows, then the end."),
         Point("on_exception", "Once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open."),
