@@ -463,7 +463,7 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Report the loss and call its backward pass, if it is a loss of the loop. Return whether it was one."""
+        """If `loss` is a scalar of the training thread, fire the events around it and call its backward pass. Return whether it was."""
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
         has_listeners, given = not self._backward.has_no_listeners, loss

@@ -85,7 +85,9 @@ class EMA(Callback):
         self._wanted = 0  # how many spans in progress, such as evaluations, need the average in the model
         self._stays = False
         self._layout = ""  # "whole", or the mesh of the shards
-        self._own: set[str] = set()  # tensors that this rank saves: its shards; on rank 0 also all others
+        self._own: set[str] = (
+            set()
+        )  # tensors that this rank saves: its own shards, and on rank 0 also the tensors that are not sharded
 
     def on_run_start(self, ctx: Context) -> None:
         """Check that no other EMA changes the model."""

@@ -1,4 +1,4 @@
-"""`callsheet import`: write runs of other tools as folders of runs."""
+"""`callsheet import`: convert runs of other tools (TensorBoard, W&B, ...) into run folders of callsheet."""
 
 from __future__ import annotations
 

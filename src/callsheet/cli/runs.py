@@ -106,7 +106,7 @@ def runs(
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
-    # Names of columns, which no run has as a metric or setting, do no harm among the names that are loaded.
+    # `used` also has names of columns. No run has a metric or setting of such a name, so nothing more is loaded.
     names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):

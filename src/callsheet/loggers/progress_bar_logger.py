@@ -200,7 +200,7 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         console=Console(stderr=True),
         transient=total is None,  # a bar for an evaluation disappears when that ends
         auto_refresh=False,  # the bar is drawn by the handlers instead
-        redirect_stdout=sys.stdout.isatty(),  # on a terminal, what is printed appears above the bar; a file is not changed
+        redirect_stdout=sys.stdout.isatty(),  # prints appear above the bar; output that goes to a file is left alone
     )
     bar.add_task(name, total=total, status="")
     bar.start()

@@ -434,7 +434,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # outside of training, this was the evaluation before training
+        if run.driver.is_open("train"):  # not for an evaluation before training begins
             self._fire_due(run)
 
     @in_a_run

@@ -93,5 +93,5 @@ class MeanLosses:
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
 
     def means(self) -> dict[str, float]:
-        """Return the means by name."""
+        """Return the mean of each loss over the samples so far, by its name."""
         return {name: float(total) / self.samples for name, total in self._sums.items()}

@@ -20,7 +20,7 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """A sliding window: what the run had completed at each metrics record in the last `size` batches, and at least at two."""
+    """A sliding window over the metrics records of the last `size` batches, at least two of them: what the run had completed at each."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A learnt span of the text: the characters from `start` up to `end`, and the number of images before it."""
+    """A span of the text on which the loss is computed: the characters from `start` up to `end`, and the number of images before it."""
 
     start: int
     end: int

@@ -67,7 +67,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # These have only numbers that JSON has, and are most of the page.
+    # Curves and axes have no NaN or infinity, which JSON lacks, so they need no conversion. They are most of the page.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 

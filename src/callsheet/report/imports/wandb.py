@@ -54,7 +54,7 @@ class _Part:
         self._step: int | None = None  # its last value
 
     def add(self, record_type: Any) -> None:
-        """Read the log, and add what it has."""
+        """Read the transaction log, and add its metrics, configuration and outcome to the run."""
         run = self._run
         run.outcome, run.ended = "", math.nan
         run.reason = "the log has no exit record: the run was killed, or it still trained when it was copied"
