@@ -399,7 +399,11 @@ def test_runs_are_filtered(three_runs: Path, capsys: pytest.CaptureFixture[str])
     assert listed("highest(time/batch) <= 6", "outcome = finished") == ["middle", "short"]
     assert listed("started > 2020-01-01") == ["long", "middle", "short"]
     assert listed("started > 2999-01-01") == []
-    assert listed("note = x") == listed("checkpoint < 1") == []
+    assert listed("note = x") == listed("checkpoint = x") == []
+    assert listed("duration < 1h", "duration > 0.001s") == ["long", "middle", "short"]
+    assert listed("optimizer.lr = 0.002") == ["long", "middle", "short"]
+    assert listed("optimizer.lr = auto") == []
+    assert listed("optimizer.lr != auto") == ["long", "middle", "short"]
 
 
 def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,6 +424,7 @@ def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pyte
         ("steps > many", "--where steps > 'many': give a number"),
         ("started < soon", "--where started < 'soon': give a date or time, such as 2026-11-30"),
         ("name < z", "--where name < 'z': give a number"),
+        ("duration > long", "--where duration > 'long': give a number"),
         ("nonsense = 1", "there is no column 'nonsense'"),
     ],
 )
@@ -494,6 +499,41 @@ def test_a_run_is_deleted_after_it_was_confirmed(
     assert main(["delete", "m*", "--yes"]) == 0
     assert {path.name for path in three_runs.iterdir() if not path.name.startswith(".")} == {"long"}
     assert not list(three_runs.glob(".*deleted*"))
+
+
+def test_a_run_that_is_named_twice_is_deleted_once(
+    three_runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["delete", "runs/../runs/short", "short", "--yes"]) == 0
+    assert capsys.readouterr().out == "deleted runs/../runs/short\n"
+    folder = three_runs.absolute() / "long"
+    monkeypatch.chdir(folder)
+    assert main(["delete", ".", "--yes"]) == 0
+    assert not folder.exists()
+
+
+def test_archived_runs_can_be_marked_and_deleted_by_a_pattern(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mark", "*", "--archive"]) == main(["mark", "*", "--unarchive"]) == main(["mark", "m*", "--archive"]) == 0
+    capsys.readouterr()
+    assert main(["runs", "--where", "archived = yes"]) == 0
+    assert names_in(capsys.readouterr().out) == ["middle"]
+    assert main(["delete", "runs", "--yes"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_run_is_no_folder_of_runs(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "runs/long"]) == 2
+    assert "runs/long is a run itself; give the folder that contains the runs' folders" in capsys.readouterr().err
+    assert not (three_runs / "long" / ".index.sqlite").exists()
+
+
+def test_a_folder_whose_name_is_not_text_is_left_out(
+    three_runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(three_runs / "long", os.fsdecode(os.fsencode(three_runs) + b"/b\xffd"))
+    assert main(["runs"]) == 0
+    assert len(names_in(capsys.readouterr().out)) == 3
+    assert "its name is not valid UTF-8" in caplog.text
 
 
 def test_a_run_that_is_trained_or_linked_is_not_deleted(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

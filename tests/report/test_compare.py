@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from scipy.stats import ttest_ind
 from torch import nn
 
 from callsheet import Callback, Context, Trainer
-from callsheet.callbacks import EarlyStopper
+from callsheet.callbacks import CheckpointSaver, EarlyStopper
 from callsheet.cli.main import main
 from callsheet.loggers import JSONLLogger
 from callsheet.report import RunFolder
+from callsheet.report.compare.anatomy import anatomy
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.gate import Condition
 from callsheet.report.compare.tables import written
 from callsheet.report.compare.values import Value, difference, is_lower_better, values_of
+from callsheet.report.notes import change_notes
 
 RATES, SEEDS = (0.05, 0.2), (0, 1, 2)
 
@@ -201,10 +203,20 @@ def test_the_interval_and_p_are_those_of_welch() -> None:
 
 
 def test_one_run_on_a_side_has_no_spread() -> None:
-    found = difference([Value(1.0, 1.0)], [Value(2.0, 2.0), Value(2.1, 2.1)])
-    assert found.absolute == pytest.approx(1.05)
+    found = difference([Value(1.0, 1.0)], [Value(2.0, 2.0)])
+    assert found.absolute == pytest.approx(1.0)
     assert (found.is_noise, found.source) == (None, "")
     assert math.isnan(found.margin)
+
+
+def test_one_run_beside_several_is_taken_as_one_more_of_their_spread() -> None:
+    several = [2.0, 2.1, 1.9, 2.05]
+    found = difference([Value(1.0, 1.0)], [Value(value, value) for value in several])
+    assert (found.is_noise, found.source) == (False, "one side")
+    pooled = ttest_ind(several, [1.0])  # with one value on a side, the pooled variance is that of the others
+    assert found.p == pytest.approx(pooled.pvalue)
+    other = difference([Value(value, value) for value in several], [Value(2.1, 2.1)])
+    assert (other.is_noise, other.source) == (True, "one side")
 
 
 @pytest.mark.parametrize(
@@ -297,3 +309,91 @@ def test_the_text_leaves_out_metrics_of_single_parameters(tmp_path: Path, called
     assert re.search(r"\n  command +\.\.\.--run_name norms-1 +\.\.\.--run_name norms-2\n", text)
     assert "layers.0" in called(*both, "--metric", "l2/grad/layers.0.weight")[1]
     assert "layers.1" in called(*both, "--csv")[1]
+
+
+def folder_of(tmp_path: Path, name: str, losses: Sequence[float], **environment: Any) -> str:
+    """Write a run of a few records, and return its folder."""
+    folder = tmp_path / name
+    folder.mkdir()
+    lines = [
+        {"step": step, "elapsed_seconds": step / 10, "values": {"validation/loss": loss, "time/token": 100 * step**2}}
+        for step, loss in enumerate(losses, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if environment:
+        (folder / "environment.json").write_text(json.dumps(environment))
+    return str(folder)
+
+
+def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: Call) -> None:
+    good = folder_of(tmp_path, "good", [3.0, 2.0, 1.0])
+    bad = folder_of(tmp_path, "bad", [3.0, 1.0, math.nan])
+    status, out, _ = called(good, bad, "--fail-if", "validation/loss > +0.01")
+    assert (status, out.split(";")[0]) == (1, "FAIL: bad: validation/loss ended as NaN or infinity, and the baseline's did not")
+    assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
+
+
+def test_speed_is_that_between_two_records(tmp_path: Path) -> None:
+    """Not the mean over a window of records, whose spread would be too small."""
+    values = values_of(RunFolder.read(folder_of(tmp_path, "run", [1.0] * 4)))
+    assert values["tokens_per_second"].samples == pytest.approx((5000.0, 7000.0))
+
+
+def test_what_a_run_has_not_recorded_is_no_difference(tmp_path: Path) -> None:
+    paths = [
+        folder_of(tmp_path, "with", [1.0], packages={"torch": "2.13"}, git={"diff": "+" + "a" * 400}),
+        folder_of(tmp_path, "without", [1.0]),
+        folder_of(tmp_path, "other", [1.0], packages={"torch": "2.12"}, git={"diff": "+" + "a" * 399 + "b"}),
+    ]
+    runs = [RunFolder.read(path) for path in paths]
+    assert Comparison(runs[:2]).differences == {}
+    assert Comparison(runs).differences["packages"] == {"torch": ["2.13", "", "2.12"]}
+    assert (
+        "uncommitted changes" in Comparison([runs[0], runs[2]]).differences["code"]
+    )  # they differ in the last of 401 characters
+
+
+def test_runs_without_settings_are_not_grouped_by_seed(tmp_path: Path, called: Call) -> None:
+    status, _, err = called(*(folder_of(tmp_path, name, [1.0]) for name in ("a", "b")), "--group-by", "seed")
+    assert status == 2
+    assert "--group-by seed: a, b have recorded no settings, so nothing shows whether they differ in seeds alone" in err
+
+
+def test_the_durations_of_evaluations_and_saves(tmp_path: Path) -> None:
+    train(tmp_path, "run", 0.05, 0, CheckpointSaver(save_interval="1ep"))
+    values = values_of(RunFolder.read(tmp_path / "run"))
+    for name in ("eval_all_seconds", "checkpoint_save_seconds"):
+        assert len(values[name].samples) > 1
+        assert 0 < values[name].best < 60
+
+
+def test_the_anatomy_is_not_decided_by_one_slow_step(tmp_path: Path) -> None:
+    folder = Path(folder_of(tmp_path, "run", [1.0]))
+    slices = [["train_step", step, 10.0 if step == 2 else 0.1, step, ""] for step in range(1, 6)]
+    window = {"first_step": 1, "last_step": 5, "began": 0.0, "seconds": 20.0, "slices": slices, "is_whole": True}
+    (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
+    (row,) = anatomy([("run", RunFolder.read(folder))])
+    assert row["seconds"]["run"] == pytest.approx(0.1)
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, called: Call) -> None:
+    (tmp_path / "file").touch()
+    status, _, err = called("lr0.05-0", "lr0.2-0", "-o", str(tmp_path / "file" / "page.html"))
+    assert status == 2
+    assert "page.html cannot be written" in err
+    status, _, err = called("lr0.05-0", "lr0.2-0", "-o", "/dev/null")
+    assert status == 2
+    assert "--out /dev/null is not a regular file" in err
+
+
+def test_archived_runs_must_be_named(tmp_path: Path, called: Call) -> None:
+    paths = [folder_of(tmp_path, name, [1.0]) for name in ("a-1", "a-2", "a-3")]
+    change_notes(paths[2], is_archived=True)
+    for words in ([str(tmp_path)], [str(tmp_path / "a-*")]):
+        assert "a-3" not in called(*words)[1]
+    assert "a-3" in called(*paths)[1]
+    for path in paths:
+        change_notes(path, is_archived=True)
+    status, _, err = called(str(tmp_path / "a-*"))
+    assert status == 2
+    assert "are archived; name one, or run callsheet mark" in err

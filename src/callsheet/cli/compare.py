@@ -41,7 +41,7 @@ def compare(
     conditions = [Condition.parse(text) for text in fail_if]
     folders = chosen(given, folder=Path(folder), last=last)
     with working(f"reading {len(folders)} runs", is_shown=sys.stderr.isatty()):
-        comparison = Comparison([RunFolder.read(each) for each in folders], group_by=group_by)
+        comparison = Comparison([_read(each) for each in folders], group_by=group_by)
     if len(comparison.groups) < 2 and fail_if:
         raise ConfigError(f"--fail-if needs two groups, and --group-by {group_by} makes one: {comparison.groups[0]}")
     for metric in metrics:
@@ -58,11 +58,23 @@ def compare(
     return written(comparison, form or "text", metrics=metrics), False
 
 
+def _read(folder: Path) -> RunFolder:
+    try:
+        return RunFolder.read(folder)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has just been deleted or renamed") from None
+
+
 def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
     if Path(out).is_dir():
         raise ConfigError(f"--out {out} is a folder; give the name of a file in it, such as {Path(out) / 'compare.html'}")
-    with working(f"writing {out}", is_shown=sys.stderr.isatty()):
-        return write_comparison(comparison, out, metrics)
+    if Path(out).exists() and not Path(out).is_file():
+        raise ConfigError(f"--out {out} is not a regular file")
+    try:
+        with working(f"writing {out}", is_shown=sys.stderr.isatty()):
+            return write_comparison(comparison, out, metrics)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error}") from None
 
 
 def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:

@@ -369,7 +369,9 @@ def _mark(given: argparse.Namespace, _: list[str]) -> int:
 def _delete(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.mark import delete
 
-    return _printed(delete(given.runs, folder=given.folder, is_confirmed=given.yes))
+    for line in delete(given.runs, folder=given.folder, is_confirmed=given.yes):
+        _printed(line)
+    return 0
 
 
 def _import(given: argparse.Namespace, _: list[str]) -> int:

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from callsheet.cli.named_run import runs_named
@@ -37,8 +37,8 @@ def mark(
     return "\n".join(_line(path, notes) for path, notes in changed)
 
 
-def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> str:
-    """Delete the folders of the runs, after asking on the terminal. Return what was deleted, as text.
+def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> Iterator[str]:
+    """Delete the folders of the runs, after asking on the terminal. Yield a line for each that is deleted.
 
     A run is first renamed, so that an interruption leaves no run with a part of its files.
 
@@ -46,46 +46,67 @@ def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = F
         ConfigError: there is no such run, a run is being trained or is a link, it cannot be deleted, or nobody confirms it.
     """
     found = _chosen(given, Path(folder))
+    _check_can_be_deleted(found)
+    if not is_confirmed:
+        _confirm(found)
+        _check_can_be_deleted(found)  # training may have begun while the question was open
+    for path in found:
+        place = path.resolve()
+        gone = place.with_name(f".{place.name}.deleted-{secrets.token_hex(4)}")
+        try:
+            os.rename(place, gone)
+        except OSError as error:
+            raise ConfigError(f"{_shown(path)} cannot be deleted: {error}") from None
+        try:
+            with working(f"deleting {path}", is_shown=sys.stderr.isatty()):
+                shutil.rmtree(gone)
+        except OSError as error:
+            raise ConfigError(
+                f"{_shown(path)} is no longer a run, but not all of it can be deleted: {error}. The rest is in {gone}"
+            ) from None
+        yield f"deleted {_shown(path)}"
+
+
+def _check_can_be_deleted(found: Sequence[Path]) -> None:
     for path in found:
         claim = claim_of(path)
         if claim is not None and claim.is_alive:
-            raise ConfigError(f"{path} is being trained by {claim}; end it first. Nothing was deleted")
+            raise ConfigError(f"{_shown(path)} is being trained by {claim}; end it first. Nothing was deleted")
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link; delete the folder that it leads to, or remove the link. Nothing was deleted")
-    if not is_confirmed:
-        _confirm(found)
-    lines = []
-    for path in found:
-        gone = path.with_name(f".{path.name}.deleted-{secrets.token_hex(4)}")
-        try:
-            with working(f"deleting {path}", is_shown=sys.stderr.isatty()):
-                os.rename(path, gone)
-                shutil.rmtree(gone)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be deleted: {error}") from None
-        lines.append(f"deleted {path}")
-    return "\n".join(lines)
+            raise ConfigError(
+                f"{_shown(path)} is a link; delete the folder that it leads to, or remove the link. Nothing was deleted"
+            )
 
 
 def _confirm(found: Sequence[Path]) -> None:
     """Ask on the terminal whether to delete the runs. Raise ConfigError unless the answer is yes."""
     what = f"{len(found)} {'run' if len(found) == 1 else 'runs'} ({_size(sum(map(_bytes_in, found)))})"
     if not sys.stdin.isatty():
-        raise ConfigError(f"this would delete {what}: {', '.join(map(str, found))}. Confirm it with --yes. Nothing was deleted")
-    print("\n".join(f"  {path}" for path in found), file=sys.stderr)
+        names = ", ".join(map(_shown, found))
+        raise ConfigError(f"this would delete {what}: {names}. Confirm it with --yes. Nothing was deleted")
+    print("\n".join(f"  {_shown(path)}" for path in found), file=sys.stderr)
     print(f"Delete {what}, with their checkpoints? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ConfigError("nothing was deleted")
 
 
 def _chosen(given: Sequence[str], folder: Path) -> list[Path]:
-    return list(dict.fromkeys(path for word in given for path in runs_named(word, folder)))
+    """Return the folders of the runs, archived ones too, each once."""
+    paths = [path for word in given for path in runs_named(word, folder, with_archived=True)]
+    found: dict[Path, Path] = {}
+    for path in paths:
+        found.setdefault(path.absolute() if path.is_symlink() else path.resolve(), path)
+    return list(found.values())
 
 
 def _line(path: Path, notes: Notes) -> str:
     parts = [f"tags {' '.join(notes.tags)}" if notes.tags else "no tags", *(["archived"] if notes.is_archived else [])]
-    shown = "".join(char if char.isprintable() else " " for char in notes.note)
-    return f"{path}: {', '.join(parts)}{f'; {shown}' if shown else ''}"
+    return _shown(f"{path}: {', '.join(parts)}{f'; {notes.note}' if notes.note else ''}")
+
+
+def _shown(text: object) -> str:
+    """Return the text without control characters, which would change the terminal."""
+    return "".join(char if char.isprintable() else " " for char in str(text))
 
 
 def _bytes_in(folder: Path) -> int:

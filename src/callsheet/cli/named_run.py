@@ -32,10 +32,10 @@ def run_folder(run: str, folder: Path = RUNS) -> Path:
     raise ConfigError(f"there is no run {run!r}{nearest(run, folder)} (a run's folder, or its name in {folder}/)")
 
 
-def runs_named(word: str, folder: Path) -> Iterator[Path]:
+def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Iterator[Path]:
     """Yield the folders of the runs that `word` names: a run in `folder`, the folder of a run, a folder of runs, or a pattern.
 
-    Archived runs are left out of a folder of runs.
+    Archived runs are left out of folders of runs and of what matches a pattern, unless `with_archived`.
 
     Raises:
         ConfigError: there is no such run.
@@ -45,13 +45,18 @@ def runs_named(word: str, folder: Path) -> Iterator[Path]:
         matched = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern)) if is_run(Path(path))]
         if not matched:
             raise ConfigError(f"no run matches {word!r}{nearest(word, folder)}")
-        yield from matched
     elif Path(word).name == word and is_run(folder / word):
         yield folder / word
+        return
     elif not is_run(Path(word)) and (inside := run_names(word)):
-        yield from (Path(word) / name for name in inside if not read_notes(Path(word) / name).is_archived)
+        matched = [Path(word) / name for name in inside]
     else:
         yield run_folder(word, folder)
+        return
+    listed = [path for path in matched if with_archived or not read_notes(path).is_archived]
+    if not listed:
+        raise ConfigError(f"all runs of {word!r} are archived; name one, or run callsheet mark {word!r} --unarchive")
+    yield from listed
 
 
 def nearest(run: str, folder: Path = RUNS) -> str:

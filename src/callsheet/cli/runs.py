@@ -16,7 +16,7 @@ from typing import Any
 from callsheet.core.working import working
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
-from callsheet.report.index import MetricRow, RunRow, runs_in
+from callsheet.report.index import MetricRow, RunRow, is_run, runs_in
 
 LOSS = "train/loss"
 METRIC = "validation/loss"
@@ -70,8 +70,9 @@ _OF_METRIC = re.compile(r"(last|lowest|highest)\((.+)\)")
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def runs(
@@ -102,7 +103,10 @@ def runs(
     Raises:
         ConfigError: there is no such folder, column or metric, or a condition cannot be read.
     """
+    if is_run(Path(folder)):
+        raise ConfigError(f"{folder} is a run itself; give the folder that contains the runs' folders")
     conditions = [_condition(text) for text in where]
+    shows_archived = shows_archived or any(name == "archived" for name, _, _ in conditions)
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
@@ -206,16 +210,32 @@ def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
         return (wanted in row.tags.split()) == (compared == "=")
     if column is _COLUMNS["archived"]:
         value = value or "no"
-    number = _date(wanted) if column is _COLUMNS["started"] else _number_in(wanted)
-    if isinstance(value, str) and value and compared in ("=", "!="):
-        return _COMPARED[compared](value, wanted)
-    if isinstance(value, str):
-        if number is None and compared not in ("=", "!="):
-            raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give a number")
-        return False
+    if compared in ("=", "!="):
+        return _is_known(value) and _is_equal(column, row, value, wanted) == (compared == "=")
+    number = _number_of(column, wanted)
     if number is None:
         raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give {_expected(column)}")
-    return not math.isnan(value) and _COMPARED[compared](value, number)
+    return not isinstance(value, str) and not math.isnan(value) and _COMPARED[compared](value, number)
+
+
+def _is_equal(column: Column, row: RunRow, value: Value, wanted: str) -> bool:
+    if isinstance(value, str):
+        return value.lower() == wanted.lower()
+    return value == _number_of(column, wanted) or (column is _COLUMNS["started"] and column.text(row).startswith(wanted))
+
+
+def _is_known(value: Value) -> bool:
+    """Return whether the run has the value: it is neither empty text nor NaN."""
+    return value != "" and value == value
+
+
+def _number_of(column: Column, text: str) -> float | None:
+    """Return the number that the text stands for in this column: a date in `started`, `90`, `90s`, `2m`, `3h` or `1d` in `duration`."""
+    if column is _COLUMNS["started"]:
+        return _date(text)
+    unit = _SECONDS.get(text[-1:]) if column is _COLUMNS["duration"] else None
+    number = _number_in(text if unit is None else text[:-1])
+    return number if number is None or unit is None else number * unit
 
 
 def _expected(column: Column) -> str:
@@ -239,16 +259,12 @@ def _date(text: str) -> float | None:
 def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
     """Sort the rows by a column, numbers before text. Unknown values come last in both directions. Equal rows keep their order."""
 
-    def is_known(row: RunRow) -> bool:
-        value = column.value(row)
-        return value != "" and value == value
-
     def key(row: RunRow) -> tuple[bool, Value]:
         value = column.value(row)
         return isinstance(value, str), value
 
-    known = sorted(filter(is_known, rows), key=key, reverse=column.greatest_first != is_reversed)
-    return [*known, *(row for row in rows if not is_known(row))]
+    known = sorted((row for row in rows if _is_known(column.value(row))), key=key, reverse=column.greatest_first != is_reversed)
+    return [*known, *(row for row in rows if not _is_known(column.value(row)))]
 
 
 # --- text ---

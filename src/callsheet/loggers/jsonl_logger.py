@@ -76,6 +76,8 @@ class JSONLLogger(Logger):
         self._process = ""
         self._records = 0  # how many records are valid; a resume makes those after its checkpoint invalid
         self._resumed_records: int | None = None  # the number of records at the time of the checkpoint that was loaded
+        self._eval_began = self._save_began = time.monotonic()
+        self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # the thread that reads the environment
         self._pictures: dict[str, tuple[int, int]] = {}  # by name of the images: the last step, and how many were logged at it
 
@@ -129,16 +131,26 @@ class JSONLLogger(Logger):
             self._records += 1
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
+    def on_eval_all_start(self, ctx: Context) -> None:
+        """Note the time, for the duration of the evaluation."""
+        self._eval_began = time.monotonic()
+
     def on_eval_all_end(self, ctx: Context) -> None:
-        self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results)
+        seconds = time.monotonic() - self._eval_began
+        self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines to the files, because the checkpoint stores the number of records so far."""
+        """Write all queued lines to the files, because the checkpoint stores the number of records so far. Note the time of the save."""
         self._flush()
+        self._save_began = time.monotonic()
+
+    def on_checkpoint_save_end(self, ctx: Context) -> None:
+        """Note how long training waited for the save. Writing in the background may continue."""
+        self._save_seconds = time.monotonic() - self._save_began
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         assert ctx.checkpoint is not None
-        self._event(ctx, "checkpoint", flush=True, checkpoint=asdict(ctx.checkpoint))
+        self._event(ctx, "checkpoint", flush=True, checkpoint=asdict(ctx.checkpoint), seconds=self._save_seconds)
 
     def on_preempt(self, ctx: Context) -> None:
         self._event(ctx, "preempt", flush=True)

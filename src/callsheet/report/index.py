@@ -117,10 +117,22 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             return sorted(
-                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir() and is_run(Path(entry))
+                entry.name
+                for entry in entries
+                if not entry.name.startswith(".") and _is_text(entry.name) and entry.is_dir() and is_run(Path(entry))
             )
     except OSError:
         return []
+
+
+def _is_text(name: str) -> bool:
+    """Return whether the name of a folder is valid Unicode. A run whose name is not is left out, because SQLite cannot store the name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        logger.warning("the folder %r is left out, because its name is not valid UTF-8; rename it", name)
+        return False
+    return True
 
 
 def runs_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,21 +39,25 @@ def anatomy(runs: Sequence[tuple[str, RunFolder]]) -> list[dict[str, Any]]:
 
 
 def _measured(run: RunFolder) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return the seconds per step and the share of the step's time, by kind (span or callback) and name."""
-    steps, whole = 0, 0.0
-    totals: dict[str, float] = {}
+    """Return the seconds per step and the share of the step's time, by kind (span or callback) and name.
+
+    For a span they are the median over the timed steps, because a single slow step would decide the mean of a few.
+    """
+    steps: dict[int, dict[str, float]] = {}
     names = _spans_of_a_step()
     for window in run.windows:
         if not window.is_whole:  # some of its timed slices were left out, so sums would be too small
             continue
-        steps += max(1, window.last_step - window.first_step + 1)
         for each in window.slices:
             if not each.callback and each.name in names:
-                totals[each.name] = totals.get(each.name, 0.0) + each.seconds
-    whole = sum(totals.get(name, 0.0) for name in _STEP)
-    if not steps or not whole:
+                spans = steps.setdefault(each.step, {})
+                spans[each.name] = spans.get(each.name, 0.0) + each.seconds
+    whole = statistics.median(sum(spans.get(name, 0.0) for name in _STEP) for spans in steps.values()) if steps else 0.0
+    if not whole:
         return {}
-    found = {("span", name): (seconds / steps, seconds / whole) for name, seconds in totals.items()}
+    timed = {name for spans in steps.values() for name in spans}
+    medians = {name: statistics.median(spans.get(name, 0.0) for spans in steps.values()) for name in timed}
+    found = {("span", name): (seconds, seconds / whole) for name, seconds in medians.items()}
     for row in cost_rows(run.costs):
         if row["per_step"]:
             found["callback", row["callback"]] = (row["per_step"], row["of_step"])

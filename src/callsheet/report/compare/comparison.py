@@ -163,6 +163,12 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
         if group_by not in known:
             raise ConfigError(f"--group-by {group_by}: no run has this setting{did_you_mean(group_by, known)}")
         return [f"{_last_part(group_by)}={_found(each, group_by) or '(none)'}" for each in given]
+    silent = [name for name, each in zip(names, given, strict=True) if not any(each[group] for group in _IN_NAMES)]
+    if silent and len(names) > 1:
+        raise ConfigError(
+            f"--group-by seed: {', '.join(silent[:3])} {'has' if len(silent) == 1 else 'have'} recorded no settings, so nothing shows whether "
+            "they differ in seeds alone; give the Trainer, or attach, config={...}"
+        )
     is_seed: Callable[[str], bool] = lambda name: name.rpartition(".")[2].lower() in (SEED, "random_seed", "data_seed")  # noqa: E731
     plain = [
         {group: {name: value for name, value in each[group].items() if not is_seed(name)} for group in each} for each in given

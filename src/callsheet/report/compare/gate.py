@@ -61,6 +61,8 @@ def judge(
 ) -> Verdict:
     """Compare the other runs with the baseline's. A difference fails only if all of its 95 % confidence interval is beyond the limit.
 
+    A last value that is not finite fails, if those of the baseline are finite.
+
     Args:
         condition: the condition.
         baseline, other: the values of the runs of each side.
@@ -78,6 +80,13 @@ def judge(
                 f"{did_you_mean(condition.metric, lacking) or '; callsheet compare --json lists the metrics'}"
             )
         sides.append([each[condition.metric] for each in values])
+    if (
+        not condition.of_best
+        and not all(value.ends_finite for value in sides[1])
+        and all(value.ends_finite for value in sides[0])
+    ):
+        line = f"FAIL: {name}: {condition.metric} ended as NaN or infinity, and the baseline's did not; limit {condition.text}"
+        return Verdict(condition, fails=True, line=line)
     found = difference(sides[0], sides[1], of_best=condition.of_best)
     if condition.is_relative and found.baseline == 0:
         raise ConfigError(f"--fail-if {condition.text!r}: the baseline's value is 0; give a limit without %")
@@ -93,6 +102,7 @@ def _line(condition: Condition, fails: bool, amount: float, margin: float, found
 
     spread = {
         "seeds": f", 95 % interval ±{text(margin)} over the seeds",
+        "one side": f", 95 % interval ±{text(margin)} over the seeds of one side",
         "within": f", 95 % interval ±{text(margin)} within the runs",
         "": ", spread unknown: one run on a side",
     }[found.source]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
     """Return the settings that differ, by group and name: the value of each run, empty where it has none.
 
+    A run that has recorded nothing of a group, such as its packages, is not compared in this group.
+
     Args:
         runs: the result of `settings` for each run.
     """
@@ -56,7 +59,14 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        if different := {name: values for name, values in rows.items() if len(set(values)) > 1}:
+        # A run with settings and no callbacks has recorded that it has none.
+        is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
+        different = {
+            name: values
+            for name, values in rows.items()
+            if len({value for value, counts in zip(values, is_recorded, strict=True) if counts}) > 1
+        }
+        if different:
             found[group] = different
     return found
 
@@ -75,7 +85,9 @@ def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in values.items():
-        if isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
+        if name == "init_args" and isinstance(value, Mapping) and "class_path" in values:
+            found += _flat(value, prefix)  # `optimizer.lr`, as on the command line
+        elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
             found += _flat(value, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", _text(value)))
@@ -90,4 +102,9 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text):,} characters)"
+    if len(text) <= _LONGEST:
+        return text
+    digest = hashlib.blake2s(
+        text.encode("utf-8", "surrogatepass"), digest_size=4
+    ).hexdigest()  # else two long texts could look the same
+    return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"

@@ -5,18 +5,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from callsheet.core.optional import load
 from callsheet.report.curves import memory, rates
+from callsheet.report.lines import number
 from callsheet.report.run_folder import RunFolder
 
 STEP_SECONDS = "step_seconds"
 """The mean time of a step: training time by steps, without evaluations and checkpoints."""
 
-_LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "mse", "mae", "rmse")
+_LOWER_IS_BETTER = (
+    "loss",
+    "perplexity",
+    "error",
+    "bits_per_byte",
+    "seconds",
+    "bytes",
+    "memory",
+    "wer",
+    "mse",
+    "mae",
+    "rmse",
+    "norm",
+)
 _NOT_COMPARED = ("time/", "lr/", "system/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
 _SKIPPED_RECORDS = 1  # records at the start that are left out, because the first steps allocate and compile
@@ -31,12 +45,14 @@ class Value:
         best: the lowest or highest finite value; the mean for a speed or a time.
         best_step: the step of the best value; -1 if it is of the whole run.
         samples: the single measurements that `best` is the mean of, if it is one. Their spread is the noise within the run.
+        ends_finite: whether the last value that was logged is finite, so that it is `last`.
     """
 
     last: float
     best: float
     best_step: int = -1
     samples: tuple[float, ...] = ()
+    ends_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +74,8 @@ class Difference:
         relative: the same as a fraction of the baseline's; NaN if that is 0.
         margin: half the width of the difference's 95 % confidence interval (Welch); NaN if nothing is known of the spread.
         p: the two-sided p-value of Welch's t-test; NaN if nothing is known of the spread.
-        source: where the spread comes from: the `seeds`, or the measurements `within` single runs; empty if it is unknown.
+        source: where the spread comes from: the `seeds` of both sides, the seeds of `one side`, or the measurements `within` single runs;
+            empty if it is unknown.
     """
 
     baseline: float
@@ -66,7 +83,7 @@ class Difference:
     relative: float
     margin: float = math.nan
     p: float = math.nan
-    source: Literal["seeds", "within", ""] = ""
+    source: Literal["seeds", "one side", "within", ""] = ""
 
     @property
     def is_noise(self) -> bool | None:
@@ -76,8 +93,8 @@ class Difference:
 
 def is_lower_better(metric: str) -> bool:
     """Return whether a lower value of this metric is the better one, judged by its name."""
-    last = metric.rpartition("/")[2].lower()
-    return any(word in last for word in _LOWER_IS_BETTER) and "per_second" not in last
+    first, _, last = metric.lower().rpartition("/")
+    return first == "memory" or (any(word in last for word in _LOWER_IS_BETTER) and "per_second" not in last)
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
@@ -94,7 +111,7 @@ def values_of(run: RunFolder) -> dict[str, Value]:
     for name, each in series.items():
         finite = [pair for pair in each if math.isfinite(pair[1])]
         if finite and not name.startswith(_NOT_COMPARED):
-            found[name] = _of_metric(name, finite)
+            found[name] = replace(_of_metric(name, finite), ends_finite=each[-1] is finite[-1])
     for name, samples in _speeds(run):
         if samples:
             found[name] = Value(samples[-1], statistics.fmean(samples), samples=tuple(samples))
@@ -102,7 +119,7 @@ def values_of(run: RunFolder) -> dict[str, Value]:
         found["train_seconds"] = Value(run.seconds, run.seconds)
     most = [value for value in memory(run)[1] if math.isfinite(value)]
     if most:
-        found["memory_bytes"] = Value(most[-1], max(most))
+        found["memory_bytes"] = Value(max(most), max(most))
     return found
 
 
@@ -115,8 +132,9 @@ def summary(values: Sequence[float]) -> Summary:
 def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bool = False) -> Difference:
     """Return how the other runs differ from the baseline's in one metric.
 
-    With two runs or more on each side the spread over the runs decides. With a single run on a side, the spread of the measurements
-    within the runs does, for speeds and times; for other metrics nothing is known of the spread.
+    With two runs or more on each side the spread over the runs decides. If only one side has several runs, the run of the other side is
+    taken as one more of the same spread. With a single run on each side, the spread of the measurements within the runs decides, for
+    speeds and times; for other metrics nothing is known of the spread.
     """
     sides = [[_figure(value, of_best) for value in side] for side in (baseline, other)]
     before, after = statistics.fmean(sides[0]), statistics.fmean(sides[1])
@@ -124,6 +142,8 @@ def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bo
     relative = absolute / abs(before) if before else math.nan
     if min(map(len, sides)) > 1:
         return Difference(before, absolute, relative, *_welch(sides[0], sides[1]), "seeds")
+    if max(map(len, sides)) > 1:
+        return Difference(before, absolute, relative, *_one_more(max(sides, key=len), absolute), "one side")
     samples = [[sample for value in side for sample in value.samples] for side in (baseline, other)]
     if min(map(len, samples)) > 1:
         return Difference(before, absolute, relative, *_welch(samples[0], samples[1]), "within")
@@ -148,10 +168,25 @@ def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
             seconds.append(taken / steps)
     yield STEP_SECONDS, seconds
     for name in ("token", "sample"):
-        yield f"{name}s_per_second", [rate for rate in rates(run, name) if math.isfinite(rate)][_SKIPPED_RECORDS:]
-    spans = [each for window in run.windows for each in window.slices if not each.callback]
-    for span in ("eval_all", "checkpoint_save"):
-        yield f"{span}_seconds", [each.seconds for each in spans if each.name == span]
+        yield f"{name}s_per_second", _rates_between_records(run, name)
+    for span, event in (("eval_all", "evaluation"), ("checkpoint_save", "checkpoint")):
+        durations = [number(each.get("seconds")) for each in run.events if each["event"] == event]
+        yield f"{span}_seconds", [duration for duration in durations if math.isfinite(duration)]
+
+
+def _rates_between_records(run: RunFolder, name: str) -> list[float]:
+    """Return the samples or tokens per second between each two records, from the run's counts.
+
+    The rates that a run logs may be means over a window of records, whose spread is too small. They are used if there are no counts.
+    """
+    counted = [
+        (record.values[f"time/{name}"], record.elapsed_seconds) for record in run.records if f"time/{name}" in record.values
+    ]
+    found = []
+    for (before, began), (after, ended) in pairwise(counted[_SKIPPED_RECORDS:]):
+        if after > before and ended > began and math.isfinite(ended - began):
+            found.append((after - before) / (ended - began))
+    return found or [rate for rate in rates(run, name) if math.isfinite(rate)][_SKIPPED_RECORDS:]
 
 
 def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -164,6 +199,15 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     freedom = sum(variances) ** 2 / sum(
         variance**2 / (len(side) - 1) for variance, side in zip(variances, (one, other), strict=True)
     )
+    student = load("scipy.stats", extra="report", wanted_by="a comparison with spread").t
+    return float(student.ppf(0.975, freedom)) * error, float(2 * student.sf(abs(absolute) / error, freedom))
+
+
+def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
+    """Return the margin and the p-value for one value beside several, if its spread is theirs (the t-test with one value on a side)."""
+    error, freedom = math.sqrt(_variance(several) * (1 + 1 / len(several))), len(several) - 1
+    if error == 0:
+        return 0.0, 0.0 if absolute else 1.0
     student = load("scipy.stats", extra="report", wanted_by="a comparison with spread").t
     return float(student.ppf(0.975, freedom)) * error, float(2 * student.sf(abs(absolute) / error, freedom))
 

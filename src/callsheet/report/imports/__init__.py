@@ -90,8 +90,8 @@ def importing(
     for line in empty:
         logger.warning("%s", line)
     for old in rename:
-        if old not in used:
-            raise ConfigError(f"--rename {old}: no imported run has this metric{did_you_mean(old, metrics)}")
+        if old not in used:  # no error, because the runs are imported
+            logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
 def _check(kind: str | None, name: str | None, rename: Mapping[str, str], to: Path) -> None:
