@@ -295,17 +295,19 @@ def _add_runs(command: AddsCommand) -> None:
     watch = command(
         "watch",
         _watch,
-        "look at a run in the browser while it continues, and ask it to save, evaluate or stop; or compare several while they continue",
+        "show a run in the browser while it trains, with buttons to save, evaluate or stop; or compare several runs while they train",
         "  callsheet watch stdlib-lm\n  callsheet watch 'lr-*' --group-by seed\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
-        "It listens on 127.0.0.1 alone, and wants the token of the address that it prints. From another machine:\n"
+        "The server listens on 127.0.0.1 only, and the address that it prints contains a token. From another machine:\n"
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
-    watch.add_argument("runs", nargs="*", metavar="RUN", help="as compare takes them; one that is not there yet is waited for")
+    watch.add_argument(
+        "runs", nargs="*", metavar="RUN", help=f"{some_runs}. A run that does not exist yet is shown as soon as it begins"
+    )
     watch.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
     watch.add_argument("--last", type=int, metavar="N", help="the newest N runs, and those that begin later")
-    watch.add_argument("--group-by", metavar="KEY", help="as compare groups them")
-    watch.add_argument("--port", type=int, default=0, help="0, the default, is any that is free")
-    watch.add_argument("--no-browser", action="store_true", help="print the address only")
+    watch.add_argument("--group-by", metavar="KEY", help="seed, or the key of a setting: runs with the same value are one group")
+    watch.add_argument("--port", type=int, default=0, help="the port; 0, the default, means any free port")
+    watch.add_argument("--no-browser", action="store_true", help="do not open a browser; only print the address")
 
 
 def _recipe_missing(command: str, rest: list[str]) -> int:
