@@ -76,8 +76,7 @@ class JSONLLogger(Logger):
         self._process = ""
         self._records = 0  # how many records are valid; a resume makes those after its checkpoint invalid
         self._resumed_records: int | None = None  # the number of records at the time of the checkpoint that was loaded
-        self._eval_began = self._save_began = time.monotonic()
-        self._save_seconds = 0.0
+        self._eval_began = self._save_began = self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # the thread that reads the environment
         self._pictures: dict[str, tuple[int, int]] = {}  # by name of the images: the last step, and how many were logged at it
 
