@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from playwright.sync_api import expect
 
 from callsheet.report import Live, RunFolder, RunReader, data, image_bytes, page, write_report
 
+from .driver import expect
 from .sample_run import HOSTILE
 
 WIDE, NARROW = 1280, 390

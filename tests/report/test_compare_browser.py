@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
 
 from callsheet.report import RunFolder
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.page import write_comparison
 
 from .compared_runs import write_run, write_timeline
+from .driver import expect
 from .sample_run import HOSTILE
 from .test_browser import NARROW, Seen, until
 

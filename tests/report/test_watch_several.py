@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import expect
 
 from callsheet.callbacks.support.listeners import announce
 from callsheet.cli.main import main
@@ -25,6 +24,7 @@ from callsheet.report.live_comparison import LiveComparison
 from callsheet.report.watch import WatchServer
 
 from .compared_runs import write_run
+from .driver import expect
 from .test_browser import Seen, until
 from .test_watch import Client, eventually, interrupted, watch_command
 
