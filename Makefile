@@ -43,7 +43,7 @@ $(TEST): pyproject.toml constraints.txt
 
 ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
 
-test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: under five minutes with its install
+test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: five to six minutes with its install
 	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" --ignore tests/bridges --ignore tests/compat
 	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
 

@@ -435,7 +435,7 @@ def test_a_condition_that_cannot_be_read(three_runs: Path, capsys: pytest.Captur
 
 def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mark", "short", "runs/long", "--tag", "base", "--tag", "v2", "--note", "two\nlines \x1b[31m"]) == 0
-    assert capsys.readouterr().out == "runs/short: tags base v2; two lines  [31m\nruns/long: tags base v2; two lines  [31m\n"
+    assert capsys.readouterr().out == "runs/short: tags base v2; two?lines ?[31m\nruns/long: tags base v2; two?lines ?[31m\n"
     assert main(["mark", "short", "--untag", "base"]) == 0
     assert main(["runs", "--where", "tags = base"]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -458,7 +458,7 @@ def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixt
     assert main(["mark", "long", "--unarchive", "--note", ""]) == 0
     assert capsys.readouterr().out == "runs/long: tags base v2\n"
     assert main(["mark", "long", "short"]) == 0
-    assert capsys.readouterr().out == "runs/long: tags base v2\nruns/short: tags v2; two lines  [31m\n"
+    assert capsys.readouterr().out == "runs/long: tags base v2\nruns/short: tags v2; two?lines ?[31m\n"
     assert main(["mark", "long", "--tag", "two words"]) == 2
     assert "the tag 'two words' is not possible" in capsys.readouterr().err
 

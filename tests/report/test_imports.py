@@ -30,6 +30,8 @@ from callsheet.report.notes import change_notes, read_notes
 from .compared_runs import write_run
 from .test_browser import Seen
 
+pytestmark = pytest.mark.test_all  # real servers and the files of other packages take long
+
 
 def imported(source: Path | str, to: Path, **options: Any) -> dict[str, RunFolder]:
     """The imported runs by name, read again from their folders."""

@@ -28,6 +28,8 @@ from .driver import expect
 from .test_browser import Seen, until
 from .test_watch import Client, eventually, interrupted, watch_command
 
+pytestmark = pytest.mark.test_all  # real servers and the files of other packages take long
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

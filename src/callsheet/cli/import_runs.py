@@ -10,6 +10,7 @@ from pathlib import Path
 from callsheet.core.working import working
 from callsheet.errors import ConfigError
 from callsheet.report.imports import Imported, importing
+from callsheet.report.lines import printable
 
 
 def import_runs(
@@ -25,9 +26,9 @@ def import_runs(
     with working(f"importing from {', '.join(sources)}", is_shown=sys.stderr.isatty()):
         for imported in importing(sources, Path(to), kind=kind, name=name, rename=names):
             with suppress(BrokenPipeError):
-                print(_printable(_line(imported)), flush=True)
+                print(printable(_line(imported)), flush=True)
             for warning in imported.warnings:
-                print(_printable(f"callsheet: {warning}"), file=sys.stderr)
+                print(printable(f"callsheet: {warning}"), file=sys.stderr)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -46,8 +47,3 @@ def _line(imported: Imported) -> str:
     left_out = ", ".join(f"{what} ({count:,})" for what, count in imported.left_out.items())
     had = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for count, what in counts)
     return f"{imported.folder}: {had}, from {imported.kind}" + (f"; left out: {left_out}" if left_out else "")
-
-
-def _printable(text: str) -> str:
-    """Return the text without control characters, which would change the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)

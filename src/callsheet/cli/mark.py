@@ -12,6 +12,7 @@ from pathlib import Path
 from callsheet.cli.named_run import runs_named
 from callsheet.core.working import working
 from callsheet.errors import ConfigError
+from callsheet.report.lines import printable
 from callsheet.report.notes import Notes, change_notes, read_notes
 from callsheet.run.run_lock import claim_of
 
@@ -56,25 +57,25 @@ def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = F
         try:
             os.rename(place, gone)
         except OSError as error:
-            raise ConfigError(f"{_shown(path)} cannot be deleted: {error}") from None
+            raise ConfigError(f"{printable(str(path))} cannot be deleted: {error}") from None
         try:
             with working(f"deleting {path}", is_shown=sys.stderr.isatty()):
                 shutil.rmtree(gone)
         except OSError as error:
             raise ConfigError(
-                f"{_shown(path)} is no longer a run, but not all of it can be deleted: {error}. The rest is in {gone}"
+                f"{printable(str(path))} is no longer a run, but not all of it can be deleted: {error}. The rest is in {gone}"
             ) from None
-        yield f"deleted {_shown(path)}"
+        yield f"deleted {printable(str(path))}"
 
 
 def _check_can_be_deleted(found: Sequence[Path]) -> None:
     for path in found:
         claim = claim_of(path)
         if claim is not None and claim.is_alive:
-            raise ConfigError(f"{_shown(path)} is being trained by {claim}; end it first. Nothing was deleted")
+            raise ConfigError(f"{printable(str(path))} is being trained by {claim}; end it first. Nothing was deleted")
         if path.is_symlink():
             raise ConfigError(
-                f"{_shown(path)} is a link; delete the folder that it leads to, or remove the link. Nothing was deleted"
+                f"{printable(str(path))} is a link; delete the folder that it leads to, or remove the link. Nothing was deleted"
             )
 
 
@@ -82,9 +83,9 @@ def _confirm(found: Sequence[Path]) -> None:
     """Ask on the terminal whether to delete the runs. Raise ConfigError unless the answer is yes."""
     what = f"{len(found)} {'run' if len(found) == 1 else 'runs'} ({_size(sum(map(_bytes_in, found)))})"
     if not sys.stdin.isatty():
-        names = ", ".join(map(_shown, found))
+        names = ", ".join(printable(str(path)) for path in found)
         raise ConfigError(f"this would delete {what}: {names}. Confirm it with --yes. Nothing was deleted")
-    print("\n".join(f"  {_shown(path)}" for path in found), file=sys.stderr)
+    print("\n".join(f"  {printable(str(path))}" for path in found), file=sys.stderr)
     print(f"Delete {what}, with their checkpoints? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ConfigError("nothing was deleted")
@@ -101,12 +102,7 @@ def _chosen(given: Sequence[str], folder: Path) -> list[Path]:
 
 def _line(path: Path, notes: Notes) -> str:
     parts = [f"tags {' '.join(notes.tags)}" if notes.tags else "no tags", *(["archived"] if notes.is_archived else [])]
-    return _shown(f"{path}: {', '.join(parts)}{f'; {notes.note}' if notes.note else ''}")
-
-
-def _shown(text: object) -> str:
-    """Return the text without control characters, which would change the terminal."""
-    return "".join(char if char.isprintable() else " " for char in str(text))
+    return printable(f"{path}: {', '.join(parts)}{f'; {notes.note}' if notes.note else ''}")
 
 
 def _bytes_in(folder: Path) -> int:

@@ -17,6 +17,7 @@ from callsheet.core.working import working
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.loggers.support.json_text import json_text
 from callsheet.report.index import MetricRow, RunRow, is_run, runs_in
+from callsheet.report.lines import printable
 
 LOSS = "train/loss"
 METRIC = "validation/loss"
@@ -284,7 +285,7 @@ def _table(rows: Sequence[RunRow], columns: Sequence[Column]) -> str:
 
 def _cell(text: str) -> str:
     short = text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 3]}..."
-    return "".join(char if char.isprintable() else "?" for char in short)  # control characters would change the terminal
+    return printable(short)
 
 
 def _device(row: RunRow) -> str:

@@ -129,6 +129,11 @@ def is_shallow(value: Any) -> bool:
     return False
 
 
+def printable(text: str) -> str:
+    """Return the text with a question mark for each control character, because a terminal would obey these."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def number(value: Any) -> float:
     """Return `value` as a float, or NaN if it is not a number."""
     try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from callsheet.report.compare.comparison import Comparison
+from callsheet.report.lines import printable
 
 Format = Literal["text", "csv", "markdown", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -138,14 +139,9 @@ def _cells(values: Sequence[str]) -> list[str]:
     return [_cell(f"...{line[begin:]}") if line else "" for line in lines]
 
 
-def _printable(text: str) -> str:
-    """Return the text without control characters, which a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
 def _text(table: Table) -> str:
     title, heads, rows = table
-    lines = [[_printable(cell) for cell in line] for line in (heads, *rows)]
+    lines = [[printable(cell) for cell in line] for line in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         [
@@ -158,7 +154,7 @@ def _text(table: Table) -> str:
 def _markdown(table: Table) -> str:
     title, heads, rows = table
     lines = [
-        [_printable(cell).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;") for cell in line]
+        [printable(cell).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;") for cell in line]
         for line in (heads, *rows)
     ]
     body = [f"| {' | '.join(line)} |" for line in lines]
@@ -167,9 +163,9 @@ def _markdown(table: Table) -> str:
 
 def _latex(table: Table) -> str:
     title, heads, rows = table
-    lines = [" & ".join(_printable(cell).translate(_LATEX) for cell in line) + r" \\" for line in (heads, *rows)]
+    lines = [" & ".join(printable(cell).translate(_LATEX) for cell in line) + r" \\" for line in (heads, *rows)]
     return "\n".join(
-        [f"% {_printable(title)}; needs the package booktabs", rf"\begin{{tabular}}{{{'l' * len(heads)}}}", r"\toprule", lines[0],
+        [f"% {printable(title)}; needs the package booktabs", rf"\begin{{tabular}}{{{'l' * len(heads)}}}", r"\toprule", lines[0],
          r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]
     )  # fmt: skip
 
