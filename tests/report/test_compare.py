@@ -244,7 +244,7 @@ def test_callbacks_and_code_differ(tmp_path: Path) -> None:
         json.dumps({"git": {"commit": "abc", "diff": "+x"}, "packages": {"torch": "9"}, "hardware": {"cpus": 64}})
     )
     found = Comparison([RunFolder.read(tmp_path / name) for name in ("plain", "stopper")]).differences
-    assert found["callbacks"] == {"EarlyStopper.patience": ["", "3"]}
+    assert found["callbacks"] == {"EarlyStopper.monitor": ["", "validation/loss"], "EarlyStopper.patience": ["", "3"]}
     assert found["code"]["commit"][1] == "abc"
     assert found["code"]["uncommitted changes"][1] == "+x"
     assert found["packages"]["torch"][1] == "9"

@@ -30,24 +30,7 @@ class CallbackSpec:
     @classmethod
     def of(cls, callback: Callback) -> Self:
         """Return the spec of `callback`: how it was constructed, and its current state."""
-        kind = type(callback)
-        args, kwargs = callback._arguments
-        bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
-        init_args: dict[str, Any] = {}
-        for name, value in list(bound.arguments.items())[1:]:
-            parameter = inspect.signature(kind.__init__).parameters[name]
-            if parameter.kind is parameter.VAR_KEYWORD:
-                init_args.update(value)
-            elif parameter.kind is parameter.POSITIONAL_ONLY:
-                raise ConfigError(
-                    f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot hold; make it a named argument"
-                )
-            elif parameter.kind is parameter.VAR_POSITIONAL and value:
-                raise ConfigError(
-                    f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot hold by name; make it one argument, a list"
-                )
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                init_args[name] = value
+        kind, init_args = type(callback), init_args_of(callback)
         name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
         for argument, value in init_args.items():
             if isinstance(value, Callback):  # no state here: that of an inner callback is part of the outer callback's state
@@ -100,6 +83,33 @@ class CallbackSpec:
         if self.state:
             callback.load_state_dict(self.state)
         return callback
+
+
+def init_args_of(callback: Callback) -> dict[str, Any]:
+    """Return the arguments with which the callback was constructed, by name.
+
+    Raises:
+        ConfigError: the class takes an argument by position only.
+    """
+    kind = type(callback)
+    args, kwargs = callback._arguments
+    signature = inspect.signature(kind.__init__)
+    init_args: dict[str, Any] = {}
+    for name, value in list(signature.bind(callback, *args, **kwargs).arguments.items())[1:]:
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            init_args.update(value)
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"{kind.__qualname__} takes {name} by position only, which a CallbackSpec cannot hold; make it a named argument"
+            )
+        elif parameter.kind is parameter.VAR_POSITIONAL and value:
+            raise ConfigError(
+                f"{kind.__qualname__} takes *{name}, which a CallbackSpec cannot hold by name; make it one argument, a list"
+            )
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            init_args[name] = value
+    return init_args
 
 
 def import_path(path: str) -> Any:

@@ -42,6 +42,7 @@ class JSONLLogger(Logger):
       file.
     - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end.
     - `hyperparameters.json` holds the hyperparameters.
+    - `settings.json` holds the model, the optimizer, the scheduler, the callbacks and their options, without what looks like a credential.
     - `environment.json` holds what the run was started with: the command, the git commit with uncommitted changes, the installed packages
       and the hardware. A thread reads it, and leaves out what looks like a credential.
     - `tables/<name>.jsonl` has one line for each time that the table was logged.
@@ -184,6 +185,11 @@ class JSONLLogger(Logger):
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
         if self._writer is not None and not ctx.run.has_lost_folder:
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
+
+    def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
+        """Write the settings to `settings.json`. The next start of the run replaces the file."""
+        if self._writer is not None and not ctx.run.has_lost_folder:
+            replace_file(self._folder / "settings.json", f"{json_text(settings, indent=1)}\n".encode())
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Write a line with the step, the columns and all rows."""

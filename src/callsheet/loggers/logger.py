@@ -36,6 +36,12 @@ class Logger(Callback):
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
         """Log the call sheet, a printable table of all handlers. This is called once, after the checkpoint was loaded."""
 
+    def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
+        """Log with which model, optimizer, scheduler, callbacks and options the run was started, as plain data.
+
+        This is called once, after the checkpoint was loaded. The values are those before that.
+        """
+
     def log_costs(self, ctx: Context, report: CostReport) -> None:
         """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
 
@@ -43,5 +49,7 @@ class Logger(Callback):
         """Log the time of some consecutive steps, by span and callback."""
 
 
-for _method in ("log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_costs", "log_timeline"):
+for _method in (
+    "log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_settings", "log_costs", "log_timeline"
+):  # fmt: skip
     getattr(Logger, _method).does_nothing = True  # methods with this mark are called only where a subclass overrides them

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.costs import Window
+from callsheet.report.compare.settings import settings
 from callsheet.report.costs import costs_table
 from callsheet.report.curves import curves, memory, rates
 from callsheet.report.lines import number, whole
@@ -45,11 +46,22 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "tables": {name: table_entries(entries) for name, entries in run.tables.items()},
         "call_sheet": run.call_sheet[:_LONGEST_TEXT],
         "config": run.config_text[:_LONGEST_TEXT],
-        "hyperparameters": [(name, text) for name, text in flattened(run.hyperparameters) if text][: 4 * _MOST_ROWS],
+        "settings": _settings(run),
         "events": [_event(event) for event in run.events[-_MOST_EVENTS:]],
         "events_in_all": len(run.events),
         "logs": {name: text[-_LONGEST_LOG:] for name, text in run.logs.items()},
     }
+
+
+def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return what the run was started with: a title and the values by name, for each group that is not empty."""
+    groups = {"Settings": "settings", "Callbacks": "callbacks", "Code": "code", "Hardware": "hardware", "Packages": "packages"}
+    found, described = [], settings(run)
+    for title, group in groups.items():
+        rows = [(name, cell_text(text)) for name, text in described[group].items() if text][: 4 * _MOST_ROWS]
+        if rows:
+            found.append((title, rows))
+    return found
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

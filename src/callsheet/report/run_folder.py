@@ -35,7 +35,7 @@ has not. An imported run is `ended` if its source does not have the outcome.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
-_TEXTS = ("hyperparameters.json", "environment.json", "config.yaml", "call_sheet.txt", "results.json")
+_TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.yaml", "call_sheet.txt", "results.json")
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
@@ -69,6 +69,7 @@ class RunFolder:
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     call_sheet: str = ""
     records: list[MetricsRecord] = field(default_factory=list)
@@ -219,6 +220,7 @@ class RunReader:
             config=_yaml(config_text),
             config_text=config_text,
             hyperparameters=_json_object(text_of(path, "hyperparameters.json", at_most=_MOST_TEXT)),
+            settings=_json_object(text_of(path, "settings.json", at_most=_MOST_TEXT)),
             environment=_json_object(text_of(path, "environment.json", at_most=_MOST_TEXT)),
             call_sheet=text_of(path, "call_sheet.txt", at_most=_MOST_TEXT),
             records=list(records.kept),

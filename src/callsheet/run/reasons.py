@@ -36,6 +36,11 @@ def without_credentials(text: str) -> str:
     return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", text)))
 
 
+def is_secret(name: str) -> bool:
+    """Return whether an option or a field of this name holds a credential, such as `api_key`."""
+    return without_credentials(f"{name}=x").endswith("=...")
+
+
 def error_line(error: BaseException) -> str:
     """Return the type and the text of `error` in one line, shortened and cleaned as in `one_line`."""
     text = text_of(error)

@@ -24,6 +24,7 @@ from callsheet.run.parts import CheckpointsPart, EvaluationPart, Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run_guard import RunGuard
+from callsheet.run.settings import settings_of
 from callsheet.run.signals import SignalWatch
 
 
@@ -112,6 +113,11 @@ class Run:
         for close in (self.guard.end, world.close, log_ranks.end):  # these are called in reverse order
             lifetime.at_end(close)
 
+    def tell_loggers(self, settings: Mapping[str, Any]) -> None:
+        """Pass the call sheet and the settings of the run to the loggers."""
+        self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))
+        self.manager.notify_loggers("log_settings", self.ctx, settings=settings)
+
     @cached_property
     def spans(self) -> Spans:
         """The spans that the loop uses to fire its events."""
@@ -128,12 +134,26 @@ class Run:
             self.manager, self.ctx, self.lifetime, self.agreement, self.records, evaluation, checkpoints, self.guard
         )
 
-    def load(self, shared: Mapping[str, Stateful], local: Mapping[str, Stateful], resume: Any) -> None:
+    def load(
+        self,
+        shared: Mapping[str, Stateful],
+        local: Mapping[str, Stateful],
+        resume: Any,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Load the checkpoint that `resume` names into these parts of the run.
 
-        `shared` are the parts that are the same on all ranks, `local` those of each rank alone.
+        Args:
+            shared: the parts that are the same on all ranks.
+            local: the parts that each rank has alone.
+            resume: `"auto"`, the path of a checkpoint, or None.
+            options: the loop's own options, which are recorded with the run's settings.
         """
         self.checkpoints.shared, self.checkpoints.local = dict(shared), dict(local)
+        # The settings are read before the checkpoint may change them, such as the learning rate.
+        optimizer, scheduler = (getattr(shared.get(name), "part", None) for name in ("optimizer", "scheduler"))
+        options = {"max_duration": self.state.max_duration, **(options or {})}
+        settings = settings_of(self.ctx.model, optimizer, scheduler, self.manager.callbacks, options)
         self.checkpoints.load(resume)
-        self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))
+        self.tell_loggers(settings)
         self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch

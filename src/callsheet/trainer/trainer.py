@@ -59,6 +59,11 @@ from callsheet.trainer.tasks import Task, resolve_task
 logger = logging.getLogger("callsheet")
 
 LOG_INTERVAL = "10ba"
+_RECORDED = (
+    "microbatch_size", "gradient_accumulation_steps", "clip_grad_norm", "precision", "parallel", "shard_data", "compile",
+    "gradient_checkpointing", "eval_interval", "log_interval", "epochs_per_round", "save_in_background", "seed",
+)  # fmt: skip
+"""The arguments that are recorded with the run's settings."""
 
 
 class Trainer:
@@ -285,7 +290,7 @@ class Trainer:
             if seed is not None and world.size > 1:
                 # Every rank gets its own seed, since ranks must draw different numbers, for example in dropout.
                 seed_all(seed + world.rank)
-            run.load(*self._parts(), resume)
+            run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
                 self._load_data(train_dataloader, named_evaluators(eval_dataloader))

@@ -26,6 +26,7 @@ from callsheet.errors import NotSupported
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
+from callsheet.run.settings import settings_of
 from callsheet.run.signals import SignalWatch
 
 logger = logging.getLogger("callsheet")
@@ -139,7 +140,7 @@ class HookedRun(Run):
             ctx.checkpoint = self._load(context)
         ctx.close("on_checkpoint_load_end")
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
-        self.manager.notify_loggers("log_call_sheet", ctx, sheet=str(self.manager.call_sheet()))
+        self.tell_loggers(settings_of(None, None, None, self.manager.callbacks, {}))
         self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.user_state = self.manager.user_state

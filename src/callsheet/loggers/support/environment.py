@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from callsheet.run.reasons import without_credentials
+from callsheet.run.reasons import is_secret, without_credentials
 
 logger = logging.getLogger("callsheet")
 
@@ -60,8 +60,7 @@ def _without_secret_values(command: list[str]) -> list[str]:
     shown: list[str] = []
     for word in command:
         follows_option = bool(shown) and shown[-1].startswith("-") and "=" not in shown[-1] and not word.startswith("-")
-        is_secret = follows_option and without_credentials(f"{shown[-1].lstrip('-')}=x").endswith("=...")
-        shown.append("..." if is_secret else word)
+        shown.append("..." if follows_option and is_secret(shown[-1].lstrip("-")) else word)
     return shown
 
 

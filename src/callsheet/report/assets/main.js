@@ -16,7 +16,7 @@ const parts = [
   { id: "events", title: "What happened", has: () => data.events.length, from: () => data.events, make: eventsSection },
   { id: "logs", title: "Logs", has: () => Object.keys(data.logs).length, from: () => data.logs, make: logsSection },
   { id: "callsheet", title: "Call sheet", has: () => data.call_sheet, from: () => data.call_sheet, make: callSheetSection },
-  { id: "settings", title: "Settings", has: () => data.config || data.hyperparameters.length, from: () => [data.config, data.hyperparameters], make: settingsSection },
+  { id: "settings", title: "Settings", has: () => data.config || data.settings.length, from: () => [data.config, data.settings], make: settingsSection },
 ];
 
 function render(isNews = false) {

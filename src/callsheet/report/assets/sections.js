@@ -147,14 +147,12 @@ function tablesSection() {
 }
 
 function settingsSection() {
-  const found = [];
-  if (data.hyperparameters.length) {
-    const columns = [
-      { title: "setting", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
-      { title: "value", value: ([, value]) => value, cell: ([, value]) => el("div", { class: "cell mono" }, value) },
-    ];
-    found.push(folding("hyperparameters", { class: "card fold-card" }, `Hyper-parameters (${data.hyperparameters.length})`, false, () => table("hyperparameters", columns, data.hyperparameters, { caption: "Hyper-parameters" })));
-  }
+  const columns = [
+    { title: "name", value: ([name]) => name, cell: ([name]) => el("span", { class: "mono" }, name) },
+    { title: "value", value: ([, value]) => value, cell: ([, value]) => el("div", { class: "cell mono" }, value) },
+  ];
+  const found = data.settings.map(([title, rows]) =>
+    folding(`settings-${title}`, { class: "card fold-card" }, `${title} (${rows.length})`, false, () => table(`settings-${title}`, columns, rows, { caption: title })));
   if (data.config) found.push(folding("config", { class: "card fold-card" }, "config.yaml", false, () => el("pre", { tabindex: 0 }, data.config)));
   return found;
 }

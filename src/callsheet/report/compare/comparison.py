@@ -167,7 +167,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
     if silent and len(names) > 1:
         raise ConfigError(
             f"--group-by seed: {', '.join(silent[:3])} {'has' if len(silent) == 1 else 'have'} recorded no settings, so nothing shows whether "
-            "they differ in seeds alone; give the Trainer, or attach, config={...}"
+            "they differ in seeds alone; a JSONLLogger records them, and config={...} of the Trainer and attach adds your own"
         )
     is_seed: Callable[[str], bool] = lambda name: name.rpartition(".")[2].lower() in (SEED, "random_seed", "data_seed")  # noqa: E731
     plain = [

@@ -20,16 +20,23 @@ GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
     """Return the settings with which the run was started, as text by dotted name, in the groups `GROUPS`."""
+    recorded = {} if run.config else dict(run.settings)  # a recipe's file has it all, with the defaults
     given = {**run.hyperparameters, **run.config}
-    listed = {name: given.pop(name) for name in ("callbacks", "loggers") if isinstance(given.get(name), Sequence)}
-    named = {key: value for key, value in _flat(given) if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
+    listed = [
+        source.pop(name)
+        for source in (given, recorded)
+        for name in ("callbacks", "loggers")
+        if isinstance(source.get(name), list)
+    ]
+    values = {**dict(_flat(recorded)), **dict(_flat(given))}
+    named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
     git, hardware = _mapping(environment.get("git")), _mapping(environment.get("hardware"))
     packages = _mapping(environment.get("packages")) or _mapping(run.start_event().get("versions"))
     start = run.start_event()
     return {
         "settings": named,
-        "callbacks": {key: value for specs in listed.values() for key, value in _of_classes(specs)},
+        "callbacks": {key: value for specs in listed for key, value in _of_classes(specs)},
         "packages": {str(name): _text(version) for name, version in {"python": environment.get("python"), **packages}.items()},
         "code": {
             "commit": _text(git.get("commit")),
