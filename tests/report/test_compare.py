@@ -22,7 +22,7 @@ from callsheet.callbacks import CheckpointSaver, EarlyStopper
 from callsheet.cli.main import main
 from callsheet.loggers import JSONLLogger
 from callsheet.report import RunFolder
-from callsheet.report.compare.anatomy import anatomy
+from callsheet.report.compare.anatomy import anatomy_of
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.gate import Condition
 from callsheet.report.compare.tables import written
@@ -133,7 +133,7 @@ def test_a_folder_of_runs(runs: Path, called: Call) -> None:
         (["x*", "y"], "no run matches 'x*'"),
         (["lr*", "--group-by", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
         (["lr*", "--metric", "train/los"], "did you mean 'train/loss'?"),
-        (["lr*", "--fail-if", "train/loss"], "is not a condition; write a metric, > or <"),
+        (["lr*", "--fail-if", "train/loss"], "is not a condition; write a metric, >, >=, < or <="),
         (["lr*", "--fail-if", "train/los > 1"], "did you mean 'train/loss'?"),
         (["--last", "1"], "--last 1: a comparison needs two runs or more"),
     ],
@@ -176,20 +176,23 @@ def test_a_slower_step_is_found_and_the_callback_named(runs: Path, tmp_path: Pat
     main([*words, "--json"])
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["anatomy"]}
     assert rows["Slow"]["kind"] == "callback"
-    assert rows["Slow"]["seconds"]["after"] > rows["Slow"]["seconds"]["before"]
+    assert rows["Slow"]["groups"]["after"]["seconds"] > rows["Slow"]["groups"]["before"]["seconds"]
+    assert rows["Slow"]["groups"]["after"]["mark"] == rows["train_step"]["groups"]["after"]["mark"] == "slower"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("step_seconds > +5%", ("step_seconds", False, True, 0.05, True)),
-        ("validation/loss>0.01", ("validation/loss", False, True, 0.01, False)),
-        ("best(validation/accuracy) < -1e-2", ("validation/accuracy", True, False, -0.01, False)),
+        ("step_seconds > +5%", ("step_seconds", False, ">", 0.05, True)),
+        ("validation/loss>0.01", ("validation/loss", False, ">", 0.01, False)),
+        ("validation/loss >= .5", ("validation/loss", False, ">=", 0.5, False)),
+        ("best(validation/accuracy) < -1e-2", ("validation/accuracy", True, "<", -0.01, False)),
+        ("best(validation/accuracy)<=-.5%", ("validation/accuracy", True, "<=", -0.005, True)),
     ],
 )
 def test_conditions(text: str, expected: tuple[Any, ...]) -> None:
     found = Condition.parse(text)
-    assert (found.metric, found.of_best, found.is_above, found.limit, found.is_relative) == expected
+    assert (found.metric, found.of_best, found.compare, found.limit, found.is_relative) == expected
 
 
 def test_the_interval_and_p_are_those_of_welch() -> None:
@@ -372,8 +375,7 @@ def test_the_anatomy_is_not_decided_by_one_slow_step(tmp_path: Path) -> None:
     slices = [["train_step", step, 10.0 if step == 2 else 0.1, step, ""] for step in range(1, 6)]
     window = {"first_step": 1, "last_step": 5, "began": 0.0, "seconds": 20.0, "slices": slices, "is_whole": True}
     (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
-    (row,) = anatomy([("run", RunFolder.read(folder))])
-    assert row["seconds"]["run"] == pytest.approx(0.1)
+    assert anatomy_of(RunFolder.read(folder)).parts["span", "train_step"].seconds == pytest.approx(0.1)
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, called: Call) -> None:

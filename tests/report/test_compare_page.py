@@ -14,6 +14,7 @@ from callsheet.cli.main import main
 from callsheet.report import RunFolder
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.page import comparison_page, data, write_comparison
+from callsheet.report.compare.tables import written
 
 from .compared_runs import STARTED, write_run, write_timeline
 from .sample_run import HOSTILE
@@ -89,6 +90,35 @@ def test_the_anatomy_marks_what_became_slower(tmp_path: Path) -> None:
     assert found["backward"][1]["mark"] == ""  # 0.8 % are too little
     assert found["train_step"][1]["mark"] == "slower"
     assert found["forward"][2] is None
+
+
+def test_a_change_of_the_anatomy_may_be_noise(tmp_path: Path) -> None:
+    """One run on each side: the timed steps decide. Several runs: their spread does."""
+    runs = [
+        write_run(tmp_path, name, falling(5), settings={"lr": lr, "seed": name}) for name, lr in zip("abcd", "1122", strict=True)
+    ]
+    for run, forward in zip(runs, (0.04, 0.05, 0.045, 0.055), strict=True):
+        write_timeline(run, 4, forward=forward, backward=0.06)
+    rows = {row["name"]: row["cells"] for row in compared(*runs).anatomy()}
+    assert [cell["mark"] for cell in rows["forward"]] == ["", "slower", "slower", "slower"]
+    rows = {row["name"]: row["cells"] for row in Comparison(list(map(RunFolder.read, runs)), group_by="lr").anatomy()}
+    assert [cell["mark"] for cell in rows["forward"]] == ["", "noise"]
+    write_timeline(runs[0], 2, forward=0.04, backward=0.06)
+    write_timeline(runs[1], 2, forward=0.05, backward=0.06)
+    comparison = compared(*runs[:2])
+    assert comparison.timed_steps() == [2, 2]
+    assert {row["name"]: row["cells"] for row in comparison.anatomy()}["forward"][1]["mark"] == "noise"
+    text = written(comparison, "text")
+    assert re.search(r"\n  timed steps +2 +2\n", text)
+    assert "50, 45.5 %, +25 %, may be noise" in text
+
+
+def test_problems_are_in_text_and_json(tmp_path: Path) -> None:
+    good, bad = write_run(tmp_path, "good", falling(10)), write_run(tmp_path, "bad", {**falling(10), 11: math.nan})
+    comparison = compared(good, bad)
+    (problem,) = [each for each in comparison.to_dict()["problems"] if each["level"] == "error"]
+    assert list(problem["runs"]) == ["bad"]
+    assert re.search(rf"\n  error +{re.escape(problem['title'])} +bad\n", f"{written(comparison, 'text')}\n")
 
 
 def test_problems_evaluations_and_checkpoints_side_by_side(tmp_path: Path) -> None:
@@ -169,6 +199,7 @@ def test_names_cannot_leave_the_data(tmp_path: Path) -> None:
     ]
     for run in runs:
         text = (run / "events.jsonl").read_text()
+        (run / "run.json").unlink()  # so that the name is that of the events
         (run / "events.jsonl").write_text(text.replace(f'"{run.name}"', json.dumps(f"{HOSTILE}{run.name}")))
     html = comparison_page(compared(*runs, group_by=HOSTILE))
     before, _, rest = html.partition("/**\n* plotly.js")

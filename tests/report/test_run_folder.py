@@ -176,6 +176,15 @@ def test_running_and_lost_depend_on_the_last_write(crafted: Path) -> None:
     assert run.ended == pytest.approx(long_ago, abs=1)
 
 
+HOLDER = "import sys, os; from callsheet.run.run_lock import RunLock; RunLock(sys.argv[1]).acquire(0); os._exit(1)"
+
+
+def test_a_renamed_folder_renames_the_run(crafted: Path) -> None:
+    write(crafted, "events.jsonl", {"event": "run_start", "step": 0, "time": 1e9, "run": "named"})
+    (crafted / "run.json").write_text("{}")
+    assert RunFolder.read(crafted.rename(crafted.with_name("better"))).name == "better"
+
+
 def test_a_run_without_events_runs_while_its_lock_is_held(crafted: Path) -> None:
     (crafted / "config.yaml").write_text("recipe: pretrain\n")
     (crafted / "run.json").write_text("{}")
@@ -188,19 +197,20 @@ def test_a_run_without_events_runs_while_its_lock_is_held(crafted: Path) -> None
     assert held.outcome == "running"
     lock.release()
     assert reader.version() != held.version
-    assert reader.read().outcome == "lost"
+    assert reader.read().outcome == "ended"
+    assert "JSONLLogger" in reader.read().reason
     (crafted / "results.json").write_text('{"step": 3}')
     ended = reader.read()
     assert (ended.outcome, ended.results) == ("ended", {"step": 3})
     os.utime(crafted / "config.yaml", (time.time() + 60, time.time() + 60))  # started again since, and killed
-    assert reader.read().outcome == "lost"
+    subprocess.run([sys.executable, "-c", HOLDER, str(crafted)], check=False)
+    assert (reader.read().outcome, reader.read().reason) == ("lost", "")
 
 
 def test_a_run_whose_process_is_gone_is_lost_at_once(crafted: Path) -> None:
     write(crafted, "events.jsonl", {"event": "run_start", "step": 0, "time": 1e9, "run": "named"})
-    holder = "import sys, os; from callsheet.run.run_lock import RunLock; RunLock(sys.argv[1]).acquire(0); os._exit(1)"
     assert RunFolder.read(crafted).outcome == "running"
-    subprocess.run([sys.executable, "-c", holder, str(crafted)], check=False)
+    subprocess.run([sys.executable, "-c", HOLDER, str(crafted)], check=False)
     assert RunFolder.read(crafted).outcome == "lost"
 
 

@@ -54,7 +54,7 @@ def compare(
     if paths:
         return paths[0], False
     if as_json:
-        return json_text(plain(comparison.to_dict()), indent=1), False
+        return json_text(plain(comparison.to_dict(metrics)), indent=1), False
     return written(comparison, form or "text", metrics=metrics), False
 
 

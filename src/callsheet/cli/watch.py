@@ -68,7 +68,7 @@ def _waited_for(run: str, folder: Path) -> Path:
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
             return run_folder(str(place))  # raises an error with a clear message
-        print(f"there is no run in {place} yet{nearest(run)}\nwaiting for it; Ctrl-C ends this", flush=True)
+        print(f"there is no run in {place} yet{nearest(run, folder)}\nwaiting for it; Ctrl-C ends this", flush=True)
     while not is_run(place):
         time.sleep(_LOOK_SECONDS)
     return place
@@ -81,7 +81,7 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
     there = _those_there(given, folder)
     for word in given:
         if word not in there:
-            print(f"there is no run {word!r} yet{nearest(word)}\nit is added when it begins", flush=True)
+            print(f"there is no run {word!r} yet{nearest(word, folder)}\nit is added when it begins", flush=True)
     while given and not there:
         time.sleep(_LOOK_SECONDS)
         there = _those_there(given, folder)

@@ -24,14 +24,14 @@ from callsheet.report.lines import moment as moment_of
 from callsheet.report.notes import NOTES, Notes, read_notes
 from callsheet.report.records import RecordLines, Resume
 from callsheet.run.run_lock import claim_of
-from callsheet.run.run_marker import MARKER
+from callsheet.run.run_marker import is_marked
 
 RUNNING, LOST, ENDED = "running", "lost", "ended"
 """The outcomes of a run that has recorded no end.
 
 It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
-Otherwise it is `ended` if the run has written its results since it began, so that only its outcome is unknown, and `lost` if it
-has not. An imported run is `ended` if its source does not have the outcome.
+Otherwise it is `ended` if only its outcome is unknown, because it has written its results, or it had no `JSONLLogger` and released
+its lock. If not, it is `lost`. An imported run is `ended` if its source does not have the outcome.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
@@ -211,7 +211,9 @@ class RunReader:
 
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
-        name = next((str(event["run"]) for event in events if event.get("run")), path.resolve().name)
+        name = path.resolve().name  # the folder may have been renamed since
+        if not is_marked(path):  # a logger with a name writes to a subfolder of the run's
+            name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
             path,
@@ -247,6 +249,8 @@ class RunReader:
         run.outcome = self._outcome()
         if run.outcome != RUNNING:
             run.reason = next((str(event.get("reason") or "") for event in events[-1:] if event["event"] == "run_end"), "")
+            if run.outcome == ENDED and not events:
+                run.reason = "unknown, because the run had no JSONLLogger"
             ends = [moment_of(event.get("time")) for event in events[-1:] if event.get("event") == "run_end"]
             run.ended = ends[0] if ends else run.last_write
         return run
@@ -286,7 +290,7 @@ class RunReader:
                 return str(event.get("outcome") or Outcome.FINISHED)
             if event["event"] == "run_start":
                 break
-        return RUNNING if self._is_running() else ENDED if self._has_results() else LOST
+        return RUNNING if self._is_running() else ENDED if self._has_results() or self._has_released_lock() else LOST
 
     def _is_running(self) -> bool:
         """Return whether a process trains in the folder, judging by its lock and the times of its files."""
@@ -294,9 +298,13 @@ class RunReader:
         if claim is not None and claim.is_of_dead_process:
             return False
         # Without a JSONLLogger's files, only the lock shows that the run is running.
-        if not self._events and (self._path / MARKER).exists():
+        if not self._events and is_marked(self._path):
             return claim is not None and claim.is_alive
         return not self._is_silent()  # a run that hangs keeps its lock, but writes nothing
+
+    def _has_released_lock(self) -> bool:
+        """Return whether the run had no JSONLLogger, and released its lock. A killed process does not."""
+        return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
         """Return whether `results.json` was written after the run's last start, at which `config.yaml` was written."""

@@ -154,20 +154,26 @@ function valuesSection() {
 
 // --- the anatomy of a step ---
 
+function changed({ change, mark }) {
+  if (mark === "noise") return `${change > 0 ? "+" : "-"}${percent(Math.abs(change))}, may be noise`;
+  return `${mark === "slower" ? "▲" : "▼"} ${change >= 1 ? `slower, ${number(1 + change, 2)} times as long` : `${percent(Math.abs(change))} ${mark}`}`;
+}
+
 function anatomySection() {
   const shown = shownGroups();
   const cell = (found) => found && [
     el("span", { class: "whole-line" }, milliseconds(found.seconds), el("span", { class: "soft" }, `, ${percent(found.share)}`)),
     el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, 100 * found.share)}%` } })),
-    found.mark && el("span", { class: `below mark ${found.mark}` }, `${found.mark === "slower" ? "▲" : "▼"} ${found.change >= 1 ? `slower, ${number(1 + found.change, 2)} times as long` : `${percent(Math.abs(found.change))} ${found.mark}`}`),
+    found.mark && el("span", { class: `below mark ${found.mark}` }, changed(found)),
   ];
+  const steps = (group) => el("span", { class: "below soft" }, several(data.timed_steps[group], "timed step"));
   const columns = [
     { title: "part of a step", value: (row) => row.name, cell: (row) => [el("span", { class: "whole-line" }, row.name), row.kind === "callback" && el("span", { class: "below" }, "callback")] },
-    ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: groupHead(group) })),
+    ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: () => [...groupHead(group)(), steps(group)] })),
   ];
   return [
     el("p", { class: "about" }, "Milliseconds per step and share of the step, of the timed steps. Spans nest, and the time of a callback is within a span, so the shares do not add up. "
-      + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step."),
+      + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step, and by more than noise."),
     el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
   ];
 }

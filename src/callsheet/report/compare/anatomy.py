@@ -1,16 +1,47 @@
-"""Where the time of a step goes in each run: the spans of the timed steps, and the callbacks."""
+"""Where the time of a step goes in each run or group: the spans of the timed steps, and the callbacks."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from callsheet.core.lifecycle import SPANS, names_in
+from callsheet.core.optional import load
+from callsheet.report.compare.values import Value, difference
 from callsheet.report.costs import cost_rows
 from callsheet.report.run_folder import RunFolder
 
 _STEP = ("fetch", "train_step")
+_CHANGED, _NOTICEABLE = 0.05, 0.005
+"""A part is compared with the baseline if its time changed by more than the first fraction of itself, and the second of a step."""
+
+Kind = Literal["span", "callback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A span or callback of one run.
+
+    Args:
+        seconds: its time per step: for a span the median of the timed steps, for a callback the mean.
+        share: the same as a fraction of the step's time.
+        samples: its seconds in each timed step.
+    """
+
+    seconds: float
+    share: float
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The timed steps of one run: how many there are, and the parts of a step by kind and name."""
+
+    steps: int
+    parts: Mapping[tuple[Kind, str], Part]
 
 
 def _spans_of_a_step() -> list[str]:
@@ -21,54 +52,95 @@ def _spans_of_a_step() -> list[str]:
     return [name for name in SPANS if name in found]
 
 
-def anatomy(runs: Sequence[tuple[str, RunFolder]]) -> list[dict[str, Any]]:
-    """Return one row for each span and callback of a step, with the seconds and the share of the step in each run, by its name.
+def anatomy_of(run: RunFolder) -> Anatomy:
+    """Return the parts of a step in this run. A run without timed steps has none.
 
-    Spans nest, and a callback's time is within a span, so the shares do not add up to one. A run without timed steps has no value.
+    The median is used for spans, because a single slow step would decide the mean of a few.
     """
-    measured = {name: _measured(run) for name, run in runs}
-    rows: list[dict[str, Any]] = []
-    for kind, order in (("span", _spans_of_a_step()), ("callback", _callbacks(measured))):
-        for part in order:
-            found = {name: parts[kind, part] for name, parts in measured.items() if (kind, part) in parts}
-            if found:
-                seconds = {name: each for name, (each, _) in found.items()}
-                shares = {name: share for name, (_, share) in found.items()}
-                rows.append({"kind": kind, "name": part, "seconds": seconds, "share": shares})
-    return rows
-
-
-def _measured(run: RunFolder) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return the seconds per step and the share of the step's time, by kind (span or callback) and name.
-
-    For a span they are the median over the timed steps, because a single slow step would decide the mean of a few.
-    """
-    steps: dict[int, dict[str, float]] = {}
+    steps: dict[int, dict[tuple[Kind, str], float]] = {}
     names = _spans_of_a_step()
     for window in run.windows:
         if not window.is_whole:  # some of its timed slices were left out, so sums would be too small
             continue
         for each in window.slices:
-            if not each.callback and each.name in names:
-                spans = steps.setdefault(each.step, {})
-                spans[each.name] = spans.get(each.name, 0.0) + each.seconds
-    whole = statistics.median(sum(spans.get(name, 0.0) for name in _STEP) for spans in steps.values()) if steps else 0.0
+            if each.callback or each.name in names:
+                found = steps.setdefault(each.step, {})
+                part: tuple[Kind, str] = ("callback", each.callback) if each.callback else ("span", each.name)
+                found[part] = found.get(part, 0.0) + each.seconds
+    timed = [
+        found for found in steps.values() if ("span", "train_step") in found
+    ]  # a window ends within the fetch of the next step
+    whole = statistics.median(sum(found.get(("span", name), 0.0) for name in _STEP) for found in timed) if timed else 0.0
     if not whole:
-        return {}
-    timed = {name for spans in steps.values() for name in spans}
-    medians = {name: statistics.median(spans.get(name, 0.0) for spans in steps.values()) for name in timed}
-    found = {("span", name): (seconds, seconds / whole) for name, seconds in medians.items()}
+        return Anatomy(0, {})
+    samples = {part: tuple(found.get(part, 0.0) for found in timed) for part in {part for found in timed for part in found}}
+    medians = {part: statistics.median(each) for part, each in samples.items() if part[0] == "span"}
+    parts = {part: Part(seconds, seconds / whole, samples[part]) for part, seconds in medians.items()}
     for row in cost_rows(run.costs):
         if row["per_step"]:
-            found["callback", row["callback"]] = (row["per_step"], row["of_step"])
-    return found
+            name: tuple[Kind, str] = ("callback", row["callback"])
+            parts[name] = Part(row["per_step"], row["of_step"], samples.get(name, ()))
+    return Anatomy(len(timed), parts)
 
 
-def _callbacks(measured: dict[str, dict[tuple[str, str], tuple[float, float]]]) -> list[str]:
-    """Return the names of the callbacks in these runs, those that take the most time first."""
-    most: dict[str, float] = {}
-    for parts in measured.values():
-        for (kind, name), (seconds, _) in parts.items():
-            if kind == "callback":
-                most[name] = max(seconds, most.get(name, 0.0))
+def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
+    """Return one row for each span and callback of a step, with its `kind`, `name` and a cell for each group, of which the first is the
+    baseline.
+
+    A cell has the mean `seconds` and `share` over the group's runs, `change` from the baseline's seconds as a fraction, and `mark`,
+    which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
+    is None if no run of the group timed the part.
+
+    Spans nest, and a callback's time is within a span, so the shares do not add up to one.
+    """
+    order: list[tuple[Kind, str]] = [("span", name) for name in _spans_of_a_step()]
+    rows: list[dict[str, Any]] = []
+    for part in order + _callbacks([each for group in groups for each in group]):
+        found = [[each.parts[part] for each in group if part in each.parts] for group in groups]
+        if any(found):
+            cells = [_cell(found[0], each) for each in found]
+            rows.append({"kind": part[0], "name": part[1], "cells": cells})
+    return rows
+
+
+def _cell(baseline: Sequence[Part], parts: Sequence[Part]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    seconds, share = _means(parts)
+    change, mark = math.nan, ""
+    if baseline and (before := _means(baseline)[0]) > 0:
+        change = seconds / before - 1
+        step = before / _means(baseline)[1] if _means(baseline)[1] else math.inf
+        if abs(change) > _CHANGED and abs(seconds - before) > _NOTICEABLE * step:
+            mark = "noise" if _may_be_noise(baseline, parts) else "slower" if change > 0 else "faster"
+    return {"seconds": seconds, "share": share, "change": change, "mark": mark}
+
+
+def _means(parts: Sequence[Part]) -> tuple[float, float]:
+    return statistics.fmean(part.seconds for part in parts), statistics.fmean(part.share for part in parts)
+
+
+def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
+    """Return whether a difference may be noise, by the spread over the runs.
+
+    With one run on each side, the timed steps of the two are compared by ranks (Mann and Whitney, 1947), since a few slow steps would
+    decide their means.
+    """
+    if max(len(baseline), len(parts)) > 1:
+        sides = [[Value(part.seconds, part.seconds) for part in side] for side in (baseline, parts)]
+        return difference(*sides).is_noise is not False
+    samples = [side[0].samples for side in (baseline, parts)]
+    if min(map(len, samples)) < 2:
+        return True
+    stats = load("scipy.stats", extra="report", wanted_by="a comparison with spread")
+    return not float(stats.mannwhitneyu(*samples).pvalue) < 0.05
+
+
+def _callbacks(found: Sequence[Anatomy]) -> list[tuple[Kind, str]]:
+    """Return the callbacks in these runs, those that take the most time first."""
+    most: dict[tuple[Kind, str], float] = {}
+    for each in found:
+        for name, part in each.parts.items():
+            if name[0] == "callback":
+                most[name] = max(part.seconds, most.get(name, 0.0))
     return sorted(most, key=lambda name: -most[name])

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.report.compare.anatomy import anatomy
+from callsheet.report.compare.anatomy import Anatomy, anatomy, anatomy_of
 from callsheet.report.compare.settings import differences, settings
 from callsheet.report.compare.values import Difference, Value, difference, is_lower_better, summary, values_of
+from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
 SEED = "seed"
+_PROBLEMS_OF_ONE = 20
 _IN_NAMES = ("settings", "callbacks")
 """The groups of settings whose values can name a group of runs."""
 
@@ -88,8 +90,36 @@ class Comparison:
                     found.append(_row(metric, group, values, against))
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain data, for JSON."""
+    def timed_steps(self) -> list[int]:
+        """Return the number of timed steps of each group."""
+        return [sum(each.steps for each in group) for group in self._anatomies()]
+
+    def anatomy(self) -> list[dict[str, Any]]:
+        """Return the rows of `anatomy`: one for each span and callback of a step, with a cell for each group."""
+        return anatomy(self._anatomies())
+
+    def _anatomies(self) -> list[list[Anatomy]]:
+        return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
+
+    def problems(self) -> list[dict[str, Any]]:
+        """Return each problem once, the most serious first, with the runs that have it (their places) and its detail in each."""
+        found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for place, each in enumerate(self.runs):
+            for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
+                found.setdefault((problem.level, problem.title), []).append((place, problem.detail))
+        order = ("error", "warning", "note")
+        return [
+            {"level": level, "title": title, "runs": where}
+            for (level, title), where in sorted(found.items(), key=lambda item: order.index(item[0][0]))
+        ]
+
+    def to_dict(self, metrics: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the comparison as plain data, for JSON.
+
+        Args:
+            metrics: only these; empty: all of them.
+        """
+        rows = self.anatomy()
         return {
             "baseline": self.groups[0],
             "group_by": self.group_by,
@@ -100,13 +130,28 @@ class Comparison:
                     "tags": list(each.run.notes.tags),
                     "note": each.run.notes.note,
                     "settings": each.settings,
-                    "values": {name: {"last": value.last, "best": value.best} for name, value in each.values.items()},
+                    "values": {
+                        name: {"last": value.last, "best": value.best}
+                        for name, value in each.values.items()
+                        if not metrics or name in metrics
+                    },
                 }
                 for each in self.runs
             ],
             "differences": self.differences,
-            "values": self.rows(),
-            "anatomy": anatomy([(each.name, each.run) for each in self.runs]),
+            "values": [row for row in self.rows() if not metrics or row["metric"] in metrics],
+            "timed_steps": dict(zip(self.groups, self.timed_steps(), strict=True)),
+            "anatomy": [
+                {
+                    **{name: row[name] for name in ("kind", "name")},
+                    "groups": {group: cell for group, cell in zip(self.groups, row["cells"], strict=True) if cell},
+                }
+                for row in rows
+            ],
+            "problems": [
+                {**problem, "runs": {self.runs[place].name: detail for place, detail in problem["runs"]}}
+                for problem in self.problems()
+            ],
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.compare.values import Difference, Value, difference
 
-_CONDITION = re.compile(r"\s*(?:(best)\(([^()]+)\)|([^\s<>()]+))\s*([<>])\s*([+-]?)(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(%?)\s*")
+_CONDITION = re.compile(
+    r"\s*(?:(best)\(([^()]+)\)|([^\s<>()]+))\s*([<>]=?)\s*([+-]?)(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*"
+)
+
+_COMPARES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class Condition:
         text: the condition as the user wrote it.
         metric: the metric's name.
         of_best: whether the best value is compared, not the last: `best(validation/loss) > +0.01`.
-        is_above: whether a difference above the limit fails the condition; otherwise one below the limit does.
+        compare: `>` or `>=` if a difference above the limit fails the condition, `<` or `<=` if one below it does.
         limit: the limit, as a fraction if it `is_relative`.
         is_relative: whether it was given in per cent of the baseline's value.
     """
@@ -29,7 +34,7 @@ class Condition:
     text: str
     metric: str
     of_best: bool
-    is_above: bool
+    compare: str
     limit: float
     is_relative: bool
 
@@ -39,12 +44,12 @@ class Condition:
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"--fail-if {text!r} is not a condition; write a metric, > or <, and how much it may differ from the baseline, "
+                f"--fail-if {text!r} is not a condition; write a metric, >, >=, < or <=, and how much it may differ from the baseline, "
                 "such as 'step_seconds > +5%', 'validation/loss > +0.01' or 'best(validation/accuracy) < -1%'"
             )
         best, in_best, plain, compare, sign, number, percent = match.groups()
         limit = float(f"{sign}{number}") / (100 if percent else 1)
-        return cls(text.strip(), (in_best or plain).strip(), bool(best), compare == ">", limit, bool(percent))
+        return cls(text.strip(), (in_best or plain).strip(), bool(best), compare, limit, bool(percent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,8 @@ def judge(
         raise ConfigError(f"--fail-if {condition.text!r}: the baseline's value is 0; give a limit without %")
     amount, scale = (found.relative, abs(found.baseline)) if condition.is_relative else (found.absolute, 1.0)
     margin = 0.0 if math.isnan(found.margin) else found.margin / scale
-    fails = amount - margin > condition.limit if condition.is_above else amount + margin < condition.limit
+    nearest = amount - margin if ">" in condition.compare else amount + margin
+    fails = _COMPARES[condition.compare](nearest, condition.limit)
     return Verdict(condition, fails, _line(condition, fails, amount, margin, found, name))
 
 

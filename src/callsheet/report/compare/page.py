@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from callsheet.report.compare.anatomy import anatomy
 from callsheet.report.compare.comparison import Compared, Comparison, run_facts
 from callsheet.report.compare.values import is_lower_better
 from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
 from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
 from callsheet.report.page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
-from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
@@ -25,15 +23,9 @@ _PAGE_BYTES = 10_000_000
 """The maximum size of a page's images. All other parts of a page are limited by the numbers below, for any number of runs."""
 _POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
 _DIGITS = 6
-_VALUE_ROWS, _SETTINGS_LENGTH, _PROBLEMS_OF_ONE = 4_000, 600_000, 20
+_VALUE_ROWS, _SETTINGS_LENGTH = 4_000, 600_000
 _EVALUATED, _EVALUATIONS_OF_ONE, _CHECKPOINTS, _CHECKPOINTS_OF_ONE = 20_000, 100, 1_000, 40
 _TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
-
-_SLOWER, _NOTICEABLE = 0.05, 0.005
-"""The two thresholds above which a span or callback is marked as changed.
-
-Its time must change by more than the first fraction of itself, and more than the second fraction of the step's time.
-"""
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
@@ -60,7 +52,8 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "values": rows,
             "values_left_out": rows_left_out,
             "anatomy": _anatomy(comparison),
-            "problems": _problems(runs),
+            "timed_steps": comparison.timed_steps(),
+            "problems": comparison.problems(),
             "evaluations": _evaluations(runs),
             "checkpoints": [_checkpoints(each, len(runs)) for each in runs],
             "tables": _tables(runs),
@@ -221,43 +214,12 @@ def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]
 
 
 def _anatomy(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one row for each span and callback, with a cell for each group: the mean seconds and share over its runs that timed it.
-
-    `change` is the change of the seconds from the baseline's as a fraction, and `mark` says whether it became noticeably `slower` or `faster`.
-    """
-    rows = anatomy([(each.name, each.run) for each in comparison.runs])
-    members = [[each.name for each in comparison.members(group)] for group in comparison.groups]
-    found = []
-    for row in rows:
-        seconds = [_mean(row["seconds"][name] for name in names if name in row["seconds"]) for names in members]
-        parts = [_mean(row["share"][name] for name in names if name in row["share"]) for names in members]
-        step = seconds[0] / parts[0] if parts[0] > 0 else math.nan
-        cells = [_cell(each, part, seconds[0], step) for each, part in zip(seconds, parts, strict=True)]
-        found.append({"kind": row["kind"], "name": row["name"], "cells": cells})
-    return found
-
-
-def _cell(seconds: float, part: float, baseline: float, step: float) -> dict[str, Any] | None:
-    if math.isnan(seconds):
-        return None
-    change = seconds / baseline - 1 if baseline > 0 else math.nan
-    is_noticeable = abs(change) > _SLOWER and abs(seconds - baseline) > _NOTICEABLE * step
-    mark = ("slower" if change > 0 else "faster") if is_noticeable else ""
-    return {"seconds": _short(seconds), "share": _short(part), "change": _short(change), "mark": mark}
-
-
-def _problems(runs: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Return each problem once, the most serious first, with the runs that have it and its detail in each."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for place, each in enumerate(runs):
-        for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
-            fields = asdict(problem)
-            found.setdefault((fields["level"], fields["title"]), []).append((place, fields["detail"]))
-    order = ("error", "warning", "note")
+    """Return the rows of the anatomy of a step, with the digits that the page shows."""
     return [
-        {"level": level, "title": title, "runs": where}
-        for (level, title), where in sorted(found.items(), key=lambda item: order.index(item[0][0]))
-    ]
+        {**row, "cells": [cell and {name: _short(value) if isinstance(value, float) else value for name, value in cell.items()}
+                          for cell in row["cells"]]}
+        for row in comparison.anatomy()
+    ]  # fmt: skip
 
 
 def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -330,11 +292,6 @@ def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 def _share(room: int, runs: int, most: int) -> int:
     return max(2, min(most, room // runs))
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.fsum(found) / len(found) if found else math.nan
 
 
 def _short(value: float) -> float:

@@ -15,6 +15,7 @@ Format = Literal["text", "csv", "markdown", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _LONGEST_CELL = 40
+_MANY_RUNS = 10
 _LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -38,7 +39,10 @@ def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()
     if form == "csv":
         return _csv(comparison, metrics)
     write: Mapping[str, Callable[[Table], str]] = {"text": _text, "markdown": _markdown, "latex": _latex}
-    return "\n\n".join(write[form](table) for table in _tables(comparison, metrics) if table[2])
+    tables = [write[form](table) for table in _tables(comparison, metrics) if table[2]]
+    if form == "text" and len(comparison.runs) > _MANY_RUNS:
+        tables.append(f"{len(comparison.runs)} runs are wide as text: -o FILE writes a page, and --group-by joins runs")
+    return "\n\n".join(tables)
 
 
 def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
@@ -77,10 +81,22 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         (f"Values{note}", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values)
     )
     anatomy = [
-        [f"{'' if row['kind'] == 'span' else 'callback '}{row['name']}", *(_part(row, name) for name in names)]
+        [
+            f"{'' if row['kind'] == 'span' else 'callback '}{row['name']}",
+            *(_part(row["groups"].get(name)) for name in comparison.groups),
+        ]
         for row in content["anatomy"]
     ]
-    tables.append(("Anatomy of a step: milliseconds, share of the step", ["part", *names], anatomy))
+    if anatomy:
+        anatomy.insert(0, ["timed steps", *(f"{content['timed_steps'][name]:,}" for name in comparison.groups)])
+    tables.append(
+        ("Anatomy of a step: milliseconds, share of the step, change from the first", ["part", *comparison.groups], anatomy)
+    )
+    problems = [
+        [problem["level"], problem["title"], ", ".join(problem["runs"]) if len(problem["runs"]) < len(names) else "all runs"]
+        for problem in content["problems"]
+    ]
+    tables.append(("Problems", ["level", "problem", "runs"], problems))
     return tables
 
 
@@ -112,8 +128,12 @@ def _difference(row: Mapping[str, Any]) -> str:
     return f"{row['difference']:+.4g}{relative}{sure}{p}"
 
 
-def _part(row: Mapping[str, Any], name: str) -> str:
-    return f"{1000 * row['seconds'][name]:.3g}, {100 * row['share'][name]:.1f} %" if name in row["seconds"] else ""
+def _part(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    mark = {"": "", "noise": ", may be noise"}.get(cell["mark"], f", {cell['mark']}")
+    change = f", {100 * cell['change']:+.0f} %{mark}" if mark else ""
+    return f"{1000 * cell['seconds']:.3g}, {100 * cell['share']:.1f} %{change}"
 
 
 def _number(value: float) -> str:
