@@ -38,15 +38,15 @@ def learnt(tokenizer: Any, conversations: Conversations, row: dict[str, Any]) ->
     """What is learnt of the row, as texts: one for each stretch of tokens."""
     example = conversations.example(row, "here:1")
     parts: list[list[int]] = []
-    for i, (token, is_learnt) in enumerate(zip(example.ids, example.is_learnt, strict=True)):
-        if is_learnt:
-            if not i or not example.is_learnt[i - 1]:
+    for i, (token, is_target) in enumerate(zip(example.ids, example.is_target, strict=True)):
+        if is_target:
+            if not i or not example.is_target[i - 1]:
                 parts.append([])
             parts[-1].append(token)
     return [tokenizer.decode(part) for part in parts]
 
 
-def test_what_the_template_marks_is_learnt_in_every_turn_to_the_byte() -> None:
+def test_what_the_template_marks_is_target_in_every_turn_to_the_byte() -> None:
     tokenizer = byte_tokenizer()
     assert learnt(tokenizer, Conversations(tokenizer), {"messages": TALK}) == ["Zoë, 你好<|end|>", "That is all.<|end|>"]
 
@@ -89,7 +89,7 @@ def test_prompt_and_completion_follow_one_another_where_there_is_none() -> None:
     assert tokenizer.decode(conversations.prompt(row, "here:1")) == "2+2="
 
 
-def test_all_of_a_text_is_learnt_and_all_of_a_chat_where_it_is_asked_for() -> None:
+def test_all_of_a_text_is_target_and_all_of_a_chat_where_it_is_asked_for() -> None:
     tokenizer = byte_tokenizer()
     assert learnt(tokenizer, Conversations(tokenizer), {"text": "abc"}) == ["abc<|end|>"]
     assert learnt(tokenizer, Conversations(tokenizer, completion_only=False), {"messages": TALK[1:3]}) == [

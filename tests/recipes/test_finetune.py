@@ -241,7 +241,7 @@ def test_parquet_rows_are_the_same_examples(data: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_stream_is_learnt_from_as_it_comes(data: Path, tmp_path: Path) -> None:
+def test_a_stream_is_target_from_as_it_comes(data: Path, tmp_path: Path) -> None:
     stream = Rows(str(data / "train.jsonl"), streaming=True)
     losses = [Losses(), Losses()]
     for packing, found in zip((False, True), losses, strict=True):

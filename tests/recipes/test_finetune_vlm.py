@@ -91,7 +91,7 @@ class Kept(Callback):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_assistants_say_is_learnt_and_nothing_else(tmp_path: Path, side: str) -> None:
+def test_what_assistants_say_is_target_and_nothing_else(tmp_path: Path, side: str) -> None:
     processor = byte_processor(8, 2)
     processor.tokenizer.padding_side = side
     rows = Rows(str(make_rows(tmp_path)))
@@ -105,7 +105,7 @@ def test_what_assistants_say_is_learnt_and_nothing_else(tmp_path: Path, side: st
     assert processor.tokenizer.padding_side == side
 
 
-def test_a_token_across_the_border_belongs_to_what_is_learnt(tmp_path: Path) -> None:
+def test_a_token_across_the_border_belongs_to_what_is_target(tmp_path: Path) -> None:
     """A tokenizer that makes one token of the end of a prompt and the beginning of its answer, and a processor without a template."""
     from tokenizers import AddedToken, Tokenizer, models
     from transformers import PreTrainedTokenizerFast

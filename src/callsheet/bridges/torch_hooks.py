@@ -301,7 +301,7 @@ class OptimizerHooks:
             if not self._has_begun:  # the optimizer has not called the closure
                 self._begin()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # No callback reads the steps, so no hook was registered before the step. Checkpoints still need the loss of the last
+            # No callback listens to the step, so no hook was registered before the step. Checkpoints still need the loss of the last
             # step.
             self._is_given_closures = True
             for hook in self._before:

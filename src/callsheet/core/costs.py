@@ -301,7 +301,7 @@ class Costs:
         return latest
 
     def report(self, step: int, failures: tuple[Failures, ...] = ()) -> CostReport:
-        """Return the costs and failures up to the end of `step`."""
+        """Return the time that the handlers took up to the end of `step`, and how often they failed."""
         return CostReport(
             mode=self.mode,
             steps=step - self._first,

@@ -83,7 +83,7 @@ for _span in SPANS.values():
 
 
 class Spans:
-    """All spans as context managers that fire their events on one context. Each is an attribute named after the span."""
+    """A context manager for each span of a run, as an attribute of the same name. It fires the span's start and end events."""
 
     __slots__ = ("ctx", "links", *SPANS)
 

@@ -95,7 +95,7 @@ class FileLogger(Logger):
         if self._log is not None:
             self._log.write("".join(traceback.format_exception(ctx.exception)))
 
-    @at("restore")  # late, after other callbacks have printed
+    @at("restore")  # the last phase, so that the file contains what other callbacks print
     def on_run_end(self, ctx: Context) -> None:
         self._end()
 

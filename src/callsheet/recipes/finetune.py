@@ -44,7 +44,7 @@ class FinetuneConfig(JobConfig):
         test: rows to test on once, after training.
         docstrings: the source files whose functions are explained, if `train` is None.
         chat_template: None for the tokenizer's own template, `plain` for none, or the path of a Jinja file.
-        completion_only: whether only the answers are learnt, and not the prompts.
+        completion_only: whether only the answers count in the loss, and not the prompts.
         sequence_length: the maximum number of tokens of an example, and of a packed row.
         too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` takes their beginning,
             `drop` leaves them out.
@@ -162,7 +162,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return model  # type: ignore[no-any-return]
 
     def make_task(self) -> Task:
-        """Return the model's own loss, over the learnt tokens."""
+        """Return a task that uses the loss that the model computes itself, over the target tokens."""
         return CausalTask()
 
     def train_data(self) -> Iterable[Any]:

@@ -85,12 +85,12 @@ class FinetuneVLMConfig(JobConfig):
 class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     """Fine-tuning a vision-language model: images and text in, text out.
 
-    The assistant's messages are learnt. The model is evaluated at the evaluation interval and after training, when it is also
+    The assistant's messages count in the loss. The model is evaluated at the evaluation interval and after training, when it is also
     tested. Then it answers held-out rows, and its answers are compared with those in the rows.
     """
 
     Config = FinetuneVLMConfig
-    results_are_in = "losses in nats per learnt token, the rest as the fraction of held-out rows that are answered exactly"
+    results_are_in = "losses in nats per target token, the rest as the fraction of held-out rows that are answered exactly"
     generations: Sequence[Sequence[str]] = ()
     """Some held-out rows: the place, the row's answer, and the model's answer."""
 

@@ -151,7 +151,7 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # a stop requested since then takes effect at the end of the next step or epoch
+        return is_over  # a stop requested by the handlers above takes effect at the end of the next step or epoch
 
     def fire_checkpoint_due(self, boundary: str) -> None:
         """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save one if it was requested."""

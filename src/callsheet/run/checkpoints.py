@@ -161,7 +161,7 @@ class Checkpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a background save is not complete, or not published yet."""
+        """Whether a background save is in progress, or `on_checkpoint_published` has not been fired for it yet."""
         return self._pending is not None
 
     def durable(self) -> int:

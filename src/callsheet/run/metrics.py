@@ -257,9 +257,9 @@ def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return this rank's value for the maximum of a metric over the ranks, and a mark: 0 for no value, 1 for a number, 2 for NaN.
+    """Return what this rank contributes to the maximum of a metric over all ranks: its value, and a code (0: no value, 1: a number, 2: NaN).
 
-    The mark is needed because a maximum would lose a NaN.
+    The code is needed because a maximum would lose a NaN.
     """
     if total is None or not total[1]:
         return -math.inf, 0.0

@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # ignored before, as for a process in the background, which Ctrl-C should not reach
+                    continue  # stays ignored: Ctrl-C should not reach a process in the background
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)

@@ -103,7 +103,7 @@ class SupervisedTask(Task):
         return outputs, batch[1]
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return the length of the inputs, and 0 tokens."""
+        """Return the number of samples, which is the length of the inputs, and 0 as the number of tokens."""
         try:
             inputs = batch[0]
         except _NO_PAIR as error:

@@ -394,7 +394,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif samples:  # within a step of several batches, wait with the events until the step is over
+        elif samples:  # in a step of several batches, the events are fired when the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
         if not run.driver.is_open("train"):

@@ -1,4 +1,4 @@
-"""Converts rows of text to tokens, and marks those that are learnt.
+"""Converts rows of text to tokens, and marks the target tokens, which count in the loss.
 
 Rows are chats (with a template), prompts with completions, or plain text.
 """
@@ -26,10 +26,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each token whether it is learnt."""
+    """Token ids, and for each token whether it counts in the loss."""
 
     ids: list[int]
-    is_learnt: list[bool]
+    is_target: list[bool]
 
 
 class Conversations:
@@ -39,15 +39,15 @@ class Conversations:
     are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
     answer. Without one, the two texts are concatenated.
 
-    The assistant's messages are learnt, including the template's end of a message. If the template has a block `{% generation
-    %}`, the part inside it is learnt; otherwise, the text that each answer adds to the rendered messages before it. Of a plain
-    text, everything is learnt.
+    The assistant's messages count in the loss, including the template's end of a message. If the template has a block `{% generation
+    %}`, the part inside it counts; otherwise, the text that each answer adds to the rendered messages before it. Of a plain
+    text, everything counts.
 
     Args:
         tokenizer: a tokenizer of transformers.
         template: None for the tokenizer's own chat template, `plain` for no template, or the path of a template file, which
             replaces the tokenizer's.
-        completion_only: whether only the answers are learnt; False learns the prompts too.
+        completion_only: whether only the answers count in the loss; if False, the prompts do too.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer cannot return the offsets of its tokens in a text.
@@ -68,7 +68,7 @@ class Conversations:
         self._completion_only = completion_only
 
     def example(self, row: Row, place: str) -> Example:
-        """Return the tokens of a row, and which of them are learnt.
+        """Return the tokens of a row, and which of them count in the loss.
 
         Raises:
             ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.
@@ -115,14 +115,14 @@ class Conversations:
         ids = encoded["input_ids"]
         if not self._completion_only:
             return Example(ids, [True] * len(ids))
-        is_learnt = [False] * len(ids)
+        is_target = [False] * len(ids)
         token = iter(enumerate(start for start, _ in encoded["offset_mapping"]))
         i, at = next(token, (0, len(text)))
         for start, end in spans:
             while at < end:
-                is_learnt[i] = at >= start
+                is_target[i] = at >= start
                 i, at = next(token, (0, len(text)))
-        return Example(ids, is_learnt)
+        return Example(ids, is_target)
 
     def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
         """Return the whole text, and the spans of the assistant's messages in it, in order."""

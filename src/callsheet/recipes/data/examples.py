@@ -47,7 +47,7 @@ class Fit:
         """Return the example, or its first `longest` tokens if it is too long. Return None if it is dropped.
 
         Raises:
-            ConfigError: the example is too long and `too_long` is `reject`, or it has no learnt token; the message names the place.
+            ConfigError: the example is too long and `too_long` is `reject`, or it has no target token; the message names the place.
         """
         if len(example.ids) > self.longest:
             if self._too_long == "reject":
@@ -56,12 +56,12 @@ class Fit:
                     f"it has {len(example.ids)} tokens, more than the sequence_length of {self.longest}; give more (as many as the "
                     "model takes), or too_long: truncate or drop",
                 )
-            example = Example(example.ids[: self.longest], example.is_learnt[: self.longest])
-            if self._too_long == "drop" or not any(example.is_learnt[1:]):
+            example = Example(example.ids[: self.longest], example.is_target[: self.longest])
+            if self._too_long == "drop" or not any(example.is_target[1:]):
                 self.dropped += 1
                 return None
             self.truncated += 1
-        if not any(example.is_learnt[1:]):  # the first token does not count, since no logits predict it
+        if not any(example.is_target[1:]):  # the first token does not count, since no logits predict it
             reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
         return example
 
@@ -74,13 +74,13 @@ class Examples(Dataset[Sample]):
     """The examples of a table's rows, in memory: five bytes per token. Every row is checked here, before training."""
 
     def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
-        ids, is_learnt, ends = array("i"), array("b"), array("q", [0])
+        ids, is_target, ends = array("i"), array("b"), array("q", [0])
         began, has_logged = time.monotonic(), False
         for index in range(len(rows)):
             place = rows.place(index)
             if (example := fit(encode(rows[index], place), place)) is not None:
                 ids.extend(example.ids)
-                is_learnt.extend(example.is_learnt)
+                is_target.extend(example.is_target)
                 ends.append(len(ids))
             if not has_logged and time.monotonic() - began > 10:
                 has_logged = True
@@ -90,7 +90,7 @@ class Examples(Dataset[Sample]):
         if len(ends) == 1:
             raise ConfigError(f"{rows.place(0)} and all further rows are too long{fit}; give a longer sequence_length")
         self.ids = np.frombuffer(ids, dtype=np.int32)
-        self.is_learnt = np.frombuffer(is_learnt, dtype=np.bool_)
+        self.is_target = np.frombuffer(is_target, dtype=np.bool_)
         self._ends = np.frombuffer(ends, dtype=np.int64)
 
     @property
@@ -112,7 +112,7 @@ class Examples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         here = slice(self._ends[index], self._ends[index + 1])
-        return sample(self.ids[here], self.is_learnt[here])
+        return sample(self.ids[here], self.is_target[here])
 
 
 class ExampleStream(IterableDataset[Sample]):
@@ -124,15 +124,15 @@ class ExampleStream(IterableDataset[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         for place, row in self._rows.places():
             if (example := self._fit(self._encode(row, place), place)) is not None:
-                yield sample(np.array(example.ids), np.array(example.is_learnt))
+                yield sample(np.array(example.ids), np.array(example.is_target))
 
 
-def sample(ids: Any, is_learnt: Any) -> Sample:
+def sample(ids: Any, is_target: Any) -> Sample:
     """Return `input_ids` and `labels` as int64 of shape (length,).
 
-    The labels of the first token, and of tokens that are not learnt, are ignored by the loss.
+    The labels of the first token, and of tokens that are not targets, are ignored by the loss.
     """
     tokens = torch.from_numpy(ids.astype(np.int64))
-    learnt = torch.from_numpy(is_learnt.copy())
-    learnt[0] = False
-    return {"input_ids": tokens, "labels": torch.where(learnt, tokens, IGNORED_LABEL)}
+    targets = torch.from_numpy(is_target.copy())
+    targets[0] = False
+    return {"input_ids": tokens, "labels": torch.where(targets, tokens, IGNORED_LABEL)}

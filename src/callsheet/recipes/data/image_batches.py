@@ -21,7 +21,7 @@ class ImageBatches:
     """Makes a batch of examples: a DataLoader's `collate_fn`.
 
     The batch has the processor's output (such as `input_ids`, `attention_mask` and `pixel_values`), padded to its longest row, and
-    `labels`: the ids where they are learnt, and -100 elsewhere.
+    `labels`: the ids of the target tokens, and -100 elsewhere.
 
     Args:
         processor: the model's processor.
@@ -95,12 +95,12 @@ class ImageBatches:
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of learnt tokens in the row's `length` ids.
+        """Yield the spans of target tokens in the row's `length` ids.
 
         The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
         """
         whole = self._plain(example.text, example.text)
-        for part in example.learnt:
+        for part in example.targets:
             start, end = (_common(self._plain(example.text[:place], example.text), whole) for place in (part.start, part.end))
             if part.images_before == len(example.images):
                 more = length - len(whole)

@@ -21,7 +21,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class TargetSpan:
     """A span of the text on which the loss is computed: the characters from `start` up to `end`, and the number of images before it."""
 
     start: int
@@ -36,15 +36,15 @@ class Example:
     place: str
     text: str
     images: tuple[Image, ...]
-    learnt: tuple[Learnt, ...]
+    targets: tuple[TargetSpan, ...]
     completion: str
     """The text of the last answer."""
 
     def question(self) -> Example:
         """Return the example up to the place where the last answer begins."""
-        if not self.learnt:
+        if not self.targets:
             return self
-        last = self.learnt[-1]
+        last = self.targets[-1]
         return Example(self.place, self.text[: last.start], self.images[: last.images_before], (), self.completion)
 
 
@@ -53,7 +53,7 @@ class ImageText:
 
     A row has `messages`, whose contents are a text or a list of parts of the types `image` and `text`, and `images` for the parts of
     the type `image` in order (a part may also contain its image, as `image` or `path`); or `image` (or `images`), `prompt` and
-    `completion`. All messages of the assistant are learnt.
+    `completion`. All messages of the assistant are targets.
 
     Args:
         processor: the model's processor.
@@ -131,9 +131,9 @@ class ImageText:
 
     def _answers(
         self, messages: list[dict[str, Any]], place: str, images: tuple[Image, ...]
-    ) -> tuple[str, tuple[Image, ...], tuple[Learnt, ...]]:
+    ) -> tuple[str, tuple[Image, ...], tuple[TargetSpan, ...]]:
         text = self._rendered(messages, place)
-        learnt = []
+        targets = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -147,8 +147,8 @@ class ImageText:
                 )
             bare = through.rstrip("\n")  # some templates add a line break after the token that ends a turn
             end = len(bare) if bare.endswith(self._specials()) else len(through)
-            learnt.append(Learnt(len(before), max(end, len(before)), _count_images(messages[:number])))
-        return text, images, tuple(learnt)
+            targets.append(TargetSpan(len(before), max(end, len(before)), _count_images(messages[:number])))
+        return text, images, tuple(targets)
 
     def _rendered(self, messages: list[dict[str, Any]], place: str, *, asks: bool = False) -> str:
         if not self._has_template:
@@ -226,9 +226,9 @@ def _check_turns(messages: list[dict[str, Any]], place: str, is_question: bool) 
     if not messages or messages[0]["role"] == "assistant":
         reject(place, "messages: the first message is the assistant's; give the message that it answers before it")
     if not is_question and messages[-1]["role"] != "assistant":
-        reject(place, f"messages: the last one is the {messages[-1]['role']}'s; give an assistant's, which is learnt")
+        reject(place, f"messages: the last one is the {messages[-1]['role']}'s; give an assistant's, which the loss needs")
     if not is_question and not _text_of(messages[-1]):
-        reject(place, "the completion is empty; give the text to be learnt, or leave the row out")
+        reject(place, "the completion is empty; give the text that counts in the loss, or leave the row out")
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

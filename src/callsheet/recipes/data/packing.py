@@ -29,7 +29,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     with_left: dict[int, list[int]] = defaultdict(list)  # rows by the number of tokens for which they have room left
-    lefts = 0  # a number whose set bits are the keys of `with_left` that have rows
+    lefts = 0  # a bit mask: bit k is set if `with_left[k]` has rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
         enough = lefts >> length
@@ -94,7 +94,7 @@ class Pack:
     """Makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
 
     There is no attention mask. Without one, models of transformers separate examples where positions start again from 0. The
-    padding of a shorter row is one more such example, which is not learnt.
+    padding of a shorter row is one more such example, which does not count in the loss.
 
     Args:
         token: the padding token.

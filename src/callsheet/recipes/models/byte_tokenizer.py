@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 )
 """The chat template.
 
-The token of a role precedes each message. The end token follows the assistant's messages, and is learnt with them.
+The token of a role precedes each message. The end token follows the assistant's messages, and is a target with them.
 """
 
 

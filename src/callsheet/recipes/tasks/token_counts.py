@@ -11,7 +11,7 @@ from callsheet.recipes.data.examples import Examples
 
 
 class TokenCounts:
-    """Counts of the learnt tokens, and of pairs in which a learnt token follows another token.
+    """Counts of the target tokens, and of pairs in which a target token follows another token.
 
     The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen one more time (Laplace). For
     pairs, the weight of unseen ones is the number of different successors, and they are distributed like single tokens (Witten
@@ -23,22 +23,22 @@ class TokenCounts:
     """
 
     def __init__(self, examples: Examples, vocabulary: int) -> None:
-        before, learnt = _pairs(examples)
+        before, target = _pairs(examples)
         self._vocabulary = vocabulary
-        single = np.bincount(learnt, minlength=vocabulary) + 1.0
+        single = np.bincount(target, minlength=vocabulary) + 1.0
         self._single: NDArray[Any] = single / single.sum()
-        self._pairs, self._seen = np.unique(before * vocabulary + learnt, return_counts=True)
+        self._pairs, self._seen = np.unique(before * vocabulary + target, return_counts=True)
         self._seen_before = np.bincount(before, minlength=vocabulary)
         self._followers = np.bincount(self._pairs // vocabulary, minlength=vocabulary)
 
     def cross_entropies(self, examples: Examples) -> tuple[float, float]:
-        """Return two cross-entropies of the learnt tokens, in nats per token.
+        """Return two cross-entropies of the target tokens, in nats per token.
 
         The first uses the counts of single tokens, the second those of pairs.
         """
-        before, learnt = _pairs(examples)
-        single = self._single[learnt]
-        pair = before * self._vocabulary + learnt
+        before, target = _pairs(examples)
+        single = self._single[target]
+        pair = before * self._vocabulary + target
         place = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
         seen = np.where(self._pairs[place] == pair, self._seen[place], 0)
         followers = self._followers[before]
@@ -49,11 +49,11 @@ class TokenCounts:
 
 
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each learnt token, the token before it and the token itself.
+    """Return, for each target token, the token before it and the token itself.
 
-    Every learnt token has one before it, because the first token of an example is never learnt.
+    Every target token has one before it, because the first token of an example is never one.
     """
-    is_learnt = examples.is_learnt.copy()
-    is_learnt[examples.starts] = False
-    places = np.flatnonzero(is_learnt)
+    is_target = examples.is_target.copy()
+    is_target[examples.starts] = False
+    places = np.flatnonzero(is_target)
     return examples.ids[places - 1].astype(np.int64), examples.ids[places].astype(np.int64)

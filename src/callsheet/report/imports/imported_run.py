@@ -15,7 +15,7 @@ MOST_VALUES = 20_000_000
 """How many values of metrics one run may have; further ones are left out."""
 
 _LARGEST_STEP = 2**53  # above it, the reader of runs rejects a step
-_LATEST = 1e11  # seconds since 1970; a later time is not a time
+_LATEST = 1e11  # seconds since 1970; a larger number is not a time in seconds
 _MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
 _PNG = b"\x89PNG\r\n\x1a\n"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

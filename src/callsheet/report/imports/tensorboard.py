@@ -76,7 +76,7 @@ def _name(folder: Path, source: Source) -> str:
 
 
 def _add_writer_folder(run: ImportedRun, part: ImportedRun) -> bool:
-    """Add a folder that PyTorch's `add_scalars` or `add_hparams` made to its run. Return whether it is such a folder.
+    """If PyTorch's `add_scalars` or `add_hparams` made this folder, add the folder to the run to which it belongs. Return whether that is so.
 
     `add_scalars("loss", {"train": ...})` writes the metric `loss` to the folder `loss_train`, and `add_hparams` writes to a folder
     whose name is a time.

@@ -36,7 +36,7 @@ _LONGEST_NAME = 120  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A run that was imported: its folder, the kind of its source, and how much it has.
+    """A run that was imported: its folder, the kind of its source, and how many records, metrics and images it has.
 
     `left_out` counts what was not imported, by its kind. `warnings` name files that could not be read completely.
     """
