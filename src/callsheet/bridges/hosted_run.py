@@ -24,7 +24,7 @@ from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
-from callsheet.core.ranks import read_ranks
+from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import mark_as_users
@@ -62,6 +62,7 @@ class HostedRun(Run):
         saves: makes the host write a checkpoint for these requests. None: callsheet writes the checkpoints.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
+        is_alone: whether this rank is observed without the others, so that no collective is called.
     """
 
     records: _Records
@@ -89,6 +90,7 @@ class HostedRun(Run):
         saves: Callable[[tuple[Request, ...]], None] | None = None,
         timeout_seconds: float = 600.0,
         lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+        is_alone: bool = False,
     ) -> None:
         check_run_name(run_name, None)
         checked_lock_timeout(lock_timeout_seconds)
@@ -99,7 +101,7 @@ class HostedRun(Run):
         self.device = torch.device(device) if device is not None else _device_of(model)
         manager = normalize_callbacks(callbacks) or CallbackManager()
         able = {*able, *(["evaluate"] if evaluates is not None else [])}
-        world = ProcessGroups(ranks, self.device, timeout_seconds)
+        world = ProcessGroups(Ranks() if is_alone else ranks, self.device, timeout_seconds)
         name = run_name or world.of_rank_zero(new_name())
         info = RunInfo(
             name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
@@ -115,7 +117,7 @@ class HostedRun(Run):
             info,
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
-            control=Control(able=able, is_shared=ranks.world_size > 1, host=host),
+            control=Control(able=able, is_shared=world.size > 1, host=host),
             signals=SignalWatch(signals),
             world=world,
             log_every=log_every,

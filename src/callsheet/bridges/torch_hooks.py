@@ -204,10 +204,16 @@ class OptimizerHooks:
         optimizers: the optimizers, in the order in which the loop steps them.
         asks: whether the host also reads `has_stepped` in steps whose results nothing reads.
         watch: the object that sums the losses of the loop.
+        ended: called after each step of the optimizer.
     """
 
     def __init__(
-        self, driver: LifecycleDriver, *optimizers: Optimizer, asks: bool = True, watch: BackwardWatch | None = None
+        self,
+        driver: LifecycleDriver,
+        *optimizers: Optimizer,
+        asks: bool = True,
+        watch: BackwardWatch | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self._driver = driver
         self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
@@ -215,6 +221,7 @@ class OptimizerHooks:
         """Whether the optimizer has stepped since the host last set this to False."""
         self._asks = asks
         self._watch = watch
+        self._ended = ended
         self._is_given_closures = self._has_begun = False
         self._is_removed = False
         self._kept: Sequence[Hook] = ()  # hooks that cannot be removed now, because torch is iterating over them
@@ -272,6 +279,8 @@ class OptimizerHooks:
                     self._end_with_closure(args, kwargs)
                 if not self._own.has_no_listeners:
                     self._driver.end("optimizer_step")
+                if self._ended is not None:
+                    self._ended()
         except Exception as error:
             self._fail(error, self._after, optimizer._optimizer_step_post_hooks, self._ends)
 

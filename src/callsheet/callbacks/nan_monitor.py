@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import torch
 
-from callsheet.core.callback import Callback
+from callsheet.core.callback import Callback, one_of
 from callsheet.core.context import Context
 from callsheet.errors import NonFiniteError
+
+logger = logging.getLogger("callsheet")
 
 _FOLD = 256  # losses to keep before they are stacked into one tensor, because each separate tensor takes a block of device memory
 
@@ -22,14 +25,20 @@ class NaNMonitor(Callback):
     after a loss that is not finite. Weights that the last step made NaN do not show in a finite loss; the trainer finds them
     because it checks every checkpoint.
 
+    Args:
+        action: `raise` ends the run; `warn` logs an error once, on each rank that finds such a loss, and training continues.
+
     Raises:
+        ConfigError: the action is unknown.
         NonFiniteError: the message names the first such step, its rank and its loss.
     """
 
     phase = "decide"
-    collective = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, action: str = "raise") -> None:
+        self._action = one_of("action", action, ("raise", "warn"))
+        self.collective = self._action == "raise"  # the ranks raise the error together
+        self._has_warned = False
         self._first = 0  # the step of the first loss that is kept
         self._losses: list[Any] = []
         self._folded: list[torch.Tensor] = []
@@ -37,6 +46,7 @@ class NaNMonitor(Callback):
     def on_train_start(self, ctx: Context) -> None:
         """Discard the losses of an earlier run."""
         self._forget()
+        self._has_warned = False
 
     def on_train_step_end(self, ctx: Context) -> None:
         losses = self._losses
@@ -71,6 +81,11 @@ class NaNMonitor(Callback):
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         self._forget()
+        if self._action == "warn":
+            if bad is not None and not self._has_warned:
+                self._has_warned = True
+                logger.error("NaNMonitor: the loss was %s at step %d on rank %d", bad[1], bad[0], ctx.run.rank)
+            return
         found = [(first[0], rank, first[1]) for rank, first in enumerate(ctx.gather(bad)) if first is not None]
         if found:
             step, rank, loss = min(found)

@@ -16,6 +16,7 @@ from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, Reg
 
 _EPILOG = """\
 examples:
+  callsheet exec train.py --lr 0.1        run your own script unchanged, with speed, memory, NaN watch and a report
   callsheet show pretrain                 what would happen: the call sheet and the settings
   callsheet train pretrain                train; the same command again continues the run
   callsheet runs                          the runs in runs/, newest first
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["exec"]:  # outside of the handling of errors below: the script's errors are its own
+        return _exec(argparse.Namespace(), words[1:])
     parser = _parser()
     given, rest = parser.parse_known_args(arguments)
     is_of_recipe = given.command in _RECIPE_FIRST
@@ -111,6 +115,7 @@ def _add_recipes(command: AddsCommand) -> None:
     show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
     for added in (train, show):
         added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
+    command("exec", _exec, "run a training script unchanged, and observe its loop with callbacks", add_help=False)
     command("events", _events, "print the lifecycle: every event and its place", "  callsheet events | less")
 
     bridges = command(
@@ -337,6 +342,13 @@ def _show(given: argparse.Namespace, overrides: list[str]) -> int:
     from callsheet.cli.show import show
 
     return _printed(show(given.recipe, overrides))
+
+
+def _exec(_: argparse.Namespace, words: list[str]) -> int:
+    from callsheet.exec.command import main as execute
+
+    execute(words)
+    return 0
 
 
 def _events(given: argparse.Namespace, _: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
@@ -70,6 +71,8 @@ class Run:
 
     boundaries: Boundaries
     checkpoints: CheckpointsPart
+    alive: ClassVar[weakref.WeakSet[Run]] = weakref.WeakSet()
+    """All runs of this process that are still in memory."""
     CONTEXT: ClassVar[type[Context]] = Context
     """The class of the context that callbacks receive."""
 
@@ -90,6 +93,7 @@ class Run:
         is_busy: Callable[[Lifetime], bool],
         records: type[Records] = Records,
     ) -> None:
+        Run.alive.add(self)
         self.manager = manager
         self.callback_states = CallbackStates(manager)
         self.state = state

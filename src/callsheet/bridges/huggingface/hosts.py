@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import weakref
@@ -35,6 +36,8 @@ def host(
     *,
     eval_names: Iterable[str] = (),
     strict: bool = True,
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
     """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
@@ -57,12 +60,20 @@ def host(
         callbacks: a manager, a callback, or any iterable of callbacks.
         eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `output_dir`.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
 
     Raises:
         NotSupported: when training begins, or after the first step; see `strict`.
     """
-    return HuggingFaceHost(callbacks, eval_names=eval_names, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+    return HuggingFaceHost(
+        callbacks,
+        eval_names=eval_names,
+        strict=strict,
+        run_name=run_name,
+        runs_folder=runs_folder,
+        lock_timeout_seconds=lock_timeout_seconds,
+    )
 
 
 _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
@@ -100,9 +111,12 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         *,
         eval_names: Iterable[str],
         strict: bool,
+        run_name: str | None,
+        runs_folder: str | os.PathLike[str] | None,
         lock_timeout_seconds: float,
     ) -> None:
         super().__init__(callbacks, strict=strict)
+        self._run_name, self._runs_folder = run_name, runs_folder
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
@@ -155,8 +169,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             optimizer=getattr(optimizer, "optimizer", optimizer),
             scheduler=getattr(lr_scheduler, "scheduler", lr_scheduler),
             host="the Hugging Face Trainer",
-            run_name=output.name,
-            runs_folder=output.parent,
+            run_name=self._run_name or output.name,
+            runs_folder=self._runs_folder or output.parent,
             config=_plain(args.to_sanitized_dict()),
             max_duration=f"{state.max_steps}ba" if state.max_steps > 0 else None,
             log_interval=f"{state.logging_steps}ba" if str(args.logging_strategy.value) == "steps" else "1ep",

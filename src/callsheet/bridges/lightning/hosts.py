@@ -5,6 +5,7 @@ callsheet's loop.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def host(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None,
     *,
     strict: bool = True,
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> LightningHost:
     """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
@@ -61,21 +64,31 @@ def host(
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `trainer.log_dir`.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
 
     Raises:
         NotSupported: in the first step; see `strict`.
     """
-    return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
+    return LightningHost(
+        callbacks, strict=strict, run_name=run_name, runs_folder=runs_folder, lock_timeout_seconds=lock_timeout_seconds
+    )
 
 
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
     """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
 
     def __init__(
-        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        *,
+        strict: bool,
+        run_name: str | None,
+        runs_folder: str | os.PathLike[str] | None,
+        lock_timeout_seconds: float,
     ) -> None:
         super().__init__(callbacks, strict=strict)
+        self._run_name, self._runs_folder = run_name, runs_folder
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
         self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may also be written after its end
@@ -91,8 +104,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
             self.manager,
             model=module,
             host="Lightning's Trainer",
-            run_name=folder.name,
-            runs_folder=folder.parent,
+            run_name=self._run_name or folder.name,
+            runs_folder=self._runs_folder or folder.parent,
             config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
             log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
             device=trainer.strategy.root_device,

@@ -1,0 +1,127 @@
+"""The command `callsheet exec`: runs a training script unchanged, and writes a report of its training."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from callsheet.core.optional import need
+from callsheet.errors import CallsheetError, text_of
+from callsheet.exec.script import Script, hide_our_frames
+
+_DESCRIPTION = """\
+Run a training script unchanged, and observe its training loop with callbacks.
+
+The script runs as if Python had started it: same arguments, output, exit code and signals. Its weights are the same as without
+callsheet. When training begins, callsheet finds the loop by itself: the trainer of a framework that callsheet has a host for, or
+else the first optimizer that steps and the model that has its parameters. At the end, a report is written to the run's folder."""
+
+_EPILOG = """\
+examples:
+  callsheet exec train.py --epochs 3
+  callsheet exec --run_name baseline -m package.train --lr 0.1
+  callsheet exec --callbacks callbacks.yaml train.py
+  torchrun --nproc_per_node 2 -m callsheet.exec train.py
+
+A file of callbacks is a list, as in a recipe:
+  - class_path: SpeedMonitor
+  - class_path: my_package.MyCallback
+    init_args: {interval: 10}
+Its classes are imported as code, like the script. The variable CALLSHEET_CALLBACKS may name the file, too."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script that the arguments name. What it raises is raised here; so is SystemExit for wrong arguments, with status 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options, script = _split(parser, given)
+    try:
+        need("torch", extra="train", wanted_by="callsheet exec")
+        from callsheet.exec.observation import Observation
+
+        observation = Observation(
+            script,
+            callbacks=options.callbacks,
+            run_name=options.run_name,
+            runs_folder=options.runs_folder,
+            log_interval=options.log_interval,
+        )
+    except CallsheetError as error:
+        print(f"callsheet exec: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        with observation:
+            script.run()
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            hide_our_frames(error)
+        raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="callsheet exec",
+        usage="callsheet exec [OPTIONS] SCRIPT ARGS...\n       callsheet exec [OPTIONS] -m MODULE ARGS...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--callbacks", metavar="FILE", help="a YAML file that lists the callbacks to use instead of the default ones"
+    )
+    parser.add_argument("--run_name", metavar="NAME", help="the run's name (the script's name and the time)")
+    parser.add_argument(
+        "--runs_folder", metavar="FOLDER", default="runs", help="the folder that contains the run's folder (runs)"
+    )
+    parser.add_argument(
+        "--log_interval", metavar="STEPS", type=_positive, default=10, help="steps from one record to the next (10)"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, Script]:
+    """Separate our own options, which come first, from the script and its arguments.
+
+    All of our options take a value.
+    """
+    place = 0
+    while place < len(given) and given[place].startswith("-") and given[place] not in ("-m", "-h", "--help"):
+        place += 1 if "=" in given[place] else 2
+    own, rest = given[:place], given[place:]
+    if rest[:1] in (["-h"], ["--help"]):
+        parser.print_help()
+        raise SystemExit(0)
+    options = parser.parse_args(own)
+    is_module = rest[:1] == ["-m"]
+    rest = rest[is_module:]
+    if not rest:
+        parser.error("give the name of a module after -m" if is_module else "give a script, or -m and the name of a module")
+    try:
+        return options, Script(rest[0], tuple(rest[1:]), is_module)
+    except CallsheetError as error:
+        parser.error(str(error))
+
+
+def warn(message: str) -> None:
+    """Print a line on standard error. The script's standard output stays as it is."""
+    print(f"callsheet: {message}", file=sys.stderr, flush=True)
+
+
+def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
+    """Log an error of callsheet, which must not end the script."""
+    logger.error(
+        "callsheet exec: %s (%s: %s); the script continues without callbacks",
+        what,
+        type(error).__name__,
+        text_of(error),
+        exc_info=error,
+    )

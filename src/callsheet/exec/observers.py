@@ -1,0 +1,122 @@
+"""The callbacks that observe a script: the default ones, or those that the user's file lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from callsheet import callbacks, loggers
+from callsheet.callbacks import (
+    HangDetector,
+    LRMonitor,
+    MemoryMonitor,
+    NaNMonitor,
+    OptimizerMonitor,
+    SpeedMonitor,
+    SystemMetricsMonitor,
+)
+from callsheet.core.callback import Callback
+from callsheet.core.context import Context
+from callsheet.core.optional import needed_by
+from callsheet.core.spec import CallbackSpec
+from callsheet.errors import CallsheetError, ConfigError, did_you_mean
+from callsheet.loggers import JSONLLogger
+
+VARIABLE = "CALLSHEET_CALLBACKS"
+"""The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
+
+Observers = Callable[[], list[Callback]]
+"""Makes the callbacks of one run. A script with several trainers has several runs."""
+
+
+class GradientNorm(OptimizerMonitor):
+    """Log `l2_norm/grad/global` at the log interval. Sharded gradients are left out, since their norm needs all ranks."""
+
+    collective = False
+
+    def __init__(self, interval: int) -> None:
+        super().__init__(batch_log_interval=interval, per_parameter=False, log_optimizer_metrics=False)
+
+    def on_train_start(self, ctx: Context) -> None:
+        """Stay silent if a parameter is sharded."""
+        super().on_train_start(ctx)
+        if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in ctx.model.parameters()):
+            ctx.mute(self, "on_forward_backward_end")
+
+
+def default_observers(log_interval: int) -> list[Callback]:
+    """Return new callbacks that only observe, and that no loop needs to support specially.
+
+    Args:
+        log_interval: how many steps there are from one metrics record to the next.
+    """
+    return [
+        SpeedMonitor(count_flops=False),
+        MemoryMonitor(),
+        LRMonitor(),
+        GradientNorm(log_interval),
+        NaNMonitor(action="warn"),
+        HangDetector(),
+        SystemMetricsMonitor(),
+        JSONLLogger(),
+    ]
+
+
+def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Observers:
+    """Return the function that makes the callbacks: those of the file, or the default ones.
+
+    A `JSONLLogger` is added if the file has none, because the report needs its files.
+
+    Raises:
+        ConfigError: the file cannot be read, or a callback in it cannot be made; the message names the file and the place.
+    """
+    given = file or os.environ.get(VARIABLE) or None
+    if given is None:
+        return lambda: default_observers(log_interval)
+    path, specs = Path(given), _specs(Path(given))
+
+    def make() -> list[Callback]:
+        made = [_built(path, place, spec) for place, spec in enumerate(specs)]
+        return made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()]
+
+    make()  # so that a mistake is found before the script runs
+    return make
+
+
+def _specs(path: Path) -> list[Mapping[str, Any]]:
+    with needed_by("a file of callbacks"):
+        import yaml
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--callbacks {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--callbacks {path} is not YAML: {error}") from None
+    if isinstance(content, Mapping):
+        content = [*(content.get("callbacks") or []), *(content.get("loggers") or [])]
+    if not isinstance(content, list) or not all(isinstance(each, (Mapping, str)) for each in content):
+        raise ConfigError(
+            f"--callbacks {path}: give a list of callbacks, such as `- class_path: SpeedMonitor` with its `init_args`"
+        )
+    return [{"class_path": each} if isinstance(each, str) else each for each in content]
+
+
+def _built(path: Path, place: int, spec: Mapping[str, Any]) -> Callback:
+    try:
+        name = str(spec.get("class_path") or "")
+        if "." not in name:
+            spec = {**spec, "class_path": _full_path(name)}
+        return CallbackSpec.from_dict(spec).build()
+    except (CallsheetError, TypeError, ValueError) as error:
+        raise ConfigError(f"--callbacks {path}: entry {place + 1}: {error}") from None
+
+
+def _full_path(name: str) -> str:
+    """Return the import path of a built-in callback or logger that is given by its bare name."""
+    for package in (callbacks, loggers):
+        if name in package.__all__:
+            return f"{package.__name__}.{name}"
+    known = [*callbacks.__all__, *loggers.__all__]
+    raise ConfigError(f"there is no built-in callback {name!r}{did_you_mean(name, known)}; write module.Class for your own")
