@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer",),
     ("bridges", "launcher", "testing", "report"),
     ("recipes",),
+    ("exec",),
     ("compat", "cli", "__main__"),
 )
 """Folders and files of the package, from the bottom up. One imports from its own folder, and from folders named before it."""

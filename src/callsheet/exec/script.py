@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
 import sys
+import zipfile
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from callsheet.errors import ConfigError
@@ -47,8 +50,18 @@ class Script:
             sys.path[0] = os.getcwd() if self.is_module else str(Path(self.target).resolve().parent)
         if self.is_module:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+        elif Path(self.target).is_file() and not zipfile.is_zipfile(self.target):
+            self._run_file(os.path.abspath(self.target))
         else:
             runpy.run_path(self.target, run_name="__main__")
+
+    def _run_file(self, path: str) -> None:
+        """Run a source file. Unlike `runpy`, Python keeps `sys.argv[0]` as given, and keeps the module for what runs at its exit."""
+        module = ModuleType("__main__")
+        module.__dict__.update(__file__=path, __spec__=None, __loader__=SourceFileLoader("__main__", path), __builtins__=builtins)
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
 
 
 def hide_our_frames(error: BaseException) -> None:

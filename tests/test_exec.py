@@ -1,0 +1,121 @@
+"""`callsheet exec` runs real scripts in real processes: same output, exit code and weights, and a run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from callsheet.report import RunFolder
+
+SCRIPT = """
+import argparse, hashlib, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--end", default="")
+end = parser.parse_args().end
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+y = x.sum(1, keepdim=True)
+train, test = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True), DataLoader(TensorDataset(x, y), batch_size=48)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for epoch in range(2):
+    model.train()
+    for inputs, targets in train:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        print("evaluation", [float(model(inputs).mean()) for inputs, _ in test])
+if end == "error":
+    raise ValueError("the script's own error")
+if end == "exit":
+    sys.exit(7)
+print(losses, hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.state_dict().values())).hexdigest())
+"""
+
+
+def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the script alone, or under `callsheet exec` with these options."""
+    command = [sys.executable, *(["-m", "callsheet.exec", *exec_words] if exec_words is not None else []), *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_observed_and_unchanged(script: Path) -> None:
+    alone = executed(script.parent, "train.py")
+    observed = executed(script.parent, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, observed.returncode) == (0, 0), observed.stderr
+    assert alone.stdout == observed.stdout  # the losses and a hash of the weights
+    run = RunFolder.read(script.parent / "runs" / "a")
+    losses = json.loads(alone.stdout.splitlines()[-1].rpartition(" ")[0])
+    assert [record.values["train/loss"] for record in run.records if "train/loss" in record.values] == pytest.approx(losses)
+    assert (run.outcome, run.last_step, len(run.evaluations)) == ("finished", 12, 2)
+    timed = {each.name for window in run.windows for each in window.slices}
+    assert {"fetch", "train_step", "forward", "backward", "optimizer_step"} <= timed
+    assert max(record.values.get("l2_norm/grad/global", 0.0) for record in run.records) > 1.01  # before clipping
+    assert (script.parent / "runs" / "a" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("end", "status"), [("error", 1), ("exit", 7)])
+def test_errors_and_exit_codes_are_those_of_the_script(script: Path, end: str, status: int) -> None:
+    alone = executed(script.parent, "train.py", "--end", end)
+    observed = executed(script.parent, "train.py", "--end", end, exec_words=["--run_name", "a"])
+    assert alone.returncode == observed.returncode == status
+    assert alone.stdout == observed.stdout
+    assert alone.stderr in observed.stderr  # a traceback without frames of callsheet
+    assert RunFolder.read(script.parent / "runs" / "a").outcome == "failed"
+
+
+def test_a_failing_callback_does_not_end_the_script(script: Path) -> None:
+    (script.parent / "broken.py").write_text(
+        "from callsheet import Callback\n\nclass Broken(Callback):\n    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
+    )
+    (script.parent / "callbacks.yaml").write_text("- class_path: broken.Broken\n")
+    observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
+    assert observed.returncode == 0
+    assert observed.stdout == executed(script.parent, "train.py").stdout
+    assert "The script continues without callbacks" in observed.stderr
+
+
+def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:
+    (script.parent / "callbacks.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n")
+    observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
+    assert observed.returncode == 0
+    assert observed.stdout == executed(script.parent, "train.py").stdout
+    assert "EarlyStopper asks for ctx.control.stop" in observed.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py"], "there is no script nothing.py"),
+        ([], "give a script, or -m and the name of a module"),
+        (["--log_interval", "0", "train.py"], "is not a whole number above 0"),
+        (["--callbacks", "none.yaml", "train.py"], "--callbacks none.yaml"),
+        (["--run_nme", "a", "train.py"], "--run_nme"),
+    ],
+)
+def test_mistakes_are_refused_before_the_script_runs(script: Path, words: list[str], message: str) -> None:
+    found = executed(script.parent, exec_words=words)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert message in found.stderr
