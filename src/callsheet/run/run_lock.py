@@ -98,7 +98,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # it is this process, which may have called `exec` since
+        if self.pid == os.getpid():  # a claim with an unknown token is from before this process called `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -354,7 +354,7 @@ class _Ownership:
     def is_intact(self) -> bool:
         """Return whether this process still owns the run's folder.
 
-        If the folder cannot be read, it still does, since no other run can take the folder over then.
+        If the folder cannot be read, the answer is yes, since no other run can take the folder over then.
         """
         if self._is_in_place():
             return True
@@ -476,7 +476,7 @@ def process_started(pid: int) -> str:
             os.kill(pid, 0)
         except ProcessLookupError:
             return ""
-        except OSError:  # its files belong to another user
+        except OSError:  # the process exists and belongs to another user
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()

@@ -22,8 +22,8 @@ from callsheet.run.reasons import is_secret, one_line
 logger = logging.getLogger("callsheet")
 
 _DEEPEST = 6
-_MOST_VALUES = 200  # of a mapping or a list
-_LONGEST = 2000  # characters of a text
+_MOST_VALUES = 200  # the maximum number of values that are recorded of one mapping or list
+_LONGEST = 2000  # the maximum number of characters that are recorded of one text
 _CHANGING = ("last_epoch", "verbose")  # attributes of torch's schedulers that are not settings
 
 
@@ -64,9 +64,9 @@ def settings_of(
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` as plain data. An object of another class is described by its class alone.
+    """Return `value` as plain data. An object that has no plain form is replaced by the import path of its class.
 
-    Its `repr` is not used: it may have an address, which would differ in every run.
+    The object's `repr` is not used: it may contain an address, which would differ in every run.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -110,7 +110,7 @@ def _model(model: nn.Module | None) -> dict[str, Any]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and others wrap it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap the optimizer, which Accelerate and other libraries wrap
     groups = [_group(group) for group in getattr(optimizer, "param_groups", None) or [{}]]
     common = {name: value for name, value in groups[0].items() if all(group.get(name) == value for group in groups)}
     different = {
@@ -126,14 +126,14 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     if "initial_lr" in group:
-        options["lr"] = group["initial_lr"]  # a scheduler has set `lr` already
+        options["lr"] = group["initial_lr"]  # the scheduler may have changed `lr` already
     return {name: plain(value.item() if hasattr(value, "item") else value) for name, value in options.items()}
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps it
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap the scheduler, which Accelerate wraps
     values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
