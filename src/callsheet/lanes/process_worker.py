@@ -42,7 +42,7 @@ def serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            message = pickle.loads(received)  # fails if a class cannot be found here; the next call may succeed
+            message = pickle.loads(received)  # raises an error if a class cannot be imported here; the next call may succeed
             answer = None
             if callback is None:
                 callback = CallbackSpec(*message).build()

@@ -30,7 +30,7 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 class LaneMessage(NamedTuple):
     """A message from a callback in a lane (another thread or process) to the training thread.
 
-    It is `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments.
+    `what` is `log`, `ask`, `switch off`, or the name of a logger's method. `by` is the name of the callback.
     """
 
     what: str
@@ -195,7 +195,7 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            self._control.supports(request)  # raises; a host's loop logs when the training thread reads the request
+            self._control.supports(request)  # raises if unsupported; for a host, the training thread logs the error later
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()
 

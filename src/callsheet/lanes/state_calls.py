@@ -1,6 +1,6 @@
 """Calls `state_dict` and `load_state_dict` of callbacks in lanes (other threads and processes), with deadlines.
 
-They run on their own threads and have a deadline, so that none can hang a run.
+The calls run on their own threads and have a deadline, so that none can hang a run.
 """
 
 from __future__ import annotations
