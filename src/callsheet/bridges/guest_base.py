@@ -23,7 +23,7 @@ class NotOnTheList(NotSupported, AttributeError):
 
 
 class Facade:
-    """Replaces an object of another framework, such as its Trainer, for a callback of it that runs in callsheet's loop.
+    """Replaces an object of another framework, such as its Trainer, for that framework's callbacks in callsheet's loop.
 
     It has a list of allowed attributes, and raises `NotSupported` for all others.
 
@@ -36,7 +36,7 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself looks such names up, for example when it copies an object
+            raise AttributeError(name)  # Python itself reads such attributes, for example when it copies an object
         if name in self._allowed():  # a property of this class has raised an AttributeError
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(

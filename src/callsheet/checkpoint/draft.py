@@ -51,7 +51,7 @@ class Draft:
     def plan(self) -> SavePlan:
         """Return what this rank saves, as a plan of torch's distributed checkpoint (DCP).
 
-        It is the shard of a DTensor, and the whole of any other tensor.
+        The rank saves its shard of a DTensor, and the whole of any other tensor.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self.tensors)

@@ -46,7 +46,7 @@ class Checkpoint:
 class Found(NamedTuple):
     """What is under a root folder: checkpoints, newest first; other folders, each with the reason why it is not a checkpoint.
 
-    Also what killed writers left.
+    `abandoned` are the unfinished checkpoints that killed writers left.
     """
 
     checkpoints: list[Checkpoint]

@@ -22,7 +22,7 @@ class RankLost(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The errors of the ranks on which `act` failed, by rank."""
+    """The errors of the ranks that failed in `RankGroup.exchange`, by rank."""
 
     reasons: dict[int, str]
 

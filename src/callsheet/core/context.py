@@ -320,9 +320,8 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
     The function runs at every step, and several times in every step of a host. A loop over the names would take twice as long
     (`benchmarks/results/shortcuts.md`).
     """
-    lines = "".join(
-        f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names
-    )  # `del` of a slot without a value would raise an error
+    # `del` of a slot without a value would raise an error.
+    lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)
     scope: dict[str, Any] = {}
     exec(f"def delete(ctx):\n{lines}    return", scope)  # `exec` is safe here, since the names come from the lifecycle's table
     delete: Callable[[Context], None] = scope["delete"]

@@ -191,9 +191,8 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if (
-            self.is_boundary_requested or self.is_rescheduled
-        ):  # read these flags last, since another thread may set them at any time
+        # Read these flags last, since another thread may set them at any time.
+        if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
     def take_requests(self) -> list[Request]:

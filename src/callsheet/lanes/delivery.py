@@ -69,9 +69,8 @@ class CallbackLane:
         import asyncio
 
         if self._runner is None:
-            self._runner = (
-                asyncio.Runner()
-            )  # one event loop for all events of a callback, so that its network clients stay usable
+            # One event loop for all events of a callback, so that its network clients stay usable.
+            self._runner = asyncio.Runner()
 
         async def awaited() -> None:
             await result

@@ -148,9 +148,8 @@ class Process(Background):
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and the connection, because they belong to the parent."""
         if self._child is not None:
-            self._child.returncode = (
-                0  # only the parent can wait for the process; with this value, Popen gives no ResourceWarning
-            )
+            # Only the parent can wait for the process. With a return code, Popen gives no ResourceWarning.
+            self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:
                 end.close()

@@ -27,9 +27,8 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED = frozenset(
-    {TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND}
-)  # these counts are updated only when a metrics record is made
+# These counts are updated only when a metrics record is made.
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
 class Boundaries:

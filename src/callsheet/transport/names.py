@@ -64,9 +64,8 @@ def name_of(kind: Any) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[
-        2
-    ]  # cut off, since cloudpickle does not keep this prefix
+    # The prefix is cut off, since cloudpickle does not keep it.
+    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
 

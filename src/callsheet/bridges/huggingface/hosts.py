@@ -89,7 +89,7 @@ class _HostRequests:
         self.control.should_evaluate = True
 
 
-class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers' types
     """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer."""
 
     _run: HostedRun | None = None

@@ -33,7 +33,7 @@ It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
 """
 
 
-class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
+class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's types
     """Ignite's `engine.state`, without `dataloader` and `seed`, which callsheet lacks. Handlers may add attributes to it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
         )
 
 
-class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
+class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
     """Replaces Ignite's trainer for handlers that run in callsheet's loop. They may call its methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the

@@ -289,7 +289,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # no run, or the step has already begun
+            if run is None or self._microbatches:  # there is no run, or the step has already begun
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
@@ -492,11 +492,11 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the code that ran this requested evaluation does the rest
+        if self._evaluations.is_requested:  # the code that started the requested evaluation also fires the events after it
             return
         run.fire_record()
         if self._evaluations.is_awaited:
-            run.control.done("evaluate")  # this evaluation satisfies requests that were made since then
+            run.control.done("evaluate")  # this evaluation also satisfies requests that were made since the epoch's end
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
@@ -520,7 +520,7 @@ class IgniteHost(HostBase):
             return
         if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
             self._is_due_fired = False
-            run.fire_checkpoint(path, lambda info: None)  # the states need not be written, since the handler has done so
+            run.fire_checkpoint(path, lambda info: None)  # the handler has already written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states and the run's progress.

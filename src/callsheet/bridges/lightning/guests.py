@@ -303,7 +303,7 @@ class LightningGuest(Guest):
         self.trainer._set_state(what, what)
         self._call("setup", stage=self.trainer.state.fn)
 
-    # --- numbers ---
+    # --- metrics ---
 
     def _note_record(self, ctx: Context) -> None:
         for name, value in ctx.record.values.items():

@@ -69,7 +69,7 @@ def host(
     return LightningHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
-class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy does not read Lightning's types
     """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
 
     def __init__(

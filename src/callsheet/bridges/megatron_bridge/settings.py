@@ -61,7 +61,7 @@ class Settings:
 
     def stop(self, ahead: int) -> None:
         """Make training end before its next step. `ahead` is the number of steps that were made but not counted yet."""
-        assert self.step is not None  # without it, the request would have been rejected
+        assert self.step is not None  # without a known step, the request would have been rejected
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:

@@ -35,7 +35,7 @@ class TrainState(_Moved):
     _MOVES = "step"
 
     def __init__(self) -> None:
-        self.flops_per_sample = 0.0  # 0 if they are not known
+        self.flops_per_sample = 0.0  # 0 if the number is not known
         self.step = self.consumed_train_samples = self.skipped_train_samples = self.consumed_valid_samples = 0
         self.do_train = self.do_valid = self.do_test = True
 

@@ -88,7 +88,7 @@ def host(
     )  # fmt: skip
 
 
-class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy does not read torchtnt's types
     """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops."""
 
     _STOPS_IF_PREEMPTED = True
@@ -160,7 +160,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
-        self._progress: Any = getattr(unit, "train_progress", None)  # cached: a unit's attribute lookup is slow
+        self._progress: Any = getattr(unit, "train_progress", None)  # cached, because the attribute lookup of a unit is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
@@ -221,7 +221,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         """Fire the start of the fetch if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
-        if is_started:  # do not fire it again for the further batches of a step
+        if is_started:  # fire the start of the fetch only for the first batch of a step
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
@@ -431,7 +431,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.driver.end("predict")
             self._finish()
 
-    # --- in torchtnt's checkpoints ---
+    # --- the callbacks' states in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the callbacks' states and the step to which they belong.
