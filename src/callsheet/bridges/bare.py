@@ -368,7 +368,7 @@ class AttachedRun:
             yield from self._remaining(batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
-        """Begin an epoch; return whether there is one to train."""
+        """Begin the next epoch. Return False if training is over."""
         state = self._run.state
         if not self._has_given_up:
             try:

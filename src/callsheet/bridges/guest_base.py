@@ -170,7 +170,7 @@ class Guest(Callback):
                 setattr(self, event, handler)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the other framework's callback overrides the method of this event of its framework."""
+        """Return whether the foreign callback overrides `theirs`, a method of its framework's base class."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
@@ -205,7 +205,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of this framework, whatever methods it has.
+    """Return whether `given` is certainly not a callback of this framework, even if it has methods of such a callback.
 
     This is so for a class, and for a callback of callsheet or of another bridge.
     """

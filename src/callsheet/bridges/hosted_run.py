@@ -316,7 +316,7 @@ class HostedRun(Run):
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
-        """End the current epoch, but do not yet carry out what is due after it, such as a save.
+        """End the current epoch, but do not yet carry out the actions that are due after it, such as a save.
 
         The host does this later, after the evaluation of the epoch.
         """
@@ -510,7 +510,7 @@ class _Records(Records):
 
 
 class _Boundaries(Boundaries):
-    """What is done at the end of a step, epoch or round (a boundary) in another framework's loop.
+    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
 
     If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
     """

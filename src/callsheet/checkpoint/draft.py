@@ -33,7 +33,7 @@ class Draft:
     parts: dict[str, Tensor]
 
     @classmethod
-    @torch.no_grad()  # otherwise the local shard of a DTensor would have an autograd graph
+    @torch.no_grad()  # without this, the local shard of a DTensor would have an autograd graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
         """Split the state of this rank into JSON documents and tensors.
 

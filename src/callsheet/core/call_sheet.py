@@ -191,7 +191,7 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return what the manager needs to fire `event`: its first handler, the other handlers, the event, and the table entries."""
+    """Return a compiled event: the first handler of `event`, its other handlers, the event, and the table entries of all handlers."""
     return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
 
 

@@ -35,7 +35,7 @@ Loggable = Mapping[Any, Any]
 
 
 class Accumulator(Protocol):
-    """Collects logged values until the next metrics record is made of them; see `callsheet.run.metrics`."""
+    """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
     def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
         """Add values; see `Context.log`."""
@@ -257,7 +257,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available, as after an exception; keep those available up to event `before`."""
+        """Delete all fields that are not always available, for example after an exception. Keep fields available up to `before`."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):

@@ -43,7 +43,8 @@ class Muting:
         A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
         """
         if until is not None and ctx is not None:
-            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # no loop would unmute the events later
+            # If `costs` has not begun, no loop would unmute the events later.
+            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:
                 return
             events -= registration.muted - self._waking(registration)  # events that are muted until the run's end stay muted
         self._forget_wakes(registration, events)

@@ -178,7 +178,9 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """What was logged since the last metrics record, as floats. The speeds do not include the time of evaluation and saving.
+    """The metrics that were logged since the last metrics record, as floats.
+
+    The speeds do not include the time of evaluation and saving.
 
     To add values to the record at `on_log`, call `ctx.log(values, across="same")`.
     """

@@ -166,7 +166,7 @@ class Lane:
         self._wake.set()
 
     def _begin(self) -> bool:
-        """Start the queue's thread if there is none. Return False if no thread can be started."""
+        """Start the queue's thread if it has not been started. Return False if no thread can be started."""
         with _starting:  # several threads (of the dispatcher, `put` and `drain`) may get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
@@ -273,7 +273,7 @@ class Lane:
                     break
                 try:
                     (run or item[0])(item)
-                except BaseException as error:  # including SystemExit, which must not end the lane's thread
+                except BaseException as error:  # catches SystemExit too, which must not end the lane's thread
                     logger.error(
                         "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
                     )

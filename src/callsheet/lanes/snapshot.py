@@ -38,7 +38,7 @@ class LaneMessage(NamedTuple):
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """Do what the message asks for on the training thread, for example log the values that it contains."""
+        """Carry out the message on the training thread, for example log the values that the message contains."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -101,7 +101,7 @@ class LaneControl:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other ranks, with which requests must be agreed."""
+        """Whether the run has several ranks, which must agree on requests."""
         return self._control.is_shared
 
     @property
@@ -280,7 +280,7 @@ _SAME = frozenset({"control", "event", "run"})
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
     """Return a snapshot with these values as its fields."""
     made = Snapshot.__new__(Snapshot)
-    made.control = control  # type: ignore[assignment]  # only the part of the control that a lane may use
+    made.control = control  # type: ignore[assignment]  # a LaneControl has only the part of the control that a lane may use
     made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)

@@ -151,7 +151,7 @@ def launch(
             _kill_the_rest(specs.folder)
         results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
-        signal.raise_signal(stopped)  # raised again, for the handler that was set before `launch()`
+        signal.raise_signal(stopped)  # raise the signal again, for the handler that was set before `launch()`
         raise SystemExit(128 + stopped)
     if failures:
         raise LaunchError(failures, nproc_per_node)

@@ -139,7 +139,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return the reason for the run's outcome, such as what stopped the run, if the loop gave none."""
+        """Return a default reason for the run's outcome, for example which request stopped the run."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:

@@ -119,7 +119,7 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests; if there are none, it was requested by a call of `save`.
+        """Save a checkpoint for these requests. Without requests, the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """

@@ -323,7 +323,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank has asked whether the others still run."""
+        """Return whether some rank has called `question`, to find out which ranks still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run was started with, as plain data: its model, optimizer, scheduler, callbacks and options."""
+"""The settings of a run as plain data: its model, optimizer, scheduler, callbacks and options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHANGING = ("last_epoch", "verbose")  # attributes of torch's schedulers that a
 def settings_of(
     model: nn.Module | None, optimizer: Any, scheduler: Any, callbacks: Iterable[Callback], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the run was started with as plain data, with `...` in place of what looks like a credential.
+    """Return the settings with which the run was started as plain data, with `...` in place of possible credentials.
 
     Objects have the form `{"class_path": ..., "init_args": ...}`, as in a recipe's file. The arguments of an optimizer are the
     options of its parameter groups, with the initial learning rates; those of a scheduler are its public attributes. A part that
@@ -141,7 +141,7 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
 
 def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     callback = inner(callback)
-    foreign = getattr(callback, "foreign", None)  # another framework's callback: how it was constructed is unknown
+    foreign = getattr(callback, "foreign", None)  # the constructor's arguments of another framework's callback are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
     try:

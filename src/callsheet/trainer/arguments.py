@@ -110,7 +110,7 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    # If this wraps another framework's callback, use the class of that callback.
+    # If `shown` wraps another framework's callback, use the class of that callback.
     name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 

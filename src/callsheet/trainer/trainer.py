@@ -538,7 +538,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add notes to an error that say what is known about its cause.
+        """Add notes about the probable cause to an error.
 
         Also leave a message for the other ranks, which will miss this rank.
 

@@ -110,7 +110,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # None as in a script, so that multiprocessing uses the module's path
+    module.__spec__ = None  # a script has no `__spec__` either, so that multiprocessing uses the module's path
     return module
 
 

@@ -132,7 +132,7 @@ class AutoModelGuest(Guest):
     # --- the state of AutoModel's callback ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of AutoModel's callback; for a `CallbackRunner`, those of its callbacks, by index and class."""
+        """Return the state of AutoModel's callback; for a `CallbackRunner`, the states of all its callbacks, by index and class."""
         if not isinstance(self.foreign, CallbackRunner):
             return super().state_dict()
         return {place: each.state_dict() for place, each in self._stateful().items()}
@@ -222,7 +222,7 @@ class AutoModelGuest(Guest):
 
     def _checkpoint_info(self, ctx: Context) -> dict[str, Any]:
         info = ctx.checkpoint
-        assert info is not None  # at this event, a checkpoint was written
+        assert info is not None  # this event is fired only after a checkpoint was written
         best = (info.best_metric_key or "").partition("/")[0]
         return {
             "checkpoint_info": {

@@ -300,7 +300,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         run.driver.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Carry out what is due after a step, such as a metrics record or a requested stop or save."""
+        """Carry out the actions that are due after a step, such as a metrics record or a requested stop or save."""
         run = self._run
         if run is None:
             return
@@ -434,7 +434,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # not for an evaluation before training begins
+        if run.driver.is_open("train"):  # skipped for an evaluation before training begins
             self._fire_due(run)
 
     @in_a_run

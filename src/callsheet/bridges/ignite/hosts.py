@@ -192,7 +192,7 @@ class IgniteHost(HostBase):
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        self._forget_earlier_run()  # end an interrupted run, which is not continued
+        self._forget_earlier_run()  # end an earlier run that was interrupted, since it is not continued
         self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
         me = weakref.proxy(self)  # a weak reference, because the run must not keep the engine and its handlers alive
@@ -405,7 +405,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out what is due after an epoch, such as a save, if this has waited for the epoch's evaluation."""
+        """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -418,7 +418,7 @@ class IgniteHost(HostBase):
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the evaluation, and carry out what is due after the epoch and has waited for it, because the trainer continues."""
+        """End the evaluation and carry out the actions that have waited for it, because the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)

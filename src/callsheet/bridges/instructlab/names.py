@@ -121,7 +121,7 @@ class TrainerCallback:
         """Called after a checkpoint was written to `checkpoint_path`."""
 
     def on_step_end(self, context: TrainingContext) -> Any:
-        """Called after a step, and after what was evaluated and saved at its end."""
+        """Called after a step, and after the evaluations and saves at its end."""
 
     def on_epoch_end(self, context: TrainingContext) -> Any:
         """Called after an epoch."""
@@ -224,7 +224,7 @@ class CallbackManager:
                 # One event loop for all hooks, so that their network clients stay usable.
                 self._runner = self._runner or asyncio.Runner()
                 self._runner.run(awaited(result))
-        except BaseException as error:  # including SystemExit, because a hook must not end the program
+        except BaseException as error:  # catches SystemExit too, because a hook must not end the program
             log_failure(method, context, error)
 
     def _finish(self) -> None:

@@ -325,12 +325,12 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """Log what the LightningModule has logged since the last call."""
+        """Log the values that the LightningModule has logged since the last call."""
         if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return those metrics of Lightning that have changed since the last call.
+        """Return the metrics of Lightning that have changed since the last call.
 
         Lightning makes a new tensor for each value.
         """

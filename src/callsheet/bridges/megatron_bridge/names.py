@@ -178,7 +178,7 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Return whether there is a manager that has a function to call for the event."""
+    """Return whether `callback_manager` is not None and has a function to call for the event."""
     return callback_manager is not None and callback_manager.has_callbacks(event_name)
 
 

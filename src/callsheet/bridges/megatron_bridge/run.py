@@ -45,7 +45,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # otherwise the configuration may be Megatron's, and `drive` is called after each event
+        if state is None:  # with a given state, `drive` is called after each event instead
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:

@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """The length of training, used if there is no configuration of Megatron."""
+    """The object at `context.state.cfg.train`, with the length of training, used if no Megatron configuration was given."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The configuration, used if there is none of Megatron."""
+    """The object at `context.state.cfg`, used if no Megatron configuration was given."""
 
     OF = "Megatron Bridge's configuration"
 

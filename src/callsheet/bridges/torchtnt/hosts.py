@@ -255,7 +255,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """Start a step with its first batch, or count a further batch of it."""
+        """Start a step with its first batch, or count a further batch of the same step."""
         run = self._run
         if run is None:
             return
@@ -326,7 +326,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Carry out what is due after the last step or epoch, which was delayed until torchtnt's evaluation ended."""
+        """Carry out the actions after the last step or epoch, which have waited for the end of torchtnt's evaluation."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -384,7 +384,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation, then carry out what is due after the last step or epoch, which was delayed until then."""
+        """End the evaluation, then carry out the actions after the last step or epoch, which have waited for it."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()

@@ -76,7 +76,7 @@ class TorchTNTRun(Common):
 
     def on_train_step_start(self, ctx: Context) -> None:
         """Record the wait for data and the previous step's duration."""
-        if self.phase != "train":  # set back to training after an evaluation within the epoch
+        if self.phase != "train":  # return to the training phase after an evaluation within the epoch
             self._turn_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations

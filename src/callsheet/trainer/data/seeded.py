@@ -73,7 +73,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """A set of random states of its own, which is active inside `with stream: ...`."""
+    """A separate set of random states, which replaces the current ones inside a `with` block of the stream."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
