@@ -169,7 +169,7 @@ def _where_class(kind: Any) -> str:
 
 def mark_as_users(error: BaseException) -> None:
     """Mark the error as coming from the user's code, such as a callback, so that a host raises it instead of logging it."""
-    error.__dict__["_callsheet_users"] = True  # not setattr, which a frozen exception rejects
+    error.__dict__["_callsheet_users"] = True  # an exception that is a frozen dataclass would reject setattr
 
 
 def is_users(error: BaseException) -> bool:

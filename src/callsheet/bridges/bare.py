@@ -336,7 +336,7 @@ class AttachedRun:
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 self._optimizer_hooks.has_stepped, watch.total = False, None
                 watch.is_on, has_listeners = True, self._listens_to_microbatch
-                position.taken += len(group)  # counted before the loop gets the batches, since it may leave with `break`
+                position.taken += len(group)  # counted before the loop gets the batches, since the loop may leave with `break`
                 for batch in group:
                     ctx.batch = batch
                     if has_listeners:
@@ -350,7 +350,7 @@ class AttachedRun:
                         given += 1
                         yield batch
                     if self._has_given_up:
-                        break  # type: ignore[unreachable]  # a hook may have given up
+                        break  # type: ignore[unreachable]  # a hook may have called `_give_up` after an error
                 else:
                     watch.is_on = False
                     self._end_step()
@@ -368,7 +368,7 @@ class AttachedRun:
             yield from self._remaining(batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
-        """Begin an epoch; return whether there is one to train."""
+        """Begin the next epoch. Return False if training is over."""
         state = self._run.state
         if not self._has_given_up:
             try:
@@ -438,7 +438,7 @@ class AttachedRun:
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")
-        give_up(run, error)  # raises the error if it is one of the user's code
+        give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
         self._is_over |= run.signals.received is not None  # after a signal, end the loop, because the run no longer handles it
         self._release()

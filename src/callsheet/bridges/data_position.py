@@ -26,7 +26,7 @@ _LARGEST = (1 << 63) - 1
 
 
 class DataPosition:
-    """Counts how many batches of the epoch were used, and keeps what a resumed run needs to get the others.
+    """Counts how many batches of the epoch were used, and saves what a resumed run needs to get the remaining batches.
 
     Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. So the states of generators and samplers are saved, and
     persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each.
@@ -40,7 +40,7 @@ class DataPosition:
         self._data: PreshardedData | None = None  # yields the batches of the latest epoch's dataloader
         self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
-        self._first: list[Any] = []  # the states of the loader's generators, when it was given for the first time
+        self._first: list[Any] = []  # the states of the loader's generators when the loader was first given
         self._epochs = 0  # how many epochs have been begun with this loader
         self._is_renewed = False  # whether the loop makes a new loader for each epoch
         self._restored: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class DataPosition:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # raise the error to the user: it is the loader's, or prevents the requested resume
+                mark_as_users(error)  # the error comes from the loader or prevents the resume, so raise it
                 raise
         self._set(loader)
         self._is_inside = True
@@ -75,7 +75,9 @@ class DataPosition:
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Restore the random states of the checkpoint for the `with` block. What it draws is as if drawn before the save.
+        """Restore the random states of the checkpoint for the `with` block.
+
+        The block then draws the same random numbers as if it had run before the checkpoint was saved.
 
         After `begin` this does nothing, because the states are restored already.
         """
@@ -119,7 +121,7 @@ class DataPosition:
 
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether it replaces the one of an earlier epoch."""
-        if self._seed is None:  # torch's seed is read, which does not change the random states
+        if self._seed is None:  # reading torch's seed does not change the random states
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
@@ -128,7 +130,7 @@ class DataPosition:
         self._loader, self._first, self._epochs = loader, generators_of(loader), 1
         self._data = None
         if self._length != 0:
-            # No communication, since each rank has its own dataloader.
+            # The ranks do not communicate here, since each rank has its own dataloader.
             world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
             self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
 
@@ -147,7 +149,8 @@ class DataPosition:
         if restored["place"] is not None:
             self.taken = restored["taken"]
             batches = data.resume(epoch + 1, self.taken, restored["place"], now)
-            restore_random_state_of(loader, now)  # restored last, because opening the data has drawn random numbers
+            # Restore the random states last, because opening the data has drawn random numbers.
+            restore_random_state_of(loader, now)
             return batches
         if self._continues_loader(fresh, restored):
             return data.begin(epoch + 1, now)

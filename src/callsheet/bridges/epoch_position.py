@@ -36,10 +36,10 @@ def warn_if_not_restored(loader: Any, host: str) -> None:
 
 
 class EpochPosition:
-    """Counts the batches of an epoch, and keeps the random states that a resumed run needs to continue in its middle.
+    """Counts the batches of an epoch, and keeps the random states that a resumed run needs to continue in the middle of it.
 
-    A run that resumes within an epoch restores the random states of the epoch's start and skips `to_skip` batches. It continues with the
-    random states of the checkpoint.
+    A run that resumes within an epoch restores the random states of the epoch's start and skips `to_skip` batches. Then
+    it continues with the random states of the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,10 @@ class EpochPosition:
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Restore the random states of the checkpoint for the `with` block. What it draws is as if drawn before the save."""
+        """Restore the random states of the checkpoint for the `with` block.
+
+        The block then draws the same random numbers as if it had run before the checkpoint was saved.
+        """
         if self._now is not None:
             restore_random_state(self._now)
         yield

@@ -23,7 +23,7 @@ class NotOnTheList(NotSupported, AttributeError):
 
 
 class Facade:
-    """Replaces an object of another framework, such as its Trainer, for a callback of it that runs in callsheet's loop.
+    """Replaces an object of another framework, such as its Trainer, for that framework's callbacks in callsheet's loop.
 
     It has a list of allowed attributes, and raises `NotSupported` for all others.
 
@@ -36,7 +36,7 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself looks such names up, for example when it copies an object
+            raise AttributeError(name)  # Python itself reads such attributes, for example when it copies an object
         if name in self._allowed():  # a property of this class has raised an AttributeError
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
@@ -170,7 +170,7 @@ class Guest(Callback):
                 setattr(self, event, handler)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the other framework's callback overrides the method of this event of its framework."""
+        """Return whether the foreign callback overrides `theirs`, a method of its framework's base class."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
@@ -205,7 +205,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of this framework, whatever methods it has.
+    """Return whether `given` is certainly not a callback of this framework, even if it has methods of such a callback.
 
     This is so for a class, and for a callback of callsheet or of another bridge.
     """

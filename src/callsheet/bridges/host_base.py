@@ -190,7 +190,7 @@ def observing(method: Observed) -> Observed:
         except BaseException as error:
             self._leave(error)
 
-    return called  # type: ignore[return-value]  # it has the same signature
+    return called  # type: ignore[return-value]  # the wrapper has the same signature
 
 
 def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
@@ -208,5 +208,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # some frameworks would read the parameters of the wrapped function
+    del called.__wrapped__  # otherwise some frameworks would read the parameters of the wrapped function
     return called

@@ -68,7 +68,7 @@ class HostEvaluation:
 
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
         """Let the framework evaluate, and fire the events with its results."""
-        assert self._evaluates is not None  # without it, the request would have been rejected
+        assert self._evaluates is not None  # without this function, the request would have been rejected
         try:
             found = self._evaluates()
         except BaseException as error:

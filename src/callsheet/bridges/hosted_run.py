@@ -169,7 +169,7 @@ class HostedRun(Run):
             is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in events),
         )
         self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
-        # Copied here for speed, since each step reads them.
+        # References for speed, since each step reads these objects.
         self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened
         self.lifetime.before_end = self._leave_evaluation
         self.records.may_come = self.boundaries.may_come = self._order.may_come
@@ -223,7 +223,7 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # fires no event, since none was fired before; it only closes what was opened
+                self.lifetime.fail(error)  # fires no event, since `on_run_start` was not fired; it only closes what was opened
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -318,7 +318,7 @@ class HostedRun(Run):
         return False
 
     def close_epoch(self, *, is_whole: bool) -> None:
-        """End the current epoch, but do not yet carry out what is due after it, such as a save.
+        """End the current epoch, but do not yet carry out the actions that are due after it, such as a save.
 
         The host does this later, after the evaluation of the epoch.
         """
@@ -339,7 +339,7 @@ class HostedRun(Run):
         self.close_epoch(is_whole=is_whole)
         return self.boundaries.reach("epoch") if is_whole else True
 
-    # --- checkpoints of the host's own ---
+    # --- checkpoints that the framework writes ---
 
     def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
@@ -419,7 +419,7 @@ class HostedRun(Run):
         self._leave_evaluation()
         self._order.leave()
 
-    # --- what is done just before an event is fired ---
+    # --- functions that are called just before an event is fired ---
 
     def _prepare_epoch(self) -> None:
         self._continue_training()
@@ -445,7 +445,7 @@ class HostedRun(Run):
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0]["lr"]
             if isinstance(rate, Tensor):
-                rate = rate.clone()  # copied, because a scheduler changes the tensor in place
+                rate = rate.clone()  # copy the rate, because a scheduler changes the tensor in place
             self.ctx.learning_rate = self.records.learning_rate = rate
 
     def _set_step_skipped(self) -> None:
@@ -512,7 +512,7 @@ class _Records(Records):
 
 
 class _Boundaries(Boundaries):
-    """What is done at the end of a step, epoch or round (a boundary) in another framework's loop.
+    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
 
     If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
     """

@@ -131,11 +131,11 @@ class LifecycleDriver:
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
         self.is_read = True
-        """Whether anything else reads the results of steps. If nothing does, steps are only counted."""
+        """Whether a handler or a metrics record reads the results of steps. Otherwise, steps are only counted."""
         self.is_loss_read = True
-        """Whether anything else, such as a checkpoint, needs the last step's loss.
+        """Whether a handler, a metrics record or a checkpoint reads the last step's loss.
 
-        If nothing does, the host need not compute it.
+        Otherwise, the host need not compute the loss.
         """
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
@@ -175,7 +175,8 @@ class LifecycleDriver:
             return False
         has_changed, self._seen_links = self._seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept  # not left out if a later handler reads the model's outputs
+        # Keep the forward pass if a later handler reads the model's outputs.
+        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
         for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward pass
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
@@ -216,7 +217,7 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the span around it has ended, for example before a forward pass after the optimizer's step
+                    return  # the parent span has ended, as for a forward pass after the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
@@ -231,7 +232,7 @@ class LifecycleDriver:
                     self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # the next step of the epoch has its batch already
+                parent.done = 1  # the next step of the epoch has its batch now
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)

@@ -109,7 +109,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # the microbatch that the loop got at the beginning of the step
+            ctx.microbatch = given  # restore the microbatch that the loop got at the beginning of the step
             driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
@@ -255,7 +255,7 @@ class OptimizerHooks:
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
-        # The driver does the same; done here, it saves a call in every step.
+        # `driver.start` would do the same, at the cost of one more call in every step.
         elif own.before_start is not None and self._driver.is_read:
             own.before_start()
 
@@ -294,7 +294,7 @@ class OptimizerHooks:
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # an error, after which torch stops iterating over the hooks
+        except BaseException:  # the error is raised, so torch stops iterating over the hooks
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -472,7 +472,10 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """If `loss` is a scalar of the training thread, fire the events around it and call its backward pass. Return whether it was."""
+        """If `loss` is a scalar of the training thread, fire its events and call its backward pass.
+
+        Return whether this was done.
+        """
         if not self._listens or loss.dim() or get_ident() != self._thread:
             return False
         has_listeners, given = not self._backward.has_no_listeners, loss

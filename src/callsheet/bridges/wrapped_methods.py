@@ -34,7 +34,7 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # so that the object does not refer to itself
+        del wrapper.__wrapped__  # this attribute would make the object refer to itself
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)

@@ -38,7 +38,7 @@ class AsyncWriter:
         # training.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # the call in the other thread has also changed the default for new threads
+        torch.set_num_threads(threads)  # restore the default for new threads, which the call in the other thread has changed
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True

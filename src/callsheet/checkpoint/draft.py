@@ -33,7 +33,7 @@ class Draft:
     parts: dict[str, Tensor]
 
     @classmethod
-    @torch.no_grad()  # otherwise the local shard of a DTensor would have an autograd graph
+    @torch.no_grad()  # without this, the local shard of a DTensor would have an autograd graph
     def of(cls, shared: object, local: object, info: Mapping[str, Any], rank: int) -> Draft:
         """Split the state of this rank into JSON documents and tensors.
 
@@ -51,7 +51,7 @@ class Draft:
     def plan(self) -> SavePlan:
         """Return what this rank saves, as a plan of torch's distributed checkpoint (DCP).
 
-        It is the shard of a DTensor, and the whole of any other tensor.
+        The rank saves its shard of a DTensor, and the whole of any other tensor.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self.tensors)

@@ -91,7 +91,7 @@ def export_huggingface(
             if ranks.rank == 0:
                 whole = {name: tensor.cpu() for name, tensor in turns}
                 whole |= {name: whole[kept] for name, kept in tied.items()}
-                model.save_pretrained(os.fspath(path), state_dict=whole)  # type: ignore[operator]  # checked above
+                model.save_pretrained(os.fspath(path), state_dict=whole)  # type: ignore[operator]  # `_of_transformers` has checked this
                 if processor is not None:
                     processor.save_pretrained(os.fspath(path))
         finally:

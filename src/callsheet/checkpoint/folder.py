@@ -44,9 +44,9 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """What is under a root folder: checkpoints, newest first; other folders, each with the reason why it is not a checkpoint.
+    """The content of a root folder: checkpoints, newest first; and other folders, with the reasons why they are no checkpoints.
 
-    Also what killed writers left.
+    `abandoned` are the unfinished checkpoints that killed writers left.
     """
 
     checkpoints: list[Checkpoint]
@@ -190,7 +190,7 @@ def remove(folder: Folder) -> None:
     """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # otherwise a crash could restore the manifest without its files
+        folder.sync()  # without this, a crash could restore the manifest without its files
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)

@@ -104,7 +104,7 @@ class _Flattening:
             return {"$tensor": self._name(value, path)}
         if kind in (list, tuple, dict, OrderedDict, Counter):
             return self._container(value, path)
-        numpy = sys.modules.get("numpy")  # if NumPy is not imported, nothing is an array
+        numpy = sys.modules.get("numpy")  # if NumPy is not imported, the value cannot be an array
         if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             dtype, data = value.dtype.str, base64.b64encode(value.tobytes()).decode()
             if _NUMBERS_AND_TIMES.fullmatch(dtype):
@@ -144,16 +144,17 @@ class _Flattening:
             # Half surrogate pairs are escaped, since UTF-8 cannot encode them.
             name = path = path.encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
-            while name in self.tensors or name == "__metadata__":  # as in {"a.b": t, "a": {"b": t}}; `__metadata__` is reserved
+            # {"a.b": t, "a": {"b": t}} has one path twice; `__metadata__` is reserved.
+            while name in self.tensors or name == "__metadata__":
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
         return self._names[view]
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two tensors that are the same view of the same storage, so that one is stored."""
+    """Return a key that is equal for two tensors that are the same view of the same storage, so that only one is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return id(tensor)  # a sparse or meta tensor, for example, has no address or a meaningless one
+        return id(tensor)  # such a tensor, sparse or meta for example, has no meaningful address
     if type(tensor) is DTensor:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)

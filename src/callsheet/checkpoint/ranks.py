@@ -22,7 +22,7 @@ class RankLost(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The errors of the ranks on which `act` failed, by rank."""
+    """The errors of the ranks that failed in `RankGroup.exchange`, by rank."""
 
     reasons: dict[int, str]
 
@@ -120,7 +120,7 @@ class RankGroup:
 def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
-    except BaseException as error:  # including KeyboardInterrupt, because the other ranks are waiting
+    except BaseException as error:  # catches KeyboardInterrupt too, because the other ranks are waiting
         return None, error
 
 

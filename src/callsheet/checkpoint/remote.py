@@ -72,7 +72,7 @@ class RemoteFolder(Folder):
 
     def replace(self, name: str, content: bytes) -> FileSeal:
         with _errors("write", f"{self.path}/{name}"):
-            # This takes one request. A file that is opened becomes visible only when it is closed.
+            # One request replaces the file. A file that is opened for writing becomes visible only when it is closed.
             self._files.pipe_file(self._at(name), content)
         return FileSeal(len(content), hashlib.sha256(content).hexdigest())
 

@@ -14,7 +14,7 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# Key in `ctx.user_state`: by checkpoint, oldest first, which callbacks keep it (claims), and whether it is finite.
+# The key in `ctx.user_state` of a dict: for each checkpoint, oldest first, the callbacks that keep it, and whether it is finite.
 _CLAIMS = "checkpoint_claims"
 
 

@@ -156,7 +156,8 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        with contextlib.suppress(CheckpointError):  # the new one is committed; the next writer removes the rest of the old one
+        # The new checkpoint is committed; the next writer removes the rest of the old one.
+        with contextlib.suppress(CheckpointError):
             clear(self._folder)
         return [sealed] * self._ranks.size
 

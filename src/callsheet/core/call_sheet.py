@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # fired for a callback even after it was switched off
+_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives these events
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
 
@@ -90,7 +90,7 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call all parts in order. Used where they are not called one by one, as in a lane (a background thread or process)."""
+        """Call all parts in order. A lane (a background thread or process) calls the whole handler in this way."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
@@ -191,7 +191,7 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return what the manager needs to fire `event`: its first handler, the other handlers, the event, and the table entries."""
+    """Return a compiled event: the first handler of `event`, its other handlers, the event, and the table entries of all handlers."""
     return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
 
 
@@ -244,9 +244,9 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the compiled event with one more handler, which records the time: that of the entry `mark`.
+    """Return the compiled event with one more handler: that of the entry `mark`, which records the time of the event.
 
-    It is called last at the end of a span, and first at any other event.
+    The added handler is called last at the end of a span, and first at any other event.
     """
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     if event.endswith("_end"):

@@ -203,7 +203,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
             made = changes()
         except ConfigError as error:
             raise RegistrationError(f"{error} ({function.__qualname__}, {where(function)})") from None
-        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # functions take attributes
+        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # a function accepts new attributes
         return function
 
     return decorate
@@ -214,7 +214,7 @@ def _gated(gate: str, function: F) -> F:
     def on_those_ranks(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if read_ranks().passes(gate) else None
 
-    return _mark(lambda: {"ranks": gate})(on_those_ranks)  # type: ignore[return-value]  # a wrapper has the signature of what it wraps
+    return _mark(lambda: {"ranks": gate})(on_those_ranks)  # type: ignore[return-value]  # the wrapper has the signature of `function`
 
 
 _GATE = _gated("zero", lambda: None).__code__

@@ -35,7 +35,7 @@ Loggable = Mapping[Any, Any]
 
 
 class Accumulator(Protocol):
-    """Collects logged values until the next metrics record is made of them; see `callsheet.run.metrics`."""
+    """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
     def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
         """Add values; see `Context.log`."""
@@ -247,7 +247,7 @@ class Context:
         """Delete the fields that are available up to `event` and not after it. The loop calls this after firing the event."""
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # `keep_fields` names it, so that it stays until `kept_until`
+                if not (keeps and name in self.kept):  # a field that a callback keeps stays until its `kept_until` event
                     setattr(self, name, None)
                     delattr(self, name)
         else:
@@ -257,7 +257,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available, as after an exception; keep those available up to event `before`."""
+        """Delete all fields that are not always available, for example after an exception. Keep fields available up to `before`."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):
@@ -267,9 +267,9 @@ class Context:
         if self._loggers is not None:
             self._loggers(method, self, **payload)
 
-    if not TYPE_CHECKING:  # so that a type checker rejects unknown attributes
+    if not TYPE_CHECKING:  # hide `__getattr__` from type checkers, so that they reject unknown attributes
 
-        def __getattr__(self, name: str) -> Any:  # called only if the field has no value
+        def __getattr__(self, name: str) -> Any:  # Python calls this only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
             raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
@@ -315,13 +315,15 @@ for _field in FIELDS.values():
 
 
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
-    """Compile a function that deletes these fields of a context. It runs at every step; a loop would take twice as long.
+    """Compile a function that deletes these fields of a context.
 
-    It runs several times in every step of a host, in which a loop over the names costs more (`benchmarks/results/shortcuts.md`).
+    The function runs at every step, and several times in every step of a host. A loop over the names would take twice as long
+    (`benchmarks/results/shortcuts.md`).
     """
-    lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)  # `del` of an empty slot would raise
+    # `del` of a slot without a value would raise an error.
+    lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)
     scope: dict[str, Any] = {}
-    exec(f"def delete(ctx):\n{lines}    return", scope)  # safe, since the names come from the lifecycle's table
+    exec(f"def delete(ctx):\n{lines}    return", scope)  # `exec` is safe here, since the names come from the lifecycle's table
     delete: Callable[[Context], None] = scope["delete"]
     return delete
 

@@ -31,7 +31,7 @@ If several are requested at one boundary, only one checkpoint is written, of the
 
 
 class Request(NamedTuple):
-    """One request.
+    """One request of a callback to the training loop, such as to stop or to save a checkpoint.
 
     `by` is the name that the requester gave, or otherwise the callback's `name` or class. For a function that belongs to no
     callback, it is the function's qualified name. For a stop, `resumable` says whether the same command continues training
@@ -73,14 +73,14 @@ class Control:
         self._stop: Request | None = None
         self._evaluate: Request | None = None
         self._saves: list[Request] = []
-        self.pending = False  # whether the loop has requests to process; a loop checks it at every step
+        self.pending = False  # True if there are requests to process; the loop reads this flag at every step
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
         self.is_boundary_requested = False  # a callback in another thread has made a request that the loop has not processed yet
         self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
-        self.in_gate = False  # set by the manager while it calls a handler that does not run on every rank
+        self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Request that training ends after the current step, epoch or round, with outcome `stopped`.
@@ -104,7 +104,7 @@ class Control:
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluators run after the current step, epoch or round. Raises the same errors as `stop`."""
+        """Request that all evaluation datasets are evaluated after the current step, epoch or round. Raises the same errors as `stop`."""
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
@@ -189,9 +189,10 @@ class Control:
         self.look_again()
 
     def look_again(self) -> None:
-        """Update `pending`, which is True as long as any request is left. Called by the loop."""
+        """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        if self.is_boundary_requested or self.is_rescheduled:  # checked last, since another thread may set it at any time
+        # Read these flags last, since another thread may set them at any time.
+        if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
     def take_requests(self) -> list[Request]:
@@ -206,7 +207,7 @@ class Control:
     def agree(self, request: Request) -> None:
         """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round."""
         if request.what == "stop":
-            self._stop = self._stop or request  # the first request is kept
+            self._stop = self._stop or request  # the first stop request is kept
         elif request.what == "evaluate":
             self._evaluate = self._evaluate or request
         elif request.what == "switch off":
@@ -258,7 +259,7 @@ def _asker() -> str:
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, Hooks):  # a callback; importing `Callback` itself here would be circular
+        if isinstance(first, Hooks):  # `first` is a callback; an import of `Callback` here would be circular
             return getattr(first, "name", "") or type(first).__name__
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return asking.f_code.co_qualname

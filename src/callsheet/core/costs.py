@@ -29,16 +29,14 @@ logger = logging.getLogger("callsheet")
 MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
-_FIRST_STEP = 2  # the first steps are not timed, since they allocate and compile
+_FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # longest pause between timed steps: seconds, and share of the run's time
-_PUBLISH_GROWTH, _PUBLISH_SECONDS = (
-    1.1,
-    2.0,
-)  # costs are published again when the run has taken this factor times as long, plus these seconds
+# Costs are published again when the run's time has grown by this factor, plus these seconds.
+_PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more
 _MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
-_MIN_WARN_SECONDS = 50e-6  # time per step below which there is no warning
+_MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
@@ -51,7 +49,7 @@ def _path_events() -> frozenset[str]:
     These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
     """
     spans = [*_STEP, "eval_step", "test_step", "predict_step"]
-    for name in spans:  # the loop also reads the names that it appends
+    for name in spans:  # this loop also visits the names that are appended to `spans` in its body
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
         {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}
@@ -84,7 +82,7 @@ class Failures(NamedTuple):
     """
 
     callback: str
-    count: int  # type: ignore[assignment]  # overrides tuple.count, which has no use here
+    count: int  # type: ignore[assignment]  # hides the method `tuple.count`, which is not needed
     is_off: bool
     last: str
     dropped: int = 0
@@ -106,7 +104,7 @@ def failures_of(
 
 
 class CostReport(NamedTuple):
-    """The costs and failures of the callbacks in this process so far.
+    """How much time the callbacks of this process have taken so far, and how often they failed.
 
     `seconds` is the time that `steps` steps took, including evaluations and saves. Of these steps, `window_steps` were timed.
     They took `window_seconds`, measured from the fetch of the batch to the step's end.
@@ -224,7 +222,7 @@ class Costs:
         """The step after which a timing window begins or ends next."""
 
     def begin(self, step: int) -> None:
-        """Start to choose the steps that are timed. `step` is the last step before this process begins to train."""
+        """Start choosing which steps are timed. `step` is the last step before this process begins to train."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP

@@ -25,7 +25,7 @@ class Lanes(Protocol):
         """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with one more handler. It waits for callbacks in other threads before the loggers are called."""
+        """Return the compiled `on_run_end` with one more handler, which waits for callbacks in lanes before the loggers are called."""
 
 
 class DispatchTable:
@@ -82,7 +82,7 @@ class DispatchTable:
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the event compiled to the handlers to call on this rank. This can be called both outside and inside a run."""
+        """Return the compiled event: the handlers to call on this rank. This works both outside and inside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -132,7 +132,7 @@ class DispatchTable:
         return table
 
     def _enqueuer(self, entry: HandlerEntry) -> Handler:
-        assert self.lanes is not None  # the manager sets it when it adds a handler that runs in a lane
+        assert self.lanes is not None  # the manager sets `lanes` when it adds a handler that runs in a lane
         return self.lanes.enqueuer(entry)
 
     def _mark(self, event: str) -> HandlerEntry:

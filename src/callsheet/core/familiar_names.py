@@ -1,4 +1,4 @@
-"""Names of other frameworks, and the names of the same things in callsheet."""
+"""Class and argument names of other frameworks, and what callsheet uses instead of each."""
 
 from __future__ import annotations
 

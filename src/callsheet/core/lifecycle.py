@@ -360,8 +360,9 @@ def names_in(order: str) -> list[str]:
 
 
 def canonical_order() -> tuple[str, ...]:
-    """Return every event once, in the order in which they occur in a run that has everything; the points of `ANYWHERE` come just
-    before `on_run_end`.
+    """Return all events, each once, in the order in which they occur in a run.
+
+    The points of `ANYWHERE`, which may occur at any time, come just before `on_run_end`.
     """
     events: dict[str, None] = {}
 

@@ -77,16 +77,16 @@ class CallbackManager:
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
-        self._active = self._table.active  # the same dict, stored here to make `fire` faster
+        self._active = self._table.active  # a second reference to the same dict, which makes `fire` faster
         self._muting = Muting(self._table)
         self._lanes: LaneSet | None = None  # None until a handler runs in a lane
         self._registrations: list[Registration] = []
         self._numbers = count()  # numbers callbacks and their handlers in the order in which they are added
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
-        self._is_over = False  # a run has ended, and no other has begun
+        self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
 
-    # --- who is called ---
+    # --- adding and removing callbacks and functions ---
 
     @property
     def events(self) -> frozenset[str]:
@@ -334,7 +334,7 @@ class CallbackManager:
                     call = partial(in_gate, call)
                 isolated(call, registration, method, ctx)
 
-    # --- costs ---
+    # --- the time that callbacks take ---
 
     @property
     def next_step(self) -> int:
@@ -362,7 +362,7 @@ class CallbackManager:
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Pass the measured time of the callbacks, and the latest timeline of it, to the loggers, if due or if `is_last` is set.
+        """Send the measured time of the callbacks and its latest timeline to the loggers, if this is due or `is_last` is set.
 
         The loop calls this after each metrics record.
         """
@@ -372,7 +372,7 @@ class CallbackManager:
             if (window := self.costs.take_window()) is not None:
                 self.notify_loggers("log_timeline", ctx, window=window)
 
-    # --- lanes ---
+    # --- callbacks in lanes (threads and processes) ---
 
     def process_lane_messages(self, ctx: Context) -> None:
         """Carry out what callbacks in other threads and processes have sent: logged values and requests.
@@ -381,7 +381,7 @@ class CallbackManager:
 
         The loop calls this at each boundary.
         """
-        ctx.control.is_boundary_requested = False  # set before the messages are read: one that arrives meanwhile sets it again
+        ctx.control.is_boundary_requested = False  # cleared before the messages are read, so that a later message sets it again
         if self._lanes is not None:
             self._lanes.process_messages(ctx)
         while ctx.control.switched_off:
@@ -438,7 +438,7 @@ class CallbackManager:
             self._lanes = self._table.lanes = LaneSet(lambda registration: registration in self._registrations)
         return self._lanes
 
-    # --- state ---
+    # --- saving and loading the callbacks' state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
         """Return `user_state`, and the state of every callback that has one, by the callback's name.
@@ -477,7 +477,7 @@ class CallbackManager:
     def _state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
         return calls if self._lanes is None else self._lanes.state_calls(calls)
 
-    # --- adding ---
+    # --- private helpers of add, register and mute ---
 
     def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
         """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""

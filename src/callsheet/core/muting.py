@@ -43,9 +43,10 @@ class Muting:
         A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
         """
         if until is not None and ctx is not None:
-            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:  # not begun: no loop ends the muting
+            # If `costs` has not begun, no loop would unmute the events later.
+            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:
                 return
-            events -= registration.muted - self._waking(registration)  # events that are muted without an end stay muted
+            events -= registration.muted - self._waking(registration)  # events that are muted until the run's end stay muted
         self._forget_wakes(registration, events)
         if until is not None and ctx is not None:
             self._wakes.append((until, registration, events))
@@ -53,7 +54,7 @@ class Muting:
         self._set(registration, registration.muted | events if is_muted else registration.muted - events)
 
     def unmute_due(self, step: int) -> None:
-        """Call the handlers again that were muted until the step that follows `step`."""
+        """Unmute the handlers that were muted until the step after `step`, so that they are called again."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake
@@ -64,7 +65,7 @@ class Muting:
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Forget until when the callback was muted for these events, because a new call of `mute` or `unmute` replaces that."""
+        """Forget until which step the callback was muted for these events, because a new call of `mute` or `unmute` replaces it."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

@@ -26,7 +26,7 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         if name in modules:
             with needed_by(f"{package}.{name}"):
                 found = getattr(importlib.import_module(modules[name]), name)
-            setattr(sys.modules[package], name, found)  # so that `__getattr__` is called only once for it
+            setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
             return found
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):

@@ -41,7 +41,7 @@ A module that only one class needs is not listed here; that class names it when 
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
-    "accelerate": "accelerate",  # from here on, the frameworks for which callsheet has a bridge
+    "accelerate": "accelerate",  # this and the following are the frameworks for which callsheet has a bridge
     "ignite": "pytorch-ignite",
     "keras": "keras",
     "lightning": "lightning",

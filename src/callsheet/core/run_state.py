@@ -138,7 +138,7 @@ class TrainState:
     def __init__(
         self,
         max_duration: Time | None = None,
-        timestamp: Timestamp = Timestamp(),  # noqa: B008  # immutable
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # sharing the default is safe, since it is immutable
         previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
         baseline: Timestamp = Timestamp(),  # noqa: B008
         epoch_batches: int | None = None,
@@ -147,7 +147,7 @@ class TrainState:
         self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
         self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
 
-    if TYPE_CHECKING:  # annotations at run time would make them fields of the dataclass
+    if TYPE_CHECKING:  # at run time, annotations would make these attributes fields of the dataclass
         max_duration: Time | None
         baseline: Timestamp
         epoch_batches: int | None
@@ -178,7 +178,9 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """What was logged since the last metrics record, as floats. The speeds do not include the time of evaluation and saving.
+    """The metrics that were logged since the last metrics record, as floats.
+
+    The speeds do not include the time of evaluation and saving.
 
     To add values to the record at `on_log`, call `ctx.log(values, across="same")`.
     """

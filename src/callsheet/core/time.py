@@ -34,8 +34,8 @@ _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
 _SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # for hints: "10steps" means "10ba"
 
-# Both patterns accept more than numbers; int() and float() check these afterwards.
-# They are strings, so that `re` compiles them at the first use and not at import.
+# Both patterns also match some invalid numbers, which int() and float() reject afterwards.
+# The patterns are strings, so that `re` compiles them at the first use and not at import.
 _COUNT = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
 _CLOCK = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
 _LOOSE = re.ASCII | re.IGNORECASE
@@ -126,7 +126,7 @@ class Time:
         if isinstance(value, Time):
             return value
         if default is not None and isinstance(value, str) and value.strip().isdecimal():
-            value = int(value)  # the command line and environment variables have only text
+            value = int(value)  # the command line and environment variables pass numbers as text
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
@@ -137,7 +137,7 @@ class Time:
         if isinstance(other, str):
             other = Time(other)
         if not isinstance(other, Time):
-            return NotImplemented  # type: ignore[no-any-return]  # the operator then tries `other`
+            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the operator of `other`
         if other.unit is not self.unit:
             raise MixedUnitsError(f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit")
         return how(self.value, other.value)
@@ -247,7 +247,7 @@ class Timestamp(NamedTuple):
         more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
-    def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # overrides tuple.count, which has no use here
+    def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # hides the method `tuple.count`, which is not needed
         """Return how many units of this kind are complete. Raises ConfigError for `dur`, which depends on `max_duration` too."""
         try:
             return self[_SLOT[unit]]
@@ -276,7 +276,7 @@ class Timestamp(NamedTuple):
     def __ge__(self, other: Time | str) -> bool:  # type: ignore[override]
         return self._against(other, lambda a, b: a >= b)
 
-    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # overrides the concatenation of tuples
+    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # a tuple would concatenate
         """Return, in the unit of `other`, the time that is `other` after this timestamp: `timestamp + "100ba"`."""
         return self._moved(other, 1)
 
@@ -308,7 +308,7 @@ class Timestamp(NamedTuple):
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
             value, kinds = data[name], {int, type(zero)}  # JSON may turn a whole number of seconds into an int
-            if type(value) not in kinds or not 0 <= value < math.inf:  # `type()`, since a bool is not a count
+            if type(value) not in kinds or not 0 <= value < math.inf:  # `isinstance` would accept a bool, which is not a count
                 raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)
 

@@ -55,7 +55,7 @@ def _when_due(handler: Handler, entry: HandlerEntry, every: Interval, ctx: Conte
     state = ctx.state
     elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
     now = every.index(state.timestamp, elapsed)
-    if entry.previous is None:  # the first time in this process
+    if entry.previous is None:  # the handler's event is fired for the first time in this process
         entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
     is_end = every.at_end and state.is_complete
     due = now > entry.previous or (is_end and not entry.was_end)

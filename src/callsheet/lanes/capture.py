@@ -160,8 +160,6 @@ class SnapshotCapture:
     ) -> Deliver:
         """Return a function for the lane's thread: it builds a snapshot from the captured fields and calls the handler with it.
 
-        The lane's thread calls it.
-
         Args:
             event: the event or logger method; nothing is delivered if the callback is disabled or muted for it.
             registration: the callback, whose failures are counted.
@@ -198,7 +196,8 @@ class SnapshotCapture:
         The class is valid as long as the run's state is the same object.
         """
         if self._state is None or self._state is not ctx.state:
-            control = LaneControl(ctx.control, self._inbox, self._by)  # only the requests that a callback in a lane may make
+            # This control has only the requests that a callback in a lane may make.
+            control = LaneControl(ctx.control, self._inbox, self._by)
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
         return self._kind, self._state

@@ -69,7 +69,8 @@ class CallbackLane:
         import asyncio
 
         if self._runner is None:
-            self._runner = asyncio.Runner()  # one event loop for all events of a callback, so that it can keep its clients
+            # One event loop for all events of a callback, so that its network clients stay usable.
+            self._runner = asyncio.Runner()
 
         async def awaited() -> None:
             await result
@@ -111,7 +112,7 @@ class LaneDelivery:
     ) -> None:
         self._event, self._member, self._lane, self._capture = event, registration, lane, capture
         self._deliver = capture.deliverer(event, registration, handler, lane.answered, self._fails)
-        self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads it from the items of its queue
+        self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads `kind` from the items of its queue
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:

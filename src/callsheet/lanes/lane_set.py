@@ -55,7 +55,7 @@ class LaneSet:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._enqueuers: dict[HandlerEntry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
-        self._dropped: dict[Registration, int] = {}  # by callback: how many events its lane dropped before it ended
+        self._dropped: dict[Registration, int] = {}  # for each callback, how many events its lane dropped before the lane ended
         self.undelivered: dict[Registration, int] = {}
         """How many events each callback's lane had not delivered when the run ended.
 
@@ -100,7 +100,7 @@ class LaneSet:
         options = callback.lane_options
         return Process(callback, queue=options.queue, overflow=options.overflow, deadline=options.deadline)
 
-    # --- events ---
+    # --- putting events into the queues ---
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
         """Return the function that the training thread calls in place of a handler that runs in another thread or process.
@@ -173,7 +173,7 @@ class LaneSet:
         both = [*before, (drain_lanes, ours), *after]
         return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
 
-    # --- waiting ---
+    # --- waiting for the lanes ---
 
     def process_messages(self, ctx: Context) -> None:
         """Carry out the messages of callbacks in lanes (other threads): values that they have logged, and their requests."""
@@ -221,7 +221,7 @@ class LaneSet:
         self._inbox = Inbox()  # messages that callbacks send after this belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
-    # --- states ---
+    # --- saving and loading the callbacks' states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
         """Start calls of `state_dict` or `load_state_dict` for callbacks in other threads and processes, each on a new thread.
@@ -243,7 +243,7 @@ class LaneSet:
             ready = self._ready(stateful)
             stateful = {registration: lane for registration, lane in stateful.items() if registration not in ready}
         moving = [lane for registration, lane in stateful.items() if self._behind.get(registration) != lane.done]
-        # For all at once, so that a lane that hangs is waited for only once.
+        # Wait for all lanes at once, so that several lanes that hang take no longer than one.
         drain(moving, lambda lane: min(lane.options.deadline, most))
         self._behind = {registration: lane.done for registration, lane in stateful.items() if not lane.is_idle}
         for registration in self._behind:

@@ -123,7 +123,7 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # the lane still reads from the connection, so it sees that it ends
+            self._ending.kill()  # the lane's thread still reads from the connection, and sees there that the process has ended
 
     def join(self, seconds: float) -> None:
         """Wait for the callback's process to exit after `end` was called, and kill it after `seconds`."""
@@ -148,7 +148,8 @@ class Process(Background):
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and the connection, because they belong to the parent."""
         if self._child is not None:
-            self._child.returncode = 0  # only the parent process can wait for it; this value keeps Popen quiet
+            # Only the parent can wait for the process. With a return code, Popen gives no ResourceWarning.
+            self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:
                 end.close()
@@ -160,7 +161,7 @@ class Process(Background):
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
-        # Outside the `try`, since a message that cannot be pickled must not end the callback's process.
+        # Pickle outside the `try`, since a message that cannot be pickled must not end the callback's process.
         packed = pickle.dumps(message)
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")
@@ -263,7 +264,7 @@ class _Packed:
     def __init__(self, error: BaseException) -> None:
         try:
             self._pickled = pickle.dumps(error)
-        except Exception:  # its class is local to a function, or it holds something that cannot be pickled
+        except Exception:  # the class of the error is local to a function, or an attribute cannot be pickled
             self._pickled = b""
         self._name = type(error).__name__
         self._text = text_of(error)

@@ -42,7 +42,7 @@ def serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            message = pickle.loads(received)  # fails if a class cannot be found here; the next call may succeed
+            message = pickle.loads(received)  # raises an error if a class cannot be imported here; the next call may succeed
             answer = None
             if callback is None:
                 callback = CallbackSpec(*message).build()
@@ -54,7 +54,7 @@ def serve(connection: Connection) -> None:
                     runner = runner or asyncio.Runner()
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
-        except BaseException:  # including SystemExit, because a callback must not end this process
+        except BaseException:  # catches SystemExit too, because a callback must not end this process
             reply = pickle.dumps(("failed", traceback.format_exc()))
         connection.send_bytes(reply)
 

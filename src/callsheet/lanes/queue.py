@@ -30,7 +30,7 @@ _IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, wh
 _WAIT_SECONDS = 0.002  # time between checks of a lane while the training thread waits for it
 _BUSY_SHARE = 0.02  # fraction of the time for which a lane may compute without a warning
 _BUSY_AFTER_SECONDS = 5.0  # how long a lane must exist before it is warned of for computing too much
-_BUSY_SECONDS = 0.5  # with this much processor time, the warning comes earlier
+_BUSY_SECONDS = 0.5  # a lane that has used this much processor time is checked earlier than that
 _BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
 _LOOK_EVERY = 64  # items between two checks of the processor time, in a lane that is never empty
 
@@ -120,9 +120,9 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start it with the first item, since no thread can start once the interpreter shuts down
+            if self._thread is None:  # start the thread now, since no thread can start once the interpreter shuts down
                 self._begin()
-            self.look()  # the queue would overflow before the dispatcher's next check
+            self.look()  # wake the thread now: the queue may overflow before the dispatcher's next check
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
@@ -166,7 +166,7 @@ class Lane:
         self._wake.set()
 
     def _begin(self) -> bool:
-        """Start the queue's thread if there is none. Return False if no thread can be started."""
+        """Start the queue's thread if it has not been started. Return False if no thread can be started."""
         with _starting:  # several threads (of the dispatcher, `put` and `drain`) may get here at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
@@ -210,7 +210,7 @@ class Lane:
         try:
             self.items.popleft()
             self.dropped += 1
-        except IndexError:  # the lane's thread has emptied the queue since
+        except IndexError:  # the lane's thread has emptied the queue meanwhile
             pass
         return True
 
@@ -269,11 +269,11 @@ class Lane:
             for _ in range(_LOOK_EVERY):
                 try:
                     item = popleft()
-                except IndexError:  # the queue is empty, also if its last item was dropped since
+                except IndexError:  # the queue is empty, perhaps because its last item was just dropped
                     break
                 try:
                     (run or item[0])(item)
-                except BaseException as error:  # including SystemExit, which must not end the lane's thread
+                except BaseException as error:  # catches SystemExit too, which must not end the lane's thread
                     logger.error(
                         "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
                     )
@@ -305,7 +305,7 @@ class Lane:
 
 
 class _Waiting:
-    """One item of a queue. It is equal only to itself, whatever value it holds."""
+    """A wrapper of one item in a queue. It is equal only to itself, whatever the item is."""
 
     __slots__ = ("item",)
 
@@ -369,7 +369,7 @@ class _Dispatcher:
                     is_idle = is_idle and lane.is_idle
                     lane.look()
             pause = min(2 * pause, _IDLE_LOOK_SECONDS) if is_idle else _LOOK_SECONDS
-            del lane, lanes  # so that a lane without other references is freed
+            del lane, lanes  # drop these references, so that a lane that nobody uses can be freed
 
 
 _dispatcher = _Dispatcher()

@@ -30,7 +30,7 @@ ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict
 class LaneMessage(NamedTuple):
     """A message from a callback in a lane (another thread or process) to the training thread.
 
-    It is `log`, `ask`, `switch off`, or the name of a logger's method, with its arguments.
+    `what` is `log`, `ask`, `switch off`, or the name of a logger's method. `by` is the name of the callback.
     """
 
     what: str
@@ -38,7 +38,7 @@ class LaneMessage(NamedTuple):
     by: str = ""
 
     def do(self, ctx: Context) -> None:
-        """Do what the message asks for on the training thread, for example log the values that it contains."""
+        """Carry out the message on the training thread, for example log the values that the message contains."""
         if self.what == "log":
             ctx.log(**self.arguments)
         elif self.what == "ask":
@@ -101,7 +101,7 @@ class LaneControl:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other ranks, with which requests must be agreed."""
+        """Whether the run has several ranks, which must agree on requests."""
         return self._control.is_shared
 
     @property
@@ -195,7 +195,7 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            self._control.supports(request)  # raises; a host's loop logs when the training thread reads the request
+            self._control.supports(request)  # raises if unsupported; for a host, the training thread logs the error later
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()
 
@@ -280,7 +280,7 @@ _SAME = frozenset({"control", "event", "run"})
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
     """Return a snapshot with these values as its fields."""
     made = Snapshot.__new__(Snapshot)
-    made.control = control  # type: ignore[assignment]  # only the part of the control that a lane may use
+    made.control = control  # type: ignore[assignment]  # a LaneControl has only the part of the control that a lane may use
     made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)

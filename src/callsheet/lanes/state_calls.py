@@ -1,6 +1,6 @@
 """Calls `state_dict` and `load_state_dict` of callbacks in lanes (other threads and processes), with deadlines.
 
-They run on their own threads and have a deadline, so that none can hang a run.
+The calls run on their own threads and have a deadline, so that none can hang a run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Attempt(threading.Thread):
             self._result = self._call()
         except Exception as error:
             self._error = error
-        except BaseException as error:  # including SystemExit, which must not end the thread without a result
+        except BaseException as error:  # catches SystemExit too, which must not end the thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
     def result(self, seconds: float, *, since: float) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 from uuid import uuid4
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not declare this export
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -151,7 +151,7 @@ def launch(
             _kill_the_rest(specs.folder)
         results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
-        signal.raise_signal(stopped)  # raised again, for the handler that was set before `launch()`
+        signal.raise_signal(stopped)  # raise the signal again, for the handler that was set before `launch()`
         raise SystemExit(128 + stopped)
     if failures:
         raise LaunchError(failures, nproc_per_node)
@@ -184,7 +184,7 @@ class _Specs(DefaultLogsSpecs):
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
-                # The same default as in torchrun.
+                # This is the default of torchrun: one thread for each of several ranks.
                 environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
             environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found
@@ -254,7 +254,7 @@ def _restored_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in earlier.items():
-            if handler is not None:  # None means that C code set it, so Python cannot restore it
+            if handler is not None:  # None means that C code set the handler, so Python cannot restore it
                 signal.signal(number, handler)
         if variable_before is None:
             os.environ.pop(variable, None)

@@ -31,7 +31,7 @@ def main() -> None:
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
-    key = Key.read(os.environ.get(KEY, ""))  # read now, since `open_payload` removes it from the environment
+    key = Key.read(os.environ.get(KEY, ""))  # read the key now, since `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
     if content and folder.exists():  # without the folder, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
@@ -44,7 +44,7 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
         unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
-    except BaseException as error:  # including SystemExit, because the function was not called yet
+    except BaseException as error:  # catches SystemExit too, because the function was not called yet
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
@@ -88,10 +88,10 @@ class _Watch(threading.Thread):
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the process that should have removed it was killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # the process that should have removed the folder was killed
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch gives each worker its own session
+        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

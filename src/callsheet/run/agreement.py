@@ -144,7 +144,7 @@ class Agreement:
     def _exchange(self) -> None:
         """Exchange the requests and signals of all ranks, and apply them in the order of ranks.
 
-        This happens only if a rank has one.
+        This happens only if a rank has a request or has received a signal.
         """
         received = self._signals.received
         of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))

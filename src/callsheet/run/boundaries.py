@@ -27,7 +27,8 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})  # updated only when a metrics record is made
+# These counts are updated only when a metrics record is made.
+_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
 class Boundaries:
@@ -125,7 +126,7 @@ class Boundaries:
             records.tally.update_timestamp(ctx.state)
         if self.is_over:  # the next metrics record may be the last
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # the updated counts may have reached the duration
+        if logs or self.is_over or self._due():  # the updated counts may have reached `max_duration`
             records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)
@@ -216,7 +217,7 @@ class Boundaries:
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests; if there are none, the checkpoint was requested by a call of `save`.
+        """Save a checkpoint for these requests. Without requests, the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """
@@ -282,7 +283,7 @@ class Boundaries:
         if received is None or self.is_preempted:
             return
         self.is_preempted = True
-        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills ranks without a signal too
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher also kills ranks that received no signal
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"

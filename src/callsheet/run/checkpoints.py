@@ -278,7 +278,7 @@ class Checkpoints:
     def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
         """Yield tensors like those that callbacks save in addition to the model's weights.
 
-        These are once more the weights that are trained, and what the callback has in another dtype.
+        These are the trained weights once more, and the callback's own tensors of other dtypes.
         """
         dtypes = {weight.dtype for weight in weights}
         for callback in self._callbacks_with_weights():

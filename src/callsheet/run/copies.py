@@ -31,7 +31,7 @@ class _Additions:
 
     def __call__(self) -> Any:
         owner = self._owner()
-        getstate: Any = type(owner).__getstate__  # every class has one since Python 3.11
+        getstate: Any = type(owner).__getstate__  # every class has a `__getstate__` since Python 3.11
         state = getstate(owner)
         return self._without(state) if isinstance(state, dict) else state
 
@@ -114,7 +114,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     def restore() -> None:
         values.remove(value)
-        # Otherwise another library has replaced the attribute since, and may still call our value.
+        # If the attribute has another value, another library has replaced it and may still call ours, so leave it in place.
         if attributes.get(name) is value:
             attributes[name] = values[-1]
             if values[-1] is _ABSENT:

@@ -33,8 +33,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_of_collective(error: BaseException) -> bool:
     """Return whether a collective operation failed, either one of callsheet's or one of torch's.
 
-    torch's backends have no exception class of their own for this.
-
     torch's backends have no exception class of their own, so the text of the error is checked.
 
     Return False for a `DistributedError`, because it already names the rank at fault.

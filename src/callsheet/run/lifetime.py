@@ -124,7 +124,7 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
-        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; the others learn of the loss here
+        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; the other ranks learn here that it is lost
             ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:
@@ -139,7 +139,7 @@ class Lifetime:
         ctx.close_all()
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return the reason for the run's outcome, such as what stopped the run, if the loop gave none."""
+        """Return a default reason for the run's outcome, for example which request stopped the run."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:

@@ -47,7 +47,7 @@ class Reducer(Protocol):
 class Series:
     """The values that were logged since the last metrics record under one name, or under several names in one tensor.
 
-    Or under several names whose values are logged in one tensor.
+    The names of one tensor are a tuple, with a name for each number.
     """
 
     __slots__ = ("across", "over", "unweighted", "values", "weights")
@@ -242,7 +242,7 @@ class MetricLog:
 _BY_MAX = ("max", "same")
 """Ways to combine the values of the ranks for which the maximum is used.
 
-`same` values do too, because a sum over three ranks divided by three may differ from the value.
+`same` values use the maximum too, because a sum over three ranks divided by three may differ from the value.
 """
 
 
@@ -300,7 +300,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()  # also if it needs no gradient yet, since it may need one before the record is made
+        return value.detach()  # detach any tensor, since it may require a gradient before the record is made
     try:
         if isinstance(value, str):
             raise TypeError
@@ -328,7 +328,7 @@ def _fetch(numbers: list[Any]) -> None:
     for device, places in by_device.items():
         torch, wide = sys.modules["torch"], _wide(device)
         parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their indices in `numbers`
-        scalars: dict[Any, list[int]] = {}  # by dtype, since tensors of one dtype can be stacked
+        scalars: dict[Any, list[int]] = {}  # indices by dtype, since tensors of one dtype can be stacked
         for place in places:
             if numbers[place].dim():
                 parts.append((numbers[place], [place]))

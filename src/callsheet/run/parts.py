@@ -19,7 +19,7 @@ from callsheet.core.time import Interval
 class DueEvaluation:
     """An evaluation that is due at the end of a step, epoch or round, after `step`, and not done yet.
 
-    The boundary is that of a `"step"`, an `"epoch"` or a `"round"`.
+    `boundary` is `"step"`, `"epoch"` or `"round"`; `names` are the names of the datasets.
 
     `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before this evaluation. Checkpoints store these
     fields under their names.
@@ -119,7 +119,7 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests; if there are none, it was requested by a call of `save`.
+        """Save a checkpoint for these requests. Without requests, the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """

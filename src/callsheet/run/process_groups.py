@@ -163,7 +163,7 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Leave a message in the store that tells the other ranks why this rank ends."""
+        """Write to the rendezvous store why this rank ends, so that the other ranks can report it."""
         if self.size > 1 and not isinstance(error, DistributedError):
             first = (text_of(error).splitlines() or [""])[0][:300]
             self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
@@ -271,7 +271,7 @@ class ProcessGroups:
 
 
 class _Notes:
-    """The messages that the ranks of one run leave for each other in the store.
+    """The messages that the ranks of one run leave for each other in the rendezvous store.
 
     They say why a rank has ended, and which ranks are present.
 
@@ -323,7 +323,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank has asked whether the others still run."""
+        """Return whether some rank has called `question`, to find out which ranks still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:
@@ -364,7 +364,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # a thread that waits for a silent store must not be joined
+        if not self._notes.is_silent:  # the thread may wait for ever for a store that does not answer
             self._thread.join(LOOK_SECONDS)
 
 

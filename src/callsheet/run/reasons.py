@@ -6,7 +6,7 @@ import re
 
 from callsheet.errors import text_of
 
-_LONGEST = 300  # the most characters of a reason
+_LONGEST = 300  # the maximum number of characters of a reason
 _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(

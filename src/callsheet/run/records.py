@@ -36,7 +36,7 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # made here, because after a fork an older one would describe the parent process
+        if device.type != "cuda":  # created here, because an object from before a fork would describe the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
@@ -82,7 +82,7 @@ class Records:
             self.tally.since_record()
             self.metrics.clear()  # discard the values without waiting for the device
             return
-        # No rank has logged anything since the last record.
+        # If no rank has logged anything since the last record at this step, make no second one.
         if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
@@ -144,5 +144,5 @@ class Records:
         self.metrics.load_state_dict(state["metrics"])
         self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
-        # The key in earlier versions.
+        # Earlier versions of callsheet saved this step under the key `told_at`.
         self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]

@@ -1,4 +1,4 @@
-"""A run: the one place that assembles its parts, both for the Trainer and for other frameworks' loops."""
+"""The class `Run`, which assembles the parts of a run, both for the Trainer and for other frameworks' loops."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Run:
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         world.at_step = lambda: ctx.step
-        for close in (self.guard.end, world.close, log_ranks.end):  # these are called in reverse order
+        for close in (self.guard.end, world.close, log_ranks.end):  # these functions are called in reverse order
             lifetime.at_end(close)
 
     def tell_loggers(self, settings: Mapping[str, Any]) -> None:

@@ -98,13 +98,13 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # it is this process, which may have called `exec` since
+        if self.pid == os.getpid():  # a claim with an unknown token is from before this process called `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
 
 def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that owns the run in `folder`; None if there is none or it cannot be read.
+    """Return the claim that owns the run in `folder`; None if there is no claim or it cannot be read.
 
     A claim is the content of a lock file. This function writes nothing.
     """
@@ -148,7 +148,8 @@ class RunLock:
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
         self._lost = ""
-        self._seen: dict[int, tuple[bytes, float]] = {}  # by lock file: its content, and the time when it last changed
+        # For each lock file, its content and the time when the content last changed.
+        self._seen: dict[int, tuple[bytes, float]] = {}
         self._has_logged_waiting = False
         self._thread = 0  # the thread that acquired the lock
         self._pid = os.getpid()
@@ -275,7 +276,7 @@ class RunLock:
         number, record = highest + 1, _new_claim()
         created: list[Path] = []
         descriptor = _created(self._path / str(number), created)
-        if descriptor is None:  # another process that waits created this lock file first
+        if descriptor is None:  # another process, which waits for the lock too, created this file first
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
         try:
@@ -345,7 +346,7 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # so that other machines see the new heartbeat
+        os.fsync(self._descriptor)  # make the new heartbeat visible to other machines
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
@@ -354,7 +355,7 @@ class _Ownership:
     def is_intact(self) -> bool:
         """Return whether this process still owns the run's folder.
 
-        If the folder cannot be read, it still does, since no other run can take the folder over then.
+        If the folder cannot be read, the answer is yes, since no other run can take the folder over then.
         """
         if self._is_in_place():
             return True
@@ -476,7 +477,7 @@ def process_started(pid: int) -> str:
             os.kill(pid, 0)
         except ProcessLookupError:
             return ""
-        except OSError:  # its files belong to another user
+        except OSError:  # the process exists and belongs to another user
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()

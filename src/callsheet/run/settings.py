@@ -1,4 +1,4 @@
-"""What a run was started with, as plain data: its model, optimizer, scheduler, callbacks and options."""
+"""The settings of a run as plain data: its model, optimizer, scheduler, callbacks and options."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from callsheet.run.reasons import is_secret, one_line
 logger = logging.getLogger("callsheet")
 
 _DEEPEST = 6
-_MOST_VALUES = 200  # of a mapping or a list
-_LONGEST = 2000  # characters of a text
+_MOST_VALUES = 200  # the maximum number of values that are recorded of one mapping or list
+_LONGEST = 2000  # the maximum number of characters that are recorded of one text
 _CHANGING = ("last_epoch", "verbose")  # attributes of torch's schedulers that are not settings
 
 
 def settings_of(
     model: nn.Module | None, optimizer: Any, scheduler: Any, callbacks: Iterable[Callback], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the run was started with as plain data, with `...` in place of what looks like a credential.
+    """Return the settings with which the run was started as plain data, with `...` in place of possible credentials.
 
     Objects have the form `{"class_path": ..., "init_args": ...}`, as in a recipe's file. The arguments of an optimizer are the
     options of its parameter groups, with the initial learning rates; those of a scheduler are its public attributes. A part that
@@ -64,9 +64,9 @@ def settings_of(
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` as plain data. An object of another class is described by its class alone.
+    """Return `value` as plain data. An object that has no plain form is replaced by the import path of its class.
 
-    Its `repr` is not used: it may have an address, which would differ in every run.
+    The object's `repr` is not used: it may contain an address, which would differ in every run.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -110,7 +110,7 @@ def _model(model: nn.Module | None) -> dict[str, Any]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and others wrap it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap the optimizer, which Accelerate and other libraries wrap
     groups = [_group(group) for group in getattr(optimizer, "param_groups", None) or [{}]]
     common = {name: value for name, value in groups[0].items() if all(group.get(name) == value for group in groups)}
     different = {
@@ -126,14 +126,14 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     if "initial_lr" in group:
-        options["lr"] = group["initial_lr"]  # a scheduler has set `lr` already
+        options["lr"] = group["initial_lr"]  # the scheduler may have changed `lr` already
     return {name: plain(value.item() if hasattr(value, "item") else value) for name, value in options.items()}
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps it
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap the scheduler, which Accelerate wraps
     values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
@@ -141,7 +141,7 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
 
 def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     callback = inner(callback)
-    foreign = getattr(callback, "foreign", None)  # another framework's callback: how it was constructed is unknown
+    foreign = getattr(callback, "foreign", None)  # the constructor's arguments of another framework's callback are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
     try:

@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # stays ignored: Ctrl-C should not reach a process in the background
+                    continue  # leave the signal ignored: Ctrl-C should not reach a process in the background
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -90,7 +90,7 @@ class SignalWatch:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():
-            if earlier is not None:  # None means that C code set it, so Python cannot restore it
+            if earlier is not None:  # None means that C code set the handler, so Python cannot restore it
                 signal.signal(number, earlier)
         self._earlier.clear()
 
@@ -128,7 +128,7 @@ class _Clock:
                 watch.saw(number)
 
     def close(self) -> None:
-        """End the thread by a message. Closing the pipe would not end it, because a forked child may hold the pipe open."""
+        """End the thread by sending a message through the pipe. Closing the pipe would not end it, because a forked child may hold the pipe open."""
         os.write(self._write, b"\0")
         self._thread.join()
         self.close_descriptors()
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has set its own descriptor since
+        if current not in (-1, self._write):  # other code has meanwhile set its own descriptor, so restore that
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

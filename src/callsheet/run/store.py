@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not declare these exports
 
 from callsheet.core.ranks import Ranks, initialised_distributed
 from callsheet.errors import ConfigError, DistributedError
@@ -111,7 +111,7 @@ def _where() -> tuple[str, int]:
 def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
     """Connect to the rendezvous store as `init_method="env://"` does, but without waiting for the other ranks.
 
-    torch could not name the ranks that are missing.
+    If torch waited here, its error would not name the missing ranks.
     """
     is_keeper = keeper_of_store() == "rank 0" and ranks.rank == 0
     left = timedelta(seconds=max(0.1, deadline - time.monotonic()))

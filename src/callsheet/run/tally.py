@@ -60,7 +60,7 @@ class Tally:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have counted since the last `update_timestamp`, and what was added since the last record.
+        """Return the samples, tokens and seconds that all ranks have counted since `update_timestamp`, and those since the last record.
 
         This is a collective.
         """

@@ -110,7 +110,7 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    # If this wraps another framework's callback, use the class of that callback.
+    # If `shown` wraps another framework's callback, use the class of that callback.
     name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
@@ -185,7 +185,7 @@ def _check_usable(device: torch.device) -> None:
         return  # do not check CUDA here: it must not be initialized before the rank's own device is set
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # the class depends on the device: AssertionError, RuntimeError, NotImplementedError
+    except Exception as error:  # the class of the error depends on the device: AssertionError, RuntimeError, NotImplementedError
         why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(
             f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' to use what is available"
@@ -198,7 +198,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model does not support it.
     """
-    # The new and the old name of this method in transformers.
+    # transformers has a new and an old name for this method.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:

@@ -50,7 +50,7 @@ class TrainBatches:
         self._argument = ""
         self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the batches that are left of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the loaded state, until its epoch begins
+        self._resumed: Mapping[str, Any] | None = None  # the state from a checkpoint, until the saved epoch is continued
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -101,7 +101,7 @@ class TrainBatches:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            # Restored last, because opening the data has drawn random numbers.
+            # Restore the random states last, because opening the data has drawn random numbers.
             restore_random_state_of(self._loader, resumed["now"])
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)

@@ -138,7 +138,7 @@ class Evaluation:
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
-        # Whether a signal may end the running evaluation early; not if the user called it directly.
+        # Whether a signal may end the running evaluation early. False if the user called the evaluation directly.
         self._may_be_called_off = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}

@@ -128,14 +128,14 @@ class MicrobatchPlan:
             self._scale = None if here * world.size == in_all else here * world.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
-            # `torch.as_tensor` would wait for the device here.
+            # Use `torch.full`, because `torch.as_tensor` would wait for the device here.
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
             self._scale = mine * world.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss, with which the ranks' averaged gradient is that of the global mean; see the class."""
+        """The factor for this rank's loss that makes the average of the ranks' gradients that of the global mean; see the class."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -154,7 +154,7 @@ class MicrobatchPlan:
         return None if any(count is None for count in counted) else sum(counted)
 
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
-        """Return the loss of a microbatch, scaled so that `backward` can be called on it.
+        """Return the loss of a microbatch multiplied by its weight in the step's mean. `backward` is called on the result.
 
         Over all microbatches, the gradients add up to those of the step's mean loss. The ranks average them.
         """

@@ -154,7 +154,8 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            self._wrapped.set_requires_gradient_sync(meet)  # `fully_shard` has changed its class to an FSDPModule
+            # `fully_shard` has made the model an FSDPModule, which has this method.
+            self._wrapped.set_requires_gradient_sync(meet)
 
 
 def clip_gradients(parameters: Iterable[Tensor], longest: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Precision: the type in which forward pass and loss are computed, and loss scaling for fp16."""
+"""Precision: the dtype in which forward pass and loss are computed, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Precision:
 
     @property
     def type(self) -> torch.dtype | None:
-        """The type in which the forward pass is computed, or None for the model's own type."""
+        """The dtype in which the forward pass is computed, or None for the model's own dtype."""
         return _TYPES.get(self.name)
 
     @property

@@ -271,7 +271,7 @@ def counts_of(batch: Any) -> tuple[int, int]:
         if (ids := batch.get("input_ids")) is not None:
             return ids.size(0), ids.numel()
         batch = tuple(batch.values())
-    if type(batch) in (list, tuple) and batch:  # a fast path, because this is called at every step
+    if type(batch) in (list, tuple) and batch:  # a fast path, because this function is called at every step
         first = batch[0]
         if type(first) is Tensor and first.ndim and (length := first.size(0)):
             return length, 0

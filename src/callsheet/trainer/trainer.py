@@ -244,7 +244,7 @@ class Trainer:
         )
         self.ctx = run.ctx
         self.ctx.loss_is_new = True
-        # Ends the run when the trainer is garbage-collected, or when the process exits.
+        # End the run when the trainer is garbage-collected, or when the process exits.
         self._end = weakref.finalize(self, run.lifetime.end)
         with run.lifetime, self._doing("set-up"):
             if run_name is not None and train_dataloader is not None and optimizer is not None:
@@ -400,10 +400,10 @@ class Trainer:
                     longest,
                 )
 
-    # --- evaluating ---
+    # --- evaluation, test and prediction ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
-        """Return the losses and metrics by the dataset's name, for every evaluator or for `dataloader`.
+        """Evaluate the data of every evaluator, or only `dataloader`, and return the losses and metrics by dataset name.
 
         The result is the same on all ranks.
 
@@ -421,7 +421,7 @@ class Trainer:
             return self._run.boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """Return the mean losses and metrics over a test set. They are the same on all ranks.
+        """Run the model over a test set, and return the mean losses and metrics. They are the same on all ranks.
 
         Raises the same errors as `evaluate`.
         """
@@ -486,7 +486,7 @@ class Trainer:
         }
         return {name: part for name, part in shared.items() if part is not None}, local
 
-    # --- the end ---
+    # --- ending the run ---
 
     def close(self) -> None:
         """End the run if it has not ended. This can be called twice.
@@ -498,7 +498,7 @@ class Trainer:
         with self._doing("close"):
             self._end()
 
-    # --- set-up and errors ---
+    # --- the `with` block, and notes on errors ---
 
     def __enter__(self) -> Self:
         return self
@@ -538,7 +538,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add notes to an error that say what is known about its cause.
+        """Add notes about the probable cause to an error.
 
         Also leave a message for the other ranks, which will miss this rank.
 

@@ -4,8 +4,8 @@ The data are JSON, tensors and, only if allowed, pickles for everything else.
 
 A value that JSON lacks is an object with one key that starts with `@`:
 
-    {"@callback": {...}}       a class's path, the constructor's arguments, settings such as `ranks` that were set on it, and its
-    state {"@import": path}          a class or function, by its import path
+    {"@callback": {...}}       a class's path, the constructor's arguments, settings that were set on the instance, and the state
+    {"@import": path}          a class or function, by its import path
     {"@dataclass": [path, {field: value}]}   {"@enum": [path, name]}   {"@partial": [function, args, kwargs]}
     {"@path": text}            {"@set": [...]}   {"@frozenset": [...]}   {"@dtype": name}   {"@device": name}
     {"@dict": [[key, value], ...]}           a dict with a key that starts with `@`
@@ -345,7 +345,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # if NumPy is not imported, nothing is an array
+    numpy = sys.modules.get("numpy")  # if NumPy is not imported, the value cannot be an array
     is_one = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
     return is_one and value.dtype.kind in "biufcmM"
 
@@ -359,7 +359,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type annotations
         """Pickles the script's classes and functions by name, so that pickles and data refer to the same objects."""
 
         def persistent_id(self, obj: Any) -> Any:

@@ -64,9 +64,8 @@ def name_of(kind: Any) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[
-        2
-    ]  # cut off, since cloudpickle does not keep this prefix
+    # The prefix is cut off, since cloudpickle does not keep it.
+    name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
 
@@ -111,7 +110,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # None as in a script, so that multiprocessing uses the module's path
+    module.__spec__ = None  # a script has no `__spec__` either, so that multiprocessing uses the module's path
     return module
 
 

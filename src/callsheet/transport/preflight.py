@@ -44,7 +44,8 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
     answered, output = folder / _ANSWER, folder / "preflight.log"
     try:
-        with open(output, "wb") as log:  # not a pipe: a process started by a constructor might keep it open
+        # Use a file instead of a pipe, since a process that a constructor starts might keep a pipe open.
+        with open(output, "wb") as log:
             done = subprocess.run(
                 command(__name__),
                 env={**os.environ, **variables},

@@ -1,6 +1,6 @@
-"""Calls `main` of one of callsheet's modules, whose name is the argument. It is run by its path in a fresh interpreter.
+"""Calls `main` of the callsheet module that the argument names. A fresh interpreter runs this script by its path.
 
-It is run by its path and not as a module, so that it is found in the same place as by the starting process. Later imports use the
+A path instead of a module name ensures that both processes use the same callsheet. Later imports use the
 payload's `sys.path`.
 """
 

@@ -1,4 +1,4 @@
-"""The events of callsheet that are fired at each call in a loop with Accelerate, and those that are never fired."""
+"""For each call in a loop with Accelerate, the events of callsheet that are fired there; and the events that are never fired."""
 
 from __future__ import annotations
 

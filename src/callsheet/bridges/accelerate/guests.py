@@ -87,7 +87,7 @@ class TrackerGuest(Guest, Logger):
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values that are a single number, as floats."""
+    """Return the values that are a single number, without the other values."""
     return {
         name: value
         for name, value in values.items()

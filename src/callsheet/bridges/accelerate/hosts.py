@@ -216,7 +216,7 @@ class AcceleratedRun(AttachedRun):
                 self._group = []
                 yield batch
                 if self._has_given_up:
-                    break  # type: ignore[unreachable]  # a hook may have given up
+                    break  # type: ignore[unreachable]  # a hook may have called `_give_up` after an error
                 self._backward.is_on = False
                 self._end_microbatch()
             if not self._has_given_up:
@@ -255,9 +255,9 @@ class AcceleratedRun(AttachedRun):
     def _left_of(self, dataloader: Any) -> Iterable[Any]:
         skip, self._to_skip = self._to_skip, 0
         self._taken = skip
-        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own count starts at 0 in a new process
+        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own epoch count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        # The loader itself continues at its saved position.
+        # A stateful dataloader continues at its saved position by itself.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
@@ -362,7 +362,7 @@ class AcceleratedRun(AttachedRun):
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                # The states need not be written, since the accelerator has done so.
+                # The accelerator has already written the callbacks' states.
                 self._run.fire_checkpoint(str(folder), lambda info: None)
         except Exception as error:
             self._give_up(error)
@@ -390,7 +390,7 @@ class AcceleratedRun(AttachedRun):
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. Inside the `with` block this happens at once, otherwise when the block is entered.
+        """Restore the callbacks' states and the run's progress: at once inside the `with` block, otherwise when it is entered.
 
         Raises:
             RequestRejected: this is called within an epoch.
@@ -451,7 +451,7 @@ def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
     return lambda *args, **kwargs: ours(theirs, *args, **kwargs)
 
 
-class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+class _Tracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read Accelerate's types
     """A tracker that adds what the loop logs with `accelerator.log` to callsheet's metrics records."""
 
     name = "callsheet"

@@ -1,4 +1,4 @@
-"""The events of callsheet that are fired at each hook of AutoModel, and those that are never fired."""
+"""For each hook of AutoModel, the events of callsheet that are fired there; and the events that are never fired."""
 
 from __future__ import annotations
 

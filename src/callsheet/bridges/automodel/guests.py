@@ -75,7 +75,7 @@ class AutoModelGuest(Guest):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
         if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
-        self.OWN = own  # type: ignore[misc]  # set on this instance, so that events without listeners cost nothing
+        self.OWN = own  # type: ignore[misc]  # `OWN` is set on this instance, so that events without listeners cost nothing
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
         self.reported: BaseException | None = None
@@ -100,7 +100,7 @@ class AutoModelGuest(Guest):
 
         def call(ctx: Context) -> None:
             if theirs == "on_validation_end" and ctx.standalone:
-                return  # do not report it: AutoModel evaluates only during training
+                return  # do not report a standalone evaluation: AutoModel evaluates only during training
             facade = self.facade_for(ctx)
             facade.step_scheduler._is_in_training = is_in_training
             method(facade if self.recipe is None else self.recipe, **({} if given is None else given(self, ctx)))
@@ -129,10 +129,10 @@ class AutoModelGuest(Guest):
             self.reported = error
             self.foreign.on_exception(self.recipe if self.recipe is not None else self.facade, exception=error)
 
-    # --- its state ---
+    # --- the state of AutoModel's callback ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of AutoModel's callback; for a `CallbackRunner`, those of its callbacks, by index and class."""
+        """Return the state of AutoModel's callback; for a `CallbackRunner`, the states of all its callbacks, by index and class."""
         if not isinstance(self.foreign, CallbackRunner):
             return super().state_dict()
         return {place: each.state_dict() for place, each in self._stateful().items()}
@@ -222,7 +222,7 @@ class AutoModelGuest(Guest):
 
     def _checkpoint_info(self, ctx: Context) -> dict[str, Any]:
         info = ctx.checkpoint
-        assert info is not None  # at this event, a checkpoint was written
+        assert info is not None  # this event is fired only after a checkpoint was written
         best = (info.best_metric_key or "").partition("/")[0]
         return {
             "checkpoint_info": {

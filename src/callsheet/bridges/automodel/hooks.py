@@ -156,9 +156,8 @@ class CalledModel(NotCopied):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            watch.listen(
-                driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
-            )  # also counts listeners to earlier events of the step
+            # `listens_to` is also True if only earlier events of the step have listeners.
+            watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
         watch.total, watch.is_on = None, True

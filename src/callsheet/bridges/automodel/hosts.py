@@ -219,7 +219,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     # --- steps ---
 
     def on_train_batch_end(self, recipe: Any, *, train_log_data: Any = None, **_: Any) -> None:
-        """End the step, and carry out what is due after it, such as a requested stop or save."""
+        """End the step, and carry out the actions that are due after it, such as a requested stop or save."""
         run = self._run
         if run is None:
             return

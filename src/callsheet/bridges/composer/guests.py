@@ -152,7 +152,7 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """Close Composer's callback at the run's end. The last one also calls `post_close` of all. Errors are only logged."""
+        """Close Composer's callback at the run's end. The last guest also calls `post_close` of all. Errors are only logged."""
         run = self._run
         if run is None:
             return
@@ -177,7 +177,7 @@ class ComposerGuest(Guest):
     def _forget(self, run: ComposerRun) -> None:
         self._run = self._given
 
-    # --- counting, which the first guest does for all ---
+    # --- counting, which the first guest does for all guests ---
 
     def _counts(self) -> ComposerRun | None:
         run = self._run

@@ -146,7 +146,7 @@ class StepLosses:
         return sum((loss * (count / samples) for loss, count in parts[1:]), start=parts[0][0] * (parts[0][1] / samples))
 
 
-class Listener(LoggerDestination):  # type: ignore[misc]  # Composer's types are not read
+class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read Composer's types
     """Add everything that is logged to Composer's Logger to callsheet's metrics records too."""
 
     def __init__(self, run: HostedRun, logger: Any) -> None:

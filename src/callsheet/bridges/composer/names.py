@@ -139,7 +139,7 @@ class Callback:
         """Called when all callbacks have been closed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint saves for this callback."""
+        """Return the state of this callback, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

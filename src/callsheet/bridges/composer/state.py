@@ -76,7 +76,7 @@ class State(Facade):
         return None if longest is None else self.timestamp.get(longest.unit) / longest
 
     def stop_training(self) -> None:
-        """Request that training stops after this step, and after what is due at its end, such as an evaluation."""
+        """Request that training stops after this step and the actions at its end, such as an evaluation."""
         run = self._run
         longest = self.max_duration
         unit = longest.unit.value if longest is not None and longest.unit.value != "ep" else "ba"

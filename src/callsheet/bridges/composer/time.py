@@ -257,7 +257,7 @@ class Timestamp:
     def __ge__(self, other: Any) -> bool:
         return self._against(other, lambda a, b: a >= b)
 
-    __hash__ = None  # type: ignore[assignment]  # it equals times of several units, whose hashes differ
+    __hash__ = None  # type: ignore[assignment]  # a Timestamp equals times of several units, whose hashes differ
 
     def to_next_batch(self, samples: Any = 0, tokens: Any = 0, duration: datetime.timedelta | None = None) -> Timestamp:
         """Return the timestamp after one more batch."""

@@ -36,7 +36,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 
-class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Composer's types are not read
+class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy does not read Composer's types
     """The Composer callback that `callsheet.bridges.composer.host` returns: it fires callsheet's events in Composer's Trainer."""
 
     _IS_END_REPORTED = True
@@ -70,7 +70,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
 
         If callsheet itself fails, training continues without it.
         """
-        handler = self._handlers.get(event._value_)  # by the event's value, since the hash of the event itself is slow
+        handler = self._handlers.get(event._value_)  # looked up by the event's value, since hashing the event itself is slow
         if handler is None:
             return
         try:
@@ -190,7 +190,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # Compose
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again; its last loss counts
+        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again; only the loss of the last call counts
             self._handlers = self._tables.of_closure()
         else:
             driver.start("forward_backward")

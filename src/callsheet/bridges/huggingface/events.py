@@ -1,4 +1,4 @@
-"""The events of callsheet that are fired at each event or call of the Trainer, and those that are never fired."""
+"""For each event or call of the Trainer, the events of callsheet that are fired there; and the events that are never fired."""
 
 from __future__ import annotations
 

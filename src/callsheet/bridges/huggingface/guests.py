@@ -26,7 +26,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # for the end of the microbatch before, since a step's last one has no such event
+    "on_microbatch_start": ("on_substep_end",),  # ends the previous microbatch, since the last one of a step has no such event
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),

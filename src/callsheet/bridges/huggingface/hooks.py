@@ -1,6 +1,6 @@
-"""Hooks for what the Hugging Face Trainer has no events for.
+"""Hooks for the parts of training for which the Hugging Face Trainer has no events.
 
-They are wrappers around three of its methods, and hooks in the model.
+The hooks are wrappers around three methods of the Trainer, and PyTorch hooks in the model.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class _HostRequests:
         self.control.should_evaluate = True
 
 
-class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers' types
     """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer."""
 
     _run: HostedRun | None = None
@@ -314,7 +314,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
         run.driver.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Carry out what is due after a step, such as a metrics record or a requested stop or save."""
+        """Carry out the actions that are due after a step, such as a metrics record or a requested stop or save."""
         run = self._run
         if run is None:
             return
@@ -448,7 +448,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # trans
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # not for an evaluation before training begins
+        if run.driver.is_open("train"):  # skipped for an evaluation before training begins
             self._fire_due(run)
 
     @in_a_run

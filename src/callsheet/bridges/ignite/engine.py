@@ -33,7 +33,7 @@ It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
 """
 
 
-class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
+class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's types
     """Ignite's `engine.state`, without `dataloader` and `seed`, which callsheet lacks. Handlers may add attributes to it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class GuestState(State):  # type: ignore[misc]  # Ignite's types are not read
         )
 
 
-class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
+class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
     """Replaces Ignite's trainer for handlers that run in callsheet's loop. They may call its methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
@@ -60,7 +60,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # Ignite's types are not read
 
     def __init__(self, output: Callable[[Context], Any] = lambda ctx: ctx.loss) -> None:
         super().__init__(_runs_nothing)
-        self._at: dict[int, tuple[Any, list[Any]]] = {}  # by the id of an event: the event and its handlers
+        self._at: dict[int, tuple[Any, list[Any]]] = {}  # for each event, by its id: the event and its handlers
         self.state = GuestState()
         self.output = output
         self.evaluators: dict[str, GuestEngine] = {}
@@ -163,7 +163,7 @@ for _name in dir(Engine):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are a single number."""
+    """Return the metrics that are a single number, without the other metrics."""
     return {
         str(name): float(value)
         for name, value in metrics.items()

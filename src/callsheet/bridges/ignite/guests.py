@@ -117,7 +117,7 @@ class IgniteGuest(Guest):
         """Return whether a handler is attached for the event."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # The method for this event also counts iterations, for the event at their end.
+            # The method for this event also counts the iterations, which the event at their end reads.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -203,7 +203,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # not if the epoch was left early, for which Ignite fires no event
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # skipped if the epoch was left early, since Ignite then fires no event
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 

@@ -192,7 +192,7 @@ class IgniteHost(HostBase):
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        self._forget_earlier_run()  # end an interrupted run, which is not continued
+        self._forget_earlier_run()  # end an earlier run that was interrupted, since it is not continued
         self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
         me = weakref.proxy(self)  # a weak reference, because the run must not keep the engine and its handlers alive
@@ -289,7 +289,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # no run, or the step has already begun
+            if run is None or self._microbatches:  # there is no run, or the step has already begun
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
@@ -405,7 +405,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out what is due after an epoch, such as a save, if this has waited for the epoch's evaluation."""
+        """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -418,7 +418,7 @@ class IgniteHost(HostBase):
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the evaluation, and carry out what is due after the epoch and has waited for it, because the trainer continues."""
+        """End the evaluation and carry out the actions that have waited for it, because the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
@@ -492,11 +492,11 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the code that ran this requested evaluation does the rest
+        if self._evaluations.is_requested:  # the code that started the requested evaluation also fires the events after it
             return
         run.fire_record()
         if self._evaluations.is_awaited:
-            run.control.done("evaluate")  # this evaluation satisfies requests that were made since then
+            run.control.done("evaluate")  # this evaluation also satisfies requests that were made since the epoch's end
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
@@ -520,7 +520,7 @@ class IgniteHost(HostBase):
             return
         if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
             self._is_due_fired = False
-            run.fire_checkpoint(path, lambda info: None)  # the states need not be written, since the handler has done so
+            run.fire_checkpoint(path, lambda info: None)  # the handler has already written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states and the run's progress.

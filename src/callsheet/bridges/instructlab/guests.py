@@ -142,7 +142,7 @@ class InstructLabGuest(Guest):
 
     def _logged(self, ctx: Context) -> Awaitable[None] | None:
         values = ctx.record.values
-        if "train/loss" not in values:  # this is the record of an evaluation: there was no step since the last record
+        if "train/loss" not in values:  # the record is that of an evaluation: no step has ended since the last record
             return None
         context, now, last = self.context, ctx.state.timestamp, self._last
         steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
@@ -241,7 +241,7 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None
-    except BaseException as error:  # including SystemExit, because a hook must not end training
+    except BaseException as error:  # catches SystemExit too, because a hook must not end training
         log_failure(method, context, error)
         return None
 

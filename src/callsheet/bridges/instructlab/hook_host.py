@@ -52,13 +52,13 @@ def host_of(
 
 @functools.cache
 def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
-    """Make the class of that InstructLab callback, derived from InstructLab's own base class if it is installed.
+    """Create the class of an InstructLab callback that passes its hooks to `InstructLabHost`, derived from `TrainerCallback`.
 
     InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So the class
     uses no name outside its methods except that of its base.
     """
 
-    class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # whichever is installed
+    class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # the base is InstructLab's class or callsheet's copy
         """An InstructLab callback that passes each hook on to `InstructLabHost`."""
 
         def __init__(self, host=None):  # type: ignore[no-untyped-def]

@@ -32,7 +32,7 @@ def host(
     Raises:
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
     """
-    # Imported here, because it imports InstructLab if that is installed.
+    # `hook_host` is imported only here, because it imports InstructLab if that is installed.
     from callsheet.bridges.instructlab.hook_host import host_of
 
     return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)

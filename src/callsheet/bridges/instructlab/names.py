@@ -121,7 +121,7 @@ class TrainerCallback:
         """Called after a checkpoint was written to `checkpoint_path`."""
 
     def on_step_end(self, context: TrainingContext) -> Any:
-        """Called after a step, and after what was evaluated and saved at its end."""
+        """Called after a step, and after the evaluations and saves at its end."""
 
     def on_epoch_end(self, context: TrainingContext) -> Any:
         """Called after an epoch."""
@@ -188,8 +188,8 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The message begins with the words of the original, here and below, because tests that were written for it match
-            # them.
+            # The message, here and below, begins with the words of InstructLab's own, which tests that are written for
+            # InstructLab compare.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
@@ -221,9 +221,10 @@ class CallbackManager:
         try:
             result = method(context)
             if inspect.isawaitable(result):
-                self._runner = self._runner or asyncio.Runner()  # one event loop for all hooks, so that they can keep clients
+                # One event loop for all hooks, so that their network clients stay usable.
+                self._runner = self._runner or asyncio.Runner()
                 self._runner.run(awaited(result))
-        except BaseException as error:  # including SystemExit, because a hook must not end the program
+        except BaseException as error:  # catches SystemExit too, because a hook must not end the program
             log_failure(method, context, error)
 
     def _finish(self) -> None:

@@ -84,7 +84,7 @@ class HookedRun(Run):
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
             signals=SignalWatch(()),
-            # Not the other ranks, since training itself calls collectives.
+            # This run communicates with no other rank, since its collectives could mix with those of training.
             world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
             device=torch.device(device),
@@ -175,7 +175,7 @@ class HookedRun(Run):
         self.lifetime.fail(error)
         self.lifetime.end()
 
-    # --- its position ---
+    # --- the position in training ---
 
     def go_to(self, context: TrainingContext) -> None:
         """Set the current epoch and step to InstructLab's.
@@ -207,7 +207,7 @@ class HookedRun(Run):
             self.ctx.loss = self.loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = None  # not known yet: InstructLab reports the norm later, at `on_log`
+        self.ctx.grad_norm = None  # the norm is not known yet: InstructLab reports it later, at `on_log`
 
     def _stepped(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
@@ -273,7 +273,7 @@ class HookedRun(Run):
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            # The values go into the next metrics record.
+            # No evaluation may be fired now, so log the values into the next metrics record.
             ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
             return
         driver.start("eval")

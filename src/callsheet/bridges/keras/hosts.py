@@ -95,7 +95,7 @@ def host(
     )  # fmt: skip
 
 
-class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not read Keras's types
     """The Keras callback that `host` returns: it fires callsheet's events in Keras's loops."""
 
     _STOPS_IF_PREEMPTED = True

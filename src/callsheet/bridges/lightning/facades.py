@@ -350,7 +350,7 @@ class TrainerFacade(OfGuest):
 
     log_dir = default_root_dir
 
-    # --- its parts ---
+    # --- the Trainer's parts ---
 
     @property
     def callbacks(self) -> list[Any]:

@@ -178,8 +178,9 @@ class LightningGuest(Guest):
         return handle
 
     def _epoch_end_handler(self, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the hook after the evaluation at the epoch's end, or at the first event that shows that
-        there is none.
+        """Return a handler that calls the hook after the evaluation at the epoch's end.
+
+        Without such an evaluation, the handler calls the hook at the first event that shows that none follows.
         """
 
         def handle(ctx: Context) -> None:
@@ -230,7 +231,7 @@ class LightningGuest(Guest):
     def _start_microbatch(self, ctx: Context) -> None:
         batch = ctx.batch
         if batch is self._batch:
-            return  # this is another microbatch of the same batch
+            return  # the microbatch belongs to the batch that has already begun
         self.ctx = ctx
         if self._batch is not _NONE:
             self.is_step_over = False
@@ -303,7 +304,7 @@ class LightningGuest(Guest):
         self.trainer._set_state(what, what)
         self._call("setup", stage=self.trainer.state.fn)
 
-    # --- numbers ---
+    # --- metrics ---
 
     def _note_record(self, ctx: Context) -> None:
         for name, value in ctx.record.values.items():
@@ -357,7 +358,7 @@ class LightningGuest(Guest):
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the callback's own state and what it adds to a checkpoint.
+        """Return the callback's own state, and the data that its `on_save_checkpoint` adds to a checkpoint.
 
         callsheet's checkpoint already contains the model's weights.
         """

@@ -75,7 +75,7 @@ def host(
     )
 
 
-class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
+class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy does not read Lightning's types
     """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
 
     def __init__(
@@ -338,12 +338,12 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # Light
         loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """Log what the LightningModule has logged since the last call."""
+        """Log the values that the LightningModule has logged since the last call."""
         if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return those metrics of Lightning that have changed since the last call.
+        """Return the metrics of Lightning that have changed since the last call.
 
         Lightning makes a new tensor for each value.
         """

@@ -25,7 +25,7 @@ class ModuleFacade(OfGuest):
     automatic_optimization = True
     example_input_array = None
 
-    @property  # type: ignore[misc]  # object's may also be set
+    @property  # type: ignore[misc]  # `object.__class__` has a setter, and this property has none
     def __class__(self) -> Any:
         """The class for `isinstance`: LightningModule, because Lightning's `is_overridden` checks this first."""
         return self._guest.package.LightningModule

@@ -33,7 +33,7 @@ class Methods:
         """Replace the method, so that `around(method, *args, **kwargs)` is called instead."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # so that Lightning finds out the parameters and whether the method was overridden
+        @functools.wraps(method)  # Lightning inspects the method's parameters and whether it was overridden
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
@@ -130,7 +130,7 @@ class ClosureWatch(BackwardWatch):
         self.is_on = False
 
     def keep_last(self) -> None:
-        """Store the loss of the closure's last evaluation, replacing those of earlier ones."""
+        """Store the loss of the closure's last evaluation, which replaces the losses of earlier evaluations."""
         if self.total is not None:
             self.last = self.total if self.before is None else self.before + self.total
             self.total = None

@@ -1,4 +1,4 @@
-"""The events of callsheet that are fired at each event of Megatron Bridge, and those that are never fired."""
+"""For each event of Megatron Bridge, the events of callsheet that are fired there; and the events that are never fired."""
 
 from __future__ import annotations
 

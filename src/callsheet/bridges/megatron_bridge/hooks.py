@@ -31,7 +31,7 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
         except Exception as error:
             self._run.driver.give_up(error)  # the hook then returns None, which changes nothing
 
-    return called  # type: ignore[return-value]  # it has the same signature
+    return called  # type: ignore[return-value]  # the wrapper has the same signature
 
 
 class MegatronForwardHooks(NotCopied):
@@ -84,7 +84,7 @@ class MegatronForwardHooks(NotCopied):
             driver.start_step()
         if not driver.listens_to("forward"):
             return _replaced(batch, ctx.batch, args, kwargs)
-        driver.end("microbatch")  # end the previous microbatch, if no backward has, so that its fields become unavailable
+        driver.end("microbatch")  # end the previous microbatch if no backward pass has ended it, to close its fields
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")

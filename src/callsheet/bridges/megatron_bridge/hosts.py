@@ -202,7 +202,7 @@ class MegatronBridgeHost(HostBase):
             if step is not None and step != run.state.timestamp.batch:
                 move(run, step)  # go to the step that Megatron has reached by skipping iterations
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
-                # Copied for the checkpoint of this step, which Megatron is writing in the background.
+                # Copy the states for the checkpoint of this step, which Megatron is writing in the background.
                 self._states[step] = copy.deepcopy(own_state(run))
             if driver.listen():
                 self._listens_to_step = driver.has_listeners

@@ -1,6 +1,6 @@
 """Megatron Bridge's callback interface under its own names.
 
-Code that is written for it works here, whether or not it is installed.
+Code that is written for Megatron Bridge works with these classes, whether or not Megatron Bridge is installed.
 
 The behaviour is that of the original, even if it is surprising: a tuple passed to `add` registers nothing, a misspelt hook is
 never called, and a callback that is registered while an event is fired is called for that event. If the original ignores such a
@@ -163,7 +163,7 @@ class CallbackManager:
 
     def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
-            # The message begins with the words of the original, because tests that were written for it match them.
+            # The message begins with the words of Megatron Bridge's own, which tests that are written for it compare.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._callbacks[event]
 
@@ -178,7 +178,7 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Return whether there is a manager that has a function to call for the event."""
+    """Return whether `callback_manager` is not None and has a function to call for the event."""
     return callback_manager is not None and callback_manager.has_callbacks(event_name)
 
 

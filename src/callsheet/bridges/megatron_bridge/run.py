@@ -45,7 +45,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # otherwise the configuration may be Megatron's, and `drive` is called after each event
+        if state is None:  # with a given state, `drive` is called after each event instead
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -116,7 +116,7 @@ class MegatronBridgeRun(Common):
             self._longest = longest = course.max_duration
             is_new = longest is not before and isinstance(self.state.cfg, Config)
             if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
-                # Written to `__dict__`, so that the write does not call `drive`.
+                # Write to `__dict__`, so that the write does not call `drive`.
                 train.__dict__["train_iters"] = int(longest.value)
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]

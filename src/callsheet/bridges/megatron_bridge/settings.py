@@ -32,7 +32,7 @@ class Settings:
         self._checkpoint: Any = getattr(getattr(state, "cfg", None), "checkpoint", None)
 
     def get(self, name: str) -> Any:
-        """Return a setting, such as `train.train_iters`; None if there is none."""
+        """Return a setting of Megatron, such as `train.train_iters`; None if the setting does not exist."""
         found = getattr(self.state, "cfg", None)
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -61,7 +61,7 @@ class Settings:
 
     def stop(self, ahead: int) -> None:
         """Make training end before its next step. `ahead` is the number of steps that were made but not counted yet."""
-        assert self.step is not None  # without it, the request would have been rejected
+        assert self.step is not None  # without a known step, the request would have been rejected
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:
@@ -128,7 +128,7 @@ def move(run: HostedRun, step: int) -> None:
 
 
 def _plain(value: Any, depth: int = 6) -> Any:
-    """Return plain data and containers of it unchanged, objects as dicts of their attributes, and anything else as a string."""
+    """Return `value` as plain data: an object becomes a dict of its attributes, and any other value that is not plain a string."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth and isinstance(value, Mapping):

@@ -35,7 +35,7 @@ class TrainState(_Moved):
     _MOVES = "step"
 
     def __init__(self) -> None:
-        self.flops_per_sample = 0.0  # 0 if they are not known
+        self.flops_per_sample = 0.0  # 0 if the number is not known
         self.step = self.consumed_train_samples = self.skipped_train_samples = self.consumed_valid_samples = 0
         self.do_train = self.do_valid = self.do_test = True
 
@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """The length of training, used if there is no configuration of Megatron."""
+    """The object at `context.state.cfg.train`, with the length of training, used if no Megatron configuration was given."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The configuration, used if there is none of Megatron."""
+    """The object at `context.state.cfg`, used if no Megatron configuration was given."""
 
     OF = "Megatron Bridge's configuration"
 

@@ -193,7 +193,7 @@ class GuestUnit(Facade):
         return {} if part is None else {name or field: part}
 
 
-class GuestState(State):  # type: ignore[misc]  # torchtnt's types are not read
+class GuestState(State):  # type: ignore[misc]  # mypy does not read torchtnt's types
     """The `State` that torchtnt's callbacks receive when they run in callsheet's loop.
 
     All guests see the same values. Each has its own object, so that a stop can name the guest that requested it.

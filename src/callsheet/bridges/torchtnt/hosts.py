@@ -88,7 +88,7 @@ def host(
     )  # fmt: skip
 
 
-class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
+class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy does not read torchtnt's types
     """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops."""
 
     _STOPS_IF_PREEMPTED = True
@@ -160,7 +160,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
-        self._progress: Any = getattr(unit, "train_progress", None)  # cached: a unit's attribute lookup is slow
+        self._progress: Any = getattr(unit, "train_progress", None)  # cached, because the attribute lookup of a unit is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
@@ -221,7 +221,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         """Fire the start of the fetch if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
-        if is_started:  # do not fire it again for the further batches of a step
+        if is_started:  # fire the start of the fetch only for the first batch of a step
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
@@ -255,7 +255,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
         return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """Start a step with its first batch, or count a further batch of it."""
+        """Start a step with its first batch, or count a further batch of the same step."""
         run = self._run
         if run is None:
             return
@@ -326,7 +326,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Carry out what is due after the last step or epoch, which was delayed until torchtnt's evaluation ended."""
+        """Carry out the actions after the last step or epoch, which have waited for the end of torchtnt's evaluation."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -384,7 +384,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation, then carry out what is due after the last step or epoch, which was delayed until then."""
+        """End the evaluation, then carry out the actions after the last step or epoch, which have waited for it."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()
@@ -431,7 +431,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # torchtn
             run.driver.end("predict")
             self._finish()
 
-    # --- in torchtnt's checkpoints ---
+    # --- the callbacks' states in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the callbacks' states and the step to which they belong.

@@ -76,14 +76,14 @@ class TorchTNTRun(Common):
 
     def on_train_step_start(self, ctx: Context) -> None:
         """Record the wait for data and the previous step's duration."""
-        if self.phase != "train":  # set back to training after an evaluation within the epoch
+        if self.phase != "train":  # return to the training phase after an evaluation within the epoch
             self._turn_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
-        if (late := self._late) is not None:  # torchtnt records it after it has called the callbacks of the step's end
+        if (late := self._late) is not None:  # torchtnt records the duration only after the callbacks of the step's end
             self._late = None
             durations["train_iteration_time"].append(late)
-        # Torchtnt records the wait after the batch's event, and nothing reads it in between.
+        # torchtnt records the wait for data only after the batch's event, and no callback reads it before that.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]
@@ -171,7 +171,7 @@ class TorchTNTRun(Common):
             del times[: -_MAX_DURATIONS // 2]
 
 
-class GuestPhase(PhaseState):  # type: ignore[misc]  # torchtnt's types are not read
+class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torchtnt's types
     """The `PhaseState` of one of torchtnt's loops."""
 
     def __init__(self) -> None:

@@ -271,7 +271,7 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
     If the user gave a batch sampler, the order is drawn from it, and the samples per batch are None.
     """
     batches: Any = loader.batch_sampler
-    # Torchdata has a class of this name too.
+    # Compare the name of the class, because torchdata has its own BatchSampler.
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"
     return (batches.sampler, batches.batch_size, batches.drop_last) if is_plain else (batches, None, False)
 

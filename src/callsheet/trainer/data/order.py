@@ -60,7 +60,7 @@ class Order:
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether the batches drawn in this epoch are the same as those drawn before `place` returned these checksums.
+        """Return whether the batches drawn in this epoch are the same as in the earlier run, by the checksums from `place`.
 
         Only batches that both have drawn are compared.
         """

@@ -82,7 +82,7 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            iter(self._loader)  # start the workers now, since the loader draws more random numbers then than in later epochs
+            iter(self._loader)  # start the workers now, since this draws random numbers that later epochs do not draw
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
@@ -128,7 +128,7 @@ class PreshardedData:
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """Return the loader, or one rebuilt from its parts, whose epochs can all be resumed."""
+        """Return the loader. If some of its epochs could not be resumed, return a loader that is rebuilt from its parts."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -176,7 +176,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # A loader draws the seed of its workers from this generator first.
+                # Draw one number first, as the loader does for the seed of its workers.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -298,7 +298,7 @@ class _OwnBatches(SharedBatches):
 
     If all lengths are known, the ranks agree on the length at the first batch. Otherwise, at every batch, they exchange whether
     any rank has one. A rank that has a batch continues at once, because it knows the answer. Only ranks without a batch wait for
-    it.
+    the answer.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # the answer to the question for the previous batch, which has arrived by now
+            self._answer.wait()  # the reduction for the previous batch, which is complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

@@ -24,7 +24,7 @@ _BITS = (1 << 64) - 1
 def mixed(*numbers: int) -> int:
     """Mix several numbers into one number of 64 bits.
 
-    Each of its bits depends on all of them (splitmix64; Steele, Lea, Flood 2014).
+    Each bit of the result depends on all of the numbers (splitmix64; Steele, Lea, Flood 2014).
     """
     state = 0
     for number in numbers:
@@ -36,7 +36,7 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_states(number: int) -> None:
-    """Seed the random states of Python, NumPy and torch; of torch only the one for the CPU.
+    """Seed the random states of Python and NumPy, and the CPU's random state of torch.
 
     NumPy and torch each get one half of the number, because from the same 32 bits they would draw the same numbers.
     `torch.manual_seed` would also seed devices, and takes a hundred times as long.
@@ -73,7 +73,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """A set of random states of its own, which is active inside `with stream: ...`."""
+    """A separate set of random states, which replaces the current ones inside a `with` block of the stream."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # The epoch, and whether `note` was called. They are in shared memory, so that persistent workers see them too.
+        # Holds the epoch, and whether `note` was called, in shared memory, so that persistent workers see them too.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
@@ -123,7 +123,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            if get_worker_info() is not None:  # the Trainer has set the epoch in its own copy only, not in that of this worker
+            if get_worker_info() is not None:  # the Trainer has set the epoch only in its own copy of the dataset
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)

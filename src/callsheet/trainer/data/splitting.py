@@ -54,7 +54,7 @@ class Split:
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
-        """Return how many global batches there are in an order, or the rest of an order, of this length."""
+        """Return how many global batches can be made from `length` samples of an order."""
         return length // self.global_size if self.drop_last else math.ceil(length / self.global_size)
 
     def shares(self, order: Sequence[Any], start: int = 0) -> Iterator[Share]:
@@ -114,7 +114,7 @@ def drawn_order(source: Any, seed: int) -> Sequence[Any]:
     if type(source) is SequentialSampler:
         return range(len(source))
     if type(source) is RandomSampler and not source.replacement and source.num_samples == len(source.data_source):
-        # This is the same order as the sampler's, but it takes 8 bytes per sample instead of 40.
+        # `torch.randperm` gives the same order as the sampler, with 8 bytes per sample instead of 40.
         permutation: Any = torch.randperm(source.num_samples, generator=torch.Generator().manual_seed(seed)).numpy()
         return memoryview(permutation)
     with seeded(seed, generators(source, getattr(source, "sampler", None))):
