@@ -11,7 +11,8 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import NonFiniteError
 
-_FOLD = 256  # losses to keep before they are stacked into one tensor, because each separate tensor takes a block of device memory
+# number of losses after which they are stacked into one tensor, because every small tensor takes a block of device memory
+_FOLD = 256
 
 
 class NaNMonitor(Callback):
@@ -30,7 +31,7 @@ class NaNMonitor(Callback):
     collective = True
 
     def __init__(self) -> None:
-        self._first = 0  # the step of the first loss that is kept
+        self._first = 0  # the step of the first loss in `_folded` or `_losses`
         self._losses: list[Any] = []
         self._folded: list[torch.Tensor] = []
 
@@ -48,11 +49,11 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check the losses, unless their mean in the record is finite."""
+        """Check the losses since the last record, unless their mean in this record is finite."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # one of the losses is not finite, or their sum overflowed a small dtype
+        else:  # the mean is missing or not finite: a loss is not finite, or their sum overflowed
             self._look(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -66,7 +67,7 @@ class NaNMonitor(Callback):
         self._look(ctx)
 
     def _look(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # if this rank has no losses since the last record, no rank has any
+        if not self._losses and not self._folded:  # then no other rank has losses since the last record either
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
