@@ -22,8 +22,8 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_BATCHED_NUMBERS = 2**20  # outputs of one shape are collected up to this many numbers, then examined together
-_lock = threading.Lock()  # needed because DataParallel runs its replicas in threads
+_BATCHED_NUMBERS = 2**20  # outputs of the same shape are collected up to this many elements, then reduced together
+_lock = threading.Lock()  # DataParallel runs its replicas, and so the hooks, in several threads
 
 
 class ActivationMonitor(Callback):
@@ -63,9 +63,10 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
-        self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # the last tensor examined, its version, its index
+        # the last recorded tensor, its version counter, and its index in `_Seen`
+        self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._greatest: dict[tuple[str, ...], Tensor] = {}
-        self._step = 0  # the last step that was measured
+        self._step = 0  # the last step whose activations were measured
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
@@ -126,19 +127,19 @@ class ActivationMonitor(Callback):
         here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if not here.numel():
             return
-        version = -1 if tensor.is_inference() else tensor._version  # inference tensors have no version
+        version = -1 if tensor.is_inference() else tensor._version  # tensors created in inference mode have no version counter
         with _lock:
             seen = self._seen.setdefault(here.device, _Seen())
             if version < 0 or self._last is None or tensor is not self._last[0]() or version != self._last[1]:
-                # Remember it, since a module often returns its last child's output.
+                # Remember the tensor: a parent module often returns its last child's output, which is then not recorded twice.
                 self._last = weakref.ref(tensor), version, seen.add(here)
             seen.places.setdefault(name, []).append(self._last[2])
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
-        """Compute the statistics of all modules at once, which takes no longer than for one module."""
+        """Compute and log the statistics of all modules' outputs in one batch of tensor operations."""
         if self._step != ctx.step:
-            self._step, self._greatest = ctx.step, {}  # `_greatest` holds the maximum over the step's microbatches so far
+            self._step, self._greatest = ctx.step, {}  # `_greatest`: maxima over the step's microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
         for each in seen.values():
             names, times = list(each.places), [len(several) for several in each.places.values()]
@@ -155,7 +156,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return the maximum of each metric, by the metric's name.
+    """Return a dict from each metric's name to its maximum.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -173,10 +174,10 @@ class _Seen:
     """
 
     def __init__(self) -> None:
-        self.places: dict[str, list[int]] = {}  # by module, the index of each call
+        self.places: dict[str, list[int]] = {}  # module name -> indices (from `add`) of its outputs
         self._waiting: dict[Any, list[tuple[int, Tensor]]] = {}
         self._sums: list[Tensor] = []
-        self._order: list[int] = []  # the index of the call to which each row belongs
+        self._order: list[int] = []  # for each row of `_sums`, the index that `add` returned
         self._count = 0
 
     def add(self, tensor: Tensor) -> int:
@@ -190,7 +191,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return the statistics of `_sums`, one row per recorded tensor, grouped by module in the order of `places`."""
+        """Return a row of statistics per recorded tensor (see the function `_sums`), grouped by module as in `places`."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()

@@ -66,11 +66,11 @@ class CheckpointSaver(Callback):
         self._before_eval = before_eval
         self.name = name
         self._keep = keep
-        self._passed = 0  # how many save intervals are complete
-        self._saved_at = self._best_at = -1  # the steps of the last checkpoint and of the best evaluation that is not saved yet
-        self._saved_stop = False  # whether the last checkpoint contains the stop request that ends the run
+        self._passed = 0  # number of save intervals that have passed
+        self._saved_at = self._best_at = -1  # step of the last checkpoint; step of the best evaluation, until it is saved
+        self._saved_stop = False  # whether a stop was already requested when the last checkpoint was saved
         self._is_warned = False
-        self._best_score = math.inf  # multiplied by `_sign`, so that lower is better
+        self._best_score = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
 
     def on_train_start(self, ctx: Context) -> None:
         """Skip the save intervals that were completed before the start, so that a resumed run does not save at once."""
@@ -78,7 +78,7 @@ class CheckpointSaver(Callback):
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Check whether this is the best evaluation so far."""
+        """Check whether the monitored metric is the best so far."""
         if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         self._saved_at = -1  # no checkpoint contains these results yet
@@ -86,7 +86,7 @@ class CheckpointSaver(Callback):
             return
         dataset = self._monitor.partition("/")[0]
         if dataset in ctx.state.evaluators and dataset not in ctx.eval_results:
-            return  # no value: the dataset was not due, or a signal cut the evaluation short
+            return  # the monitored dataset was not evaluated: it was not due, or a signal interrupted the evaluation
         scores = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
         score = self._sign * scores[one_of("monitor", self._monitor, tuple(scores))]
         if score < self._best_score and math.isfinite(score):
@@ -105,8 +105,8 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        # Save again if a stop was requested after this step's checkpoint: a resume from a checkpoint without the request would
-        # continue training.
+        # Save this step again if a stop was requested after its checkpoint: a run resumed from a checkpoint without the request
+        # would continue training.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
@@ -122,7 +122,7 @@ class CheckpointSaver(Callback):
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Add the checkpoint to those of this saver if the saver requested it, and delete old ones.
+        """Register the checkpoint if this saver requested it, and delete this saver's old checkpoints.
 
         The checkpoints of another framework's loop are left to the framework.
         """
@@ -141,7 +141,7 @@ class CheckpointSaver(Callback):
                 )
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Count the loaded checkpoint among those of this saver, if this saver had requested it.
+        """Register the loaded checkpoint if this saver had requested it.
 
         When it was saved, it was not published and so not registered yet. A checkpoint of another run is not registered.
         """

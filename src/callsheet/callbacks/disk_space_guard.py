@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if fewer checkpoints of the largest size than this fit
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if the free space is below this many times the largest checkpoint
 
 
 class DiskSpaceGuard(Callback):
@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Forget the state of an earlier `fit`, so that the guard may stop again, and finds the checkpoints' disk again."""
+        """Reset the guard for this `fit`: it may stop training again, and finds the checkpoints' disk again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
@@ -82,7 +82,7 @@ class DiskSpaceGuard(Callback):
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Record the checkpoint's size, from which the limits are derived."""
-        self._place = None  # find the folder again, because the first checkpoint creates it
+        self._place = None  # look up the checkpoint folder again, because the first checkpoint has only now created it
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)
 
@@ -95,7 +95,7 @@ class DiskSpaceGuard(Callback):
         self._largest = state["largest"]
 
     def _found(self, ctx: Context) -> Path:
-        """Return the deepest existing folder on the path to the checkpoints."""
+        """Return the checkpoint folder or, if it does not exist yet, its nearest existing parent."""
         place = self._path
         if place is None:
             place = Path(ctx.run.checkpoints) if "://" not in ctx.run.checkpoints else (ctx.run.folder or Path())
@@ -105,7 +105,10 @@ class DiskSpaceGuard(Callback):
         return place
 
     def _free(self, ctx: Context) -> int:
-        """Return the free bytes. If the folder has been removed, find it again."""
+        """Return the free bytes on the disk of the checkpoint folder.
+
+        If the folder has been removed, look it up again.
+        """
         finish_deletions()
         if self._place is not None:
             with suppress(FileNotFoundError):
@@ -114,7 +117,7 @@ class DiskSpaceGuard(Callback):
         return shutil.disk_usage(self._place).free
 
     def _look(self, ctx: Context) -> int | None:
-        """Return the free bytes, or None if they are not known. Warn if they are below the limit."""
+        """Return the free bytes on the checkpoints' disk, or None if they are not known. Warn if they are below the limit."""
         try:
             free = self._free(ctx)
         except OSError as error:

@@ -37,7 +37,7 @@ class EarlyStopper(Callback):
 
     phase = "decide"
     transport_ignore = ("_is_resumed",)
-    collective = True  # its requests are the same on all ranks
+    collective = True  # every rank makes the same stop requests
     requests = ("stop",)
 
     def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
@@ -52,9 +52,9 @@ class EarlyStopper(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._best = math.inf  # multiplied by `_sign`, so that lower is better
+        self._best = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
         self._waited = 0  # the number of evaluations without improvement
-        self._best_at: Timestamp | None = None  # when the best value was seen or, if none was finite, the first value
+        self._best_at: Timestamp | None = None  # time of the best value or, while no value was finite, of the first value
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
 
@@ -69,12 +69,12 @@ class EarlyStopper(Callback):
             self._stop(ctx)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Compare the value with the best, and stop when the patience has run out."""
+        """Compare the monitored value with the best so far, and stop when the patience has run out."""
         if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            if not self._is_warned and ctx.eval_results:  # results are empty if a signal cut the evaluation short
+            if not self._is_warned and ctx.eval_results:  # `eval_results` is empty if a signal interrupted the evaluation
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)
             return
@@ -85,11 +85,12 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        if self._has_run_out(ctx) and not ctx.state.is_complete:  # no request is needed for a complete run, which ends anyway
+        # a run that has reached its maximum duration ends without a request
+        if self._has_run_out(ctx) and not ctx.state.is_complete:
             self._stop(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Warn if no evaluation had the metric."""
+        """Warn if no evaluation had the monitored metric."""
         if self._seen_at is None and not self._is_warned and ctx.state.timestamp.batch > ctx.state.baseline.batch:
             logger.warning("%s: no evaluation of the whole run had the metric %r", label_of(self), self._monitor)
 

@@ -80,17 +80,16 @@ class EMA(Callback):
 
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}  # the trained weights, while the average is in the model
-        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the weights they move towards
+        self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
+        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # averages, and the model weights of the same tensors
         self._wanted = 0  # how many spans in progress, such as evaluations, need the average in the model
         self._stays = False
-        self._layout = ""  # "whole", or the mesh of the shards
-        self._own: set[str] = (
-            set()
-        )  # tensors that this rank saves: its own shards, and on rank 0 also the tensors that are not sharded
+        self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
+        # Names of the tensors that this rank saves: its shards, and on rank 0 also the tensors that are not sharded.
+        self._own: set[str] = set()
 
     def on_run_start(self, ctx: Context) -> None:
-        """Check that no other EMA changes the model."""
+        """Raise ConfigError if another EMA callback already changes the model."""
         other = _OF.setdefault(ctx.model, self)
         if other is not self:
             raise ConfigError(
@@ -98,7 +97,7 @@ class EMA(Callback):
             )
 
     def on_run_end(self, ctx: Context) -> None:
-        """Allow another EMA to change the model."""
+        """Allow another EMA callback to change the model."""
         if _OF.get(ctx.model) is self:
             del _OF[ctx.model]
 
@@ -136,7 +135,7 @@ class EMA(Callback):
 
     @at("measure")
     def on_epoch_start(self, ctx: Context) -> None:
-        """Begin to average parameters that have been unfrozen."""
+        """Start averages of parameters that have been unfrozen."""
         self._find_averaged(ctx)
 
     @torch.no_grad()
@@ -165,7 +164,7 @@ class EMA(Callback):
 
     @at("restore")
     def on_train_end(self, ctx: Context) -> None:
-        """Leave the average in the model as its final weights, if `at_end`."""
+        """If `at_end` is True, leave the average in the model as its final weights."""
         if self._at_end:
             self._stays = True
             self._want(ctx)
@@ -186,7 +185,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _find_averaged(self, ctx: Context) -> None:
-        """Begin to average every tensor that should be averaged and is not yet. Before `start`, do nothing."""
+        """Start an average of every trainable parameter and buffer that has none. Before `start`, do nothing."""
         if self._start is not None and not self._average and not self._start.index(ctx.state.timestamp, ctx.state.elapsed):
             return
         tensors = _tensors(ctx.model)
@@ -213,9 +212,8 @@ class EMA(Callback):
             mean, part = self._average.get(name), local_part(tensor)
             if mean is None:
                 continue
-            if ctx.run.world_size > 1 and not isinstance(
-                tensor, nn.Parameter
-            ):  # buffers, such as batch norm statistics, come from each rank's own samples
+            # Buffers such as batch norm statistics differ by rank; use the average of rank 0.
+            if ctx.run.world_size > 1 and not isinstance(tensor, nn.Parameter):
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()
             part.copy_(mean)
@@ -235,7 +233,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the trained weights that the average replaces in the saved model, and the parts of the average that it lacks."""
+        """Return what the saved model lacks: trained weights replaced by the average, and averages that are not in the model."""
         if not self._average and not self._trained:
             return {}
         trained, average = (
@@ -250,7 +248,7 @@ class EMA(Callback):
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the floating-point parameters and buffers; tied ones are returned once.
+    """Return the model's floating-point parameters and buffers by name; a tied tensor appears once.
 
     Reading `state_dict` also makes a sharded model install its shards.
     """

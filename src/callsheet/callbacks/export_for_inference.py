@@ -59,7 +59,7 @@ class ExportForInferenceCallback(Callback):
         MissingPackage: when training starts, the packages for ONNX are not installed.
     """
 
-    collective = True  # all ranks must call its handlers, since gathering a sharded model is a collective
+    collective = True  # all ranks must call the handlers, since gathering a sharded model is a collective operation
     required_fields = ("model",)
     writes_to_run_folder = True
 
@@ -117,7 +117,7 @@ class ExportForInferenceCallback(Callback):
             self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # do nothing, since the compiled model would contain the calls below forever
+        if torch.compiler.is_compiling():  # do not record here: torch.compile would trace the code below into the compiled model
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
         self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())
@@ -138,7 +138,7 @@ class ExportForInferenceCallback(Callback):
     def on_exception(self, ctx: Context) -> None:
         self._unhook()
 
-    @at("restore")  # late, after an EMA callback has put its average into the model
+    @at("restore")  # run in the last phase, after an EMA callback has put its average into the model
     def on_train_end(self, ctx: Context) -> None:
         self._unhook()
         if self._is_leaving:
@@ -154,7 +154,7 @@ class ExportForInferenceCallback(Callback):
             copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
             if copied is not None:
                 written = self._written(ctx, copied.eval().requires_grad_(False))
-        except Exception as raised:  # raised later, because the other ranks wait at the gather below
+        except Exception as raised:  # re-raised after `gather` below, where the other ranks wait
             error = raised
         restore_random_state(random)
         if failed := next(filter(None, ctx.gather(reason(error) if error is not None else None)), None):
@@ -169,7 +169,7 @@ class ExportForInferenceCallback(Callback):
         if not ctx.run.may_write(target):
             return []
         draft = target.with_name(f".{target.name}.new")
-        shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left a draft
+        shutil.rmtree(draft, ignore_errors=True)  # a process that was killed may have left its draft folder
         draft.mkdir(parents=True)
         path = draft / target.name
         try:

@@ -66,7 +66,7 @@ class FreezeUnfreeze(Callback):
         if self._is_over(ctx):
             return
         found = self._found(ctx.model)
-        ctx.model.state_dict(keep_vars=True)  # has a side effect: a sharded model installs its shards
+        ctx.model.state_dict(keep_vars=True)  # called for its side effect: a sharded model registers its shards as parameters
         its_own = dict.fromkeys(parameter for module in found for parameter in module.parameters())
         self._check_optimizer(ctx, its_own)
         self._frozen = [parameter for parameter in its_own if parameter.requires_grad]
@@ -87,7 +87,7 @@ class FreezeUnfreeze(Callback):
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Discard the gradients of frozen parameters, which exist only if there are several ranks."""
+        """Discard the gradients of frozen parameters; with several ranks, they are still computed."""
         for parameter in self._frozen:
             parameter.grad = None
 

@@ -37,7 +37,7 @@ class GarbageCollection(Callback):
         self._interval = interval
         self._generation = generation
         self._has_disabled = False
-        self._evaluated = 0  # steps of the current evaluation
+        self._evaluated = 0  # number of steps in the current evaluation so far
 
     def on_train_start(self, ctx: Context) -> None:
         """Run the garbage collection once, and disable automatic collection."""
@@ -48,7 +48,7 @@ class GarbageCollection(Callback):
         gc.collect(self._generation)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Collect if the step is a multiple of the interval."""
+        """Run the garbage collection if the step is a multiple of the interval."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_train_step_end", until=ctx.step + ahead)
         else:
@@ -59,7 +59,7 @@ class GarbageCollection(Callback):
         self._evaluated = 0
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Collect every `interval` steps of an evaluation, which may be long."""
+        """Run the garbage collection every `interval` steps of an evaluation too, because evaluations may be long."""
         self._evaluated += 1
         if self._has_disabled and self._evaluated % self._interval == 0:
             self._collect(ctx)

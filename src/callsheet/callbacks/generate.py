@@ -50,10 +50,10 @@ class Generate(Callback):
         ConfigError: an argument is invalid; or, when training starts, the model has no `generate`, or a prompt has no tokens.
     """
 
-    collective = True  # all ranks must call its handlers, since a sharded model's forward pass is a collective
+    collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
-    # `draws_random` is not set, because it would save and restore the random states at every step, although only generating uses
-    # them.
+    # `draws_random` is not set: it would save and restore the random states at every step, but only generating texts draws random
+    # numbers, and `written` restores the states itself.
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Generate(Callback):
 
     def _begin(self) -> None:
         self._prompts: Prompts | None = None
-        self._seen: Timestamp | None = None  # the run's progress when the interval was last checked
+        self._seen: Timestamp | None = None  # the run's timestamp when the interval was last checked
         self._drawn_at = -1
         self._is_training = self._is_leaving = self._has_warned = False
 
@@ -101,7 +101,7 @@ class Generate(Callback):
             logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the times at which an earlier run generated texts."""
+        """Discard the state of an earlier run, such as when it last generated texts."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -126,7 +126,7 @@ class Generate(Callback):
     on_epoch_end = on_round_end = on_train_step_end
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Generate with the weights that were evaluated."""
+        """Generate texts with the weights that were evaluated."""
         if self._at_evaluation and self._is_training and not ctx.standalone:
             self._draw(ctx)
 
@@ -135,7 +135,7 @@ class Generate(Callback):
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:
-        """Generate with the final weights."""
+        """Generate texts with the final weights."""
         if self._interval is not None:
             self._draw(ctx)
         self._is_training = False
@@ -164,7 +164,7 @@ class Generate(Callback):
             ctx.log_table(self.name or "generations", ["prompt", "continuation"], rows)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the run's progress at the last check of the interval, and the last step at which texts were generated."""
+        """Return the timestamp of the last check of the interval, and the last step at which texts were generated."""
         return {"seen": self._seen.to_dict() if self._seen is not None else None, "drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,13 +26,13 @@ class GradientAccumulationScheduler(Callback):
     """
 
     phase = "change"
-    collective = True  # all ranks use the same value
+    collective = True  # all ranks must accumulate the same number of batches
     requests = ("set_gradient_accumulation",)
 
     def __init__(self, *, schedule: Mapping[int, int]) -> None:
         if not isinstance(schedule, Mapping) or not schedule:
             raise ConfigError(f"schedule={schedule!r}: give batches by epoch, such as {{1: 1, 5: 4}}")
-        # The keys may be strings: the arguments may have been saved as JSON, which has no other keys.
+        # Accept strings as keys, because arguments that were saved as JSON have string keys.
         read: dict[Any, Any] = {int(key) if str(key).isdecimal() else key: batches for key, batches in schedule.items()}
         for epoch, batches in read.items():
             if any(type(number) is not int or number < 1 for number in (epoch, batches)):

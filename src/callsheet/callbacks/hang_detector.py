@@ -25,10 +25,11 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None  # interrupts the training thread; other programs rarely use it
-_MIN_SAMPLES = 3  # the learned step time is used after this many checks that saw new steps
-_ACTION_SECONDS = 10.0  # limit for writing stacks, and again for logging; after it, the detector acts anyway
-_OTHER_RANKS_SECONDS = 2.0  # after this time, every rank has noticed the hang and written its stacks
+# signal that interrupts the training thread; a real-time signal that other libraries rarely use
+_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
+_MIN_SAMPLES = 3  # number of measured step times from which on they set the time limit
+_ACTION_SECONDS = 10.0  # time limit for writing stacks, and for logging; after it, `action` is carried out anyway
+_OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
 
 
 class HangDetector(Callback):
@@ -86,15 +87,15 @@ class HangDetector(Callback):
         self._exit_code = exit_code
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
-        self._run: RunInfo | None = None  # the current run, while it trains
-        self._learned: deque[float] = deque(maxlen=50)  # seconds per step, one value per check
+        self._run: RunInfo | None = None  # the current run; None before training
+        self._learned: deque[float] = deque(maxlen=50)  # recent step times in seconds, one for each check that found new steps
         self._rank = 0
-        self._state = TrainState()  # the run's state, whose timestamp counts the steps
-        self._beat = 0.0  # the time of the last progress: an event outside of steps, or a check that found a new step
-        self._hung_after = 0  # the last step before the hang that was reported
+        self._state = TrainState()  # the run's state; `timestamp.batch` is the number of completed steps
+        self._beat = 0.0  # time of the last progress: an event between steps, or a check that found a new step
+        self._hung_after = 0  # the last completed step before the reported hang
         self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`
         self._is_over: threading.Event | None = None
-        self._previous: Any = None  # the signal's previous handler
+        self._previous: Any = None  # the handler that `_SIGNAL` had before
 
     def on_run_start(self, ctx: Context) -> None:
         """Check that there is a folder to write to."""
@@ -121,7 +122,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Record progress outside of training steps, such as a step of an evaluation or the end of a save."""
+        """Record progress between training steps, such as a step of an evaluation or the end of a save."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 
@@ -149,15 +150,16 @@ class HangDetector(Callback):
             signal.signal(_SIGNAL, self._previous)
             self._previous = None
 
-    # --- the background thread ---
+    # --- code that runs in the background thread ---
 
     def _watch(self, is_over: threading.Event, trained: threading.Thread) -> None:
         pause = min(1.0, self._min_seconds / 10)
         looked, steps, beat = time.monotonic(), self._state.timestamp.batch, self._beat
-        reported: float | None = None  # the time of the last progress before the hang that was reported
+        reported: float | None = None  # time of the last progress before the hang that was reported; None if there is none
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            if now - looked > 5 * pause + 1:  # the whole process was stopped, or the machine was asleep
+            # the check is late because the process was stopped or the machine was asleep: no hang
+            if now - looked > 5 * pause + 1:
                 self._beat = now
             elif seen_steps > steps:
                 if steps >= self._pausing_until:
@@ -197,7 +199,7 @@ class HangDetector(Callback):
             try:
                 self._write(path, what)
                 written.append(f"is in {path}")
-            except Exception as error:  # an error such as a full disk must not prevent the action
+            except Exception as error:  # an error such as a full disk must not prevent `action`
                 written.append(f"cannot be written: {error}")
 
         def report() -> None:
@@ -208,14 +210,14 @@ class HangDetector(Callback):
         if self._action == "warn":
             return
         is_over.wait(_OTHER_RANKS_SECONDS)
-        if self._state.timestamp.batch != self._hung_after:  # a step has ended since then, so the run does not hang
+        if self._state.timestamp.batch != self._hung_after:  # a step has ended meanwhile, so the run does not hang
             return
         if self._action == "kill":
             _within(_ACTION_SECONDS, logging.shutdown)
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
-                # Unlike the exception below, a signal also interrupts a sleep or a read.
+                # Prefer a signal to the asynchronous exception below, because a signal also interrupts a sleep or a read.
                 signal.pthread_kill(trained.ident, _SIGNAL)
             else:
                 import ctypes
@@ -230,7 +232,7 @@ class HangDetector(Callback):
             traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0), file=file)
             file.write("\nAll threads, the innermost call first:\n")
             file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)  # writes at most a hundred threads
+            faulthandler.dump_traceback(file, all_threads=True)  # faulthandler writes at most 100 threads
         if initialised_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
             dump = getattr(collectives, "_dump_fr_trace_json", None) or getattr(collectives, "_dump_nccl_trace_json", None)
@@ -240,7 +242,7 @@ class HangDetector(Callback):
 
     def _raise(self, number: int, frame: object) -> None:
         silent = time.monotonic() - self._beat
-        # Otherwise a step has just ended, so the run does not hang.
+        # Raise only if no step has ended since the hang was detected.
         if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:
             raise HangError(
                 f"no step for {silent:.3g} s, around step {self._hung_after + 1} on rank {self._rank}; "
@@ -249,13 +251,13 @@ class HangDetector(Callback):
 
 
 def _within(seconds: float, what: Callable[..., object], *arguments: object) -> None:
-    """Call the function `what` on another thread and wait up to `seconds`.
+    """Call the function `what` in another thread and wait at most `seconds` for its end.
 
     The hang may hold the lock of a log handler, or be caused by the disk, and then `what` hangs too.
     """
     thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-report", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process cannot start more threads; continue with the action
+    except RuntimeError:  # the process cannot start more threads; skip `what`
         return
     thread.join(seconds)

@@ -47,12 +47,12 @@ class Heartbeat(Callback):
         self._pattern = os.fspath(file) if file is not None else None
         self._seconds = seconds
         self.ranks = ranks
-        self._path: Path | None = None  # None until the run may write to its folder
+        self._path: Path | None = None  # the file's path; None until the run may write to its folder
         self._state = self._before_save = "starting"
         self._next = 0.0
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write the file for the first time. From this event on the run may write to its folder."""
+        """Write the heartbeat file for the first time. From this event on the run may write to its folder."""
         pattern = self._pattern
         if pattern is None:
             if ctx.run.folder is None:

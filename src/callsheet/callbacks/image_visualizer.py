@@ -67,7 +67,7 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._logged = self._taken = -1  # indices of the last intervals for which images were logged, and collected
+        self._logged = self._taken = -1  # indices of the last `every` interval with logged images, and with collected images
         self._is_due = False
         self._kept: dict[str, Pictures] = {}
         self._warnings: set[str] = set()
@@ -97,7 +97,7 @@ class ImageVisualizer(Callback):
         self._is_due = True
 
     def on_eval_forward_end(self, ctx: Context) -> None:
-        """Keep images of the first batch."""
+        """Keep images of the dataset's first batch."""
         if self._is_due:
             self._keep(f"{self.name or 'images'}/{ctx.eval_name}", ctx.batch, ctx.outputs)
 
@@ -139,5 +139,5 @@ class ImageVisualizer(Callback):
         return {"logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # The key in checkpoints of earlier versions of callsheet is "told".
+        # Checkpoints of earlier versions of callsheet have the key "told" instead of "logged".
         self._logged = self._taken = state["logged"] if "logged" in state else state["told"]

@@ -1,4 +1,4 @@
-"""A callback that is made of functions, one for each event."""
+"""A callback made of plain functions, each of which handles one event."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class LoadCheckpoint(Callback):
         summary, error = "", None
         try:
             summary = self._load(ctx.model.state_dict())
-        except Exception as caught:  # the error is raised below, on all ranks
+        except Exception as caught:  # raised below on all ranks, after `gather`
             error = caught
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(ctx.gather(str(error) if error else "")) if reason]
         if failed:
@@ -80,7 +80,7 @@ class LoadCheckpoint(Callback):
             logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Read the chosen weights that fit into the model's tensors. Return a summary for the log."""
+        """Load the chosen weights of the checkpoint into the model's tensors `here`. Return a summary for the log."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(
@@ -103,7 +103,8 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # The checkpoint stores shared weights under their first name. In this model, they may be separate.
+                # The checkpoint has weights that share memory only once, under their first name, but in this model they may be
+                # separate.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:

@@ -15,8 +15,8 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_TO_DEVIATION = 1.4826  # the ratio of standard deviation to median absolute deviation in a normal distribution
-_MIN_RELATIVE_SPREAD = 0.001  # lowest spread, relative to the median, so that a tiny change after constant losses is no spike
+_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+_MIN_RELATIVE_SPREAD = 0.001  # lower bound of spread / median, so that a tiny change after constant losses is no spike
 
 
 class LossSpikeDetector(Callback):
@@ -43,7 +43,7 @@ class LossSpikeDetector(Callback):
     """
 
     phase = "decide"
-    collective = True  # its requests are the same on all ranks
+    collective = True  # every rank makes the same requests
     requests = ("stop", "save")
 
     def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
@@ -63,7 +63,7 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the loss with its recent values, and act on a spike."""
+        """Compare the loss with its recent values. At a spike, warn, save or stop."""
         loss = ctx.record.values.get(self._monitor)
         if loss is None:
             return

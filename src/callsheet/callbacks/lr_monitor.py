@@ -7,7 +7,7 @@ from typing import Any
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 
-_RECORDED = "train/learning_rate"  # the first group's rate, which is in every training record
+_RECORDED = "train/learning_rate"  # metric of every training record: the learning rate of the first parameter group
 
 
 class LRMonitor(Callback):
@@ -24,14 +24,14 @@ class LRMonitor(Callback):
         self._last_step = 0  # the step of the last record to which rates were added
 
     def on_train_start(self, ctx: Context) -> None:
-        """Record the first step, so that no rates are added to records from before training."""
+        """Store the current step, so that no rates are added to a record made before the first training step."""
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Copy the rates of several groups before the scheduler changes them, because it overwrites tensors in place."""
+        """Copy the rates that the step used, because the scheduler then overwrites rates that are tensors in place."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            ctx.mute(self, "on_optimizer_step_end")  # not needed for a single group, whose rate is in every record
+            ctx.mute(self, "on_optimizer_step_end")  # one group's rate is in every metrics record already
             return
         self._rates = [
             rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
@@ -39,10 +39,10 @@ class LRMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         groups, values = ctx.optimizer.param_groups, ctx.record.values
-        rates, self._rates = self._rates, []  # removed here, so that the record of an evaluation gets no rates
+        rates, self._rates = self._rates, []  # clear the rates, so that the record of an evaluation gets none
         if len(groups) > 1:
-            ctx.unmute(self, "on_optimizer_step_end")  # the handler was muted if the optimizer had only one group until now
-        # Only after new steps, since otherwise nothing was trained since the last record.
+            ctx.unmute(self, "on_optimizer_step_end")  # muted while the optimizer had one group
+        # Add the rate only if steps were trained since the last record; otherwise this is the record of an evaluation.
         if not rates and _RECORDED in values and ctx.step != self._last_step:
             rates = [values[_RECORDED]]
         if rates:

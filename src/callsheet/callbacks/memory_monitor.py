@@ -40,7 +40,7 @@ class MemoryMonitor(Callback):
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices, every metrics record already has the peak
+        is_on_cuda = ctx.run.device.startswith("cuda")  # on other devices, `record.memory_bytes` is the process's resident memory
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)
@@ -51,7 +51,7 @@ class MemoryMonitor(Callback):
 
 
 def _resident(now: float) -> dict[str, float]:
-    """Return the process's resident memory and its peak."""
+    """Return the process's resident memory, now and at its peak, in bytes."""
     if sys.platform == "win32":
         return {"resident": now, "peak_resident": float(psutil.Process().memory_info().peak_wset)}
     unit = 1 if sys.platform == "darwin" else 1024

@@ -28,7 +28,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_CHECK_SECONDS = 300.0  # how long the command `cache_clear_cmd` may take
+_CHECK_SECONDS = 300.0  # time limit of the command `cache_clear_cmd`
 
 
 class MLPerfCallback(Callback):
@@ -68,7 +68,7 @@ class MLPerfCallback(Callback):
     """
 
     phase = "decide"
-    collective = True  # its requests are the same on all ranks
+    collective = True  # every rank makes the same stop requests
     requests = ("stop",)
     required_fields = ("microbatch",)
     writes_to_run_folder = True
@@ -119,22 +119,22 @@ class MLPerfCallback(Callback):
     def _forget(self) -> None:
         self._began_at = now_ms()
         self._result: ResultFile | None = None  # the result file, on rank 0, until it is complete
-        self._sizes: list[int] | None = None  # the sizes of the first step's microbatches, during that step
+        self._sizes: list[int] | None = None  # samples in each microbatch of the first step; None after that step
         self._has_begun = self._is_in_block = self._is_resumed = False
-        self._reached: float | None = None  # the value that reached the target
+        self._reached: float | None = None  # the value of the monitored metric that reached the target
 
     # --- the events of a run ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record the time. Nothing is written before it is known whether the run is resumed."""
+        """Record the time at which the run started. Nothing is written before it is known whether the run is resumed."""
         self._forget()
         if not self._benchmark and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
-        """Create the result file, because MLPerf's timed part begins before any data is read."""
+        """Create the result file. This is early enough for MLPerf, whose timed part begins before any data is read."""
         self._has_begun = True
-        # Nothing will be trained, so there is no result to write.
+        # Without an optimizer nothing will be trained, so there is no result to write.
         if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):
             return
         if (step := ctx.state.timestamp.batch) > 0:
@@ -143,7 +143,7 @@ class MLPerfCallback(Callback):
                 logger.warning("%s writes no result: %s", label_of(self), why)
             return
         clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
-        # This also waits until all machines have cleared their caches.
+        # `gather` also waits until all machines have cleared their caches.
         problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")
         if any(problems):
             raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")
@@ -152,7 +152,7 @@ class MLPerfCallback(Callback):
         self._sizes = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Log the start of the first block, MLPerf's name for the training between two evaluations.
+        """Write the start of the first block (in MLPerf, the training between two evaluations) to the result file.
 
         Stop again if the run had reached the target before it was resumed.
         """
@@ -174,7 +174,7 @@ class MLPerfCallback(Callback):
             self._sizes.append(samples(ctx.microbatch))
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """After the first step, write the values that are known then, and let the compliance checker read the result."""
+        """After the first step, write the hyperparameters that are known now, and run the compliance checker on the result."""
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
@@ -188,13 +188,13 @@ class MLPerfCallback(Callback):
         self._write(ctx, "epoch_stop")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Log the end of the block and the start of the evaluation."""
+        """Write the end of the block and the start of the evaluation to the result file."""
         if not ctx.standalone:
             self._stop_block(ctx)
             self._write(ctx, "eval_start")
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write the result of the evaluation. At the target, complete the file and stop."""
+        """Write the evaluation's metric to the result file. If it reached the target, complete the file and stop."""
         if ctx.standalone or not self._benchmark:
             return
         value = evaluated(ctx, self._monitor)
@@ -212,7 +212,7 @@ class MLPerfCallback(Callback):
         self._stop_block(ctx)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Write `aborted` if the target was not reached."""
+        """If the target was not reached, complete the result file with the status `aborted`."""
         self._close(ctx, "aborted")
 
     def _is_reached(self, value: float) -> bool:
@@ -223,7 +223,7 @@ class MLPerfCallback(Callback):
         if self._stops and self._is_reached(value) and not ctx.state.is_complete:
             ctx.control.stop(f"{self._monitor} is {value:g}, which reaches the target {self._target:g}", replicated=True)
 
-    # --- the result ---
+    # --- writing the result file ---
 
     def _open(self, ctx: Context) -> None:
         root = self._root_folder
@@ -241,7 +241,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "run_start")
 
     def _rehearse(self, ctx: Context) -> list[str]:
-        """Return what MLPerf's compliance checker would reject if the target were reached now."""
+        """Return the complaints that MLPerf's compliance checker would have if the target were reached now."""
         if self._result is None:
             return []
         rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(self._target), "eval_stop": None, "run_stop": None}
@@ -275,7 +275,7 @@ class MLPerfCallback(Callback):
         for key, value in values.items():
             self._write(ctx, key, value)
 
-    # --- what survives a resume ---
+    # --- state for checkpoints ---
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the metric's value that reached the target, or None."""
@@ -290,7 +290,7 @@ def _place(ctx: Context) -> dict[str, int]:
 
 
 def _problem_of(command: list[str]) -> str:
-    """Run a command, and return what went wrong or an empty string."""
+    """Run a command. Return why it failed, or an empty string if it succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

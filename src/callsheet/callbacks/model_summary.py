@@ -50,7 +50,7 @@ class ModelSummary(Callback):
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Forget the state of an earlier run, so that each run shows the table once."""
+        """Reset the state of an earlier run, so that each run shows the table once."""
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:
@@ -116,9 +116,8 @@ class ModelSummary(Callback):
         counted = [flops.get(name, 0)] if self._flops else []
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in parameters)
-        kind = next(
-            kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)
-        )  # skip the class that sharding puts before the module's own class
+        # FSDP puts a class of its own before the module's class, which must not be shown.
+        kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 
 

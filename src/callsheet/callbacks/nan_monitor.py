@@ -58,11 +58,11 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check the losses, unless their mean in the record is finite."""
+        """Check the losses since the last record, unless their mean in this record is finite."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # one of the losses is not finite, or their sum overflowed a small dtype
+        else:  # the mean is missing or not finite: a loss is not finite, or their sum overflowed
             self._look(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -76,7 +76,7 @@ class NaNMonitor(Callback):
         self._look(ctx)
 
     def _look(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # if this rank has no losses since the last record, no rank has any
+        if not self._losses and not self._folded:  # then no other rank has losses since the last record either
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

@@ -25,7 +25,7 @@ EVENTS = ("start", "end", "failure", "preemption")
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _RULE = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
-_MAX_CHARACTERS = 3000  # longest message of an exception in a notification
+_MAX_CHARACTERS = 3000  # longer exception messages are truncated in a notification
 
 
 class Notify(Callback):
@@ -83,7 +83,7 @@ class Notify(Callback):
         password_env: str = "",
     ) -> None:
         self._address = Address(to, url_env, server, sender, password_env)
-        positional, named = self._arguments  # secrets in them are replaced, because arguments are written to the run's folder
+        positional, named = self._arguments  # the arguments are written to the run's folder, so replace secrets in them
         self._arguments = (positional, {**named, "to": self._address.without_secrets} if to else named)
         if not (timeout > 0 and retries >= 0):
             raise ConfigError(f"timeout={timeout}, retries={retries}: give more than 0, and 0 or more")
@@ -92,17 +92,17 @@ class Notify(Callback):
         self._on = {one_of("event to notify of", word, EVENTS) for word in ([on] if isinstance(on, str) else on)}
         self._every = Interval.of("every", every) if every is not None else None
         self._rules = {rule: _read_rule(rule) for rule in ([when] if isinstance(when, str) else when)}
-        self._destination: Destination | None = None  # None while no run is active
+        self._destination: Destination | None = None  # where notifications are sent; None between runs
         self._begin()
 
     def _begin(self) -> None:
         self._crossed = dict.fromkeys(self._rules, False)
-        self._seen: Timestamp | None = None  # the run's progress at the last record
+        self._seen: Timestamp | None = None  # the run's timestamp at the last metrics record
         self._values: dict[str, float] = {}
         self._is_training = self._has_started = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Read the address, from the environment if it is there. Log a warning if there is none."""
+        """Determine where to send notifications, reading secrets from the environment. Log a warning if no address is given."""
         try:
             self._destination = self._address.destination()
         except ConfigError as error:
@@ -125,7 +125,7 @@ class Notify(Callback):
         self._has_started = True
 
     def on_log(self, ctx: Context) -> None:
-        """Send a notification if a rule becomes true or an interval has passed."""
+        """Send a notification if a rule in `when` becomes true or the interval `every` has passed."""
         if not self._is_training:
             return
         self._values |= ctx.record.values
@@ -147,7 +147,7 @@ class Notify(Callback):
 
     def on_exception(self, ctx: Context) -> None:
         error = ctx.exception
-        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported as `end`
+        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported by the event `end` instead
             return
         kind, message = type(error).__name__, text_of(error)[:_MAX_CHARACTERS]
         more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_CHARACTERS]
@@ -156,7 +156,7 @@ class Notify(Callback):
         self._notify(ctx, "failure", f"failed {where}: {kind}", more, exception=facts)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Ignore later records, which belong to evaluations after training. Warn of metrics that no record had."""
+        """Ignore later metrics records, which belong to evaluations after training. Warn of rules whose metric no record had."""
         self._is_training = False
         for name in {name for name, _, _ in self._rules.values()} - self._values.keys():
             logger.warning("%s: no record of the run had the metric %r of a rule", label_of(self), name)
@@ -189,7 +189,7 @@ class Notify(Callback):
         return "\n".join(f"{name}: {self._values[name]:.6g}" for name in names)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return which rules are true, and the time of the last record."""
+        """Return which rules are true, and the run's timestamp at the last metrics record."""
         return {"crossed": dict(self._crossed), "seen": self._seen.to_dict() if self._seen is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,7 +198,7 @@ class Notify(Callback):
 
 
 def _read_rule(text: str) -> tuple[str, Any, float]:
-    """Return the metric, the comparison and the bound of a rule."""
+    """Parse a rule such as `loss < 1.5` into the metric, the comparison and the bound."""
     found = _RULE.fullmatch(text)
     try:
         name, sign, bound = found.groups() if found is not None else ("", "", "nan")

@@ -53,13 +53,13 @@ class OOMObserver(Callback):
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None
-        self._path: Path | None = None  # where to write the snapshot; None while no run is observed
+        self._path: Path | None = None  # file of the snapshot; None while allocations are not recorded
         self._run: RunInfo | None = None
         self._is_attached = self._has_seen = False
         self._drawing: Drawing | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Start recording before the model is moved to the device."""
+        """Start to record allocations before the model is moved to the device."""
         folder = memory_folder(ctx, self._given_folder, label_of(self))
         if not ctx.run.device.startswith("cuda"):
             logger.warning("%s: there is no CUDA device, so nothing is observed", label_of(self))
@@ -80,7 +80,7 @@ class OOMObserver(Callback):
             bindings._cuda_attach_out_of_memory_observer(observe)
 
     def on_exception(self, ctx: Context) -> None:
-        """Start to write HTML pages that show the snapshot."""
+        """Stop recording, and start to render a snapshot of the failure as HTML pages."""
         path, self._path = self._path, None
         if path is None:
             return
@@ -90,7 +90,7 @@ class OOMObserver(Callback):
             self._drawing.begin(ctx, path)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Wait, for up to two minutes, for the HTML pages, and stop recording."""
+        """Wait for up to two minutes until the HTML pages are written, and stop recording."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None

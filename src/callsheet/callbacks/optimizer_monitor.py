@@ -13,7 +13,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
-_REPORT_METHOD = "report_per_parameter_metrics"  # the name that Composer uses for this method
+_REPORT_METHOD = "report_per_parameter_metrics"  # optimizer method that returns metrics; the name is Composer's
 
 
 class OptimizerMonitor(Callback):
@@ -37,7 +37,7 @@ class OptimizerMonitor(Callback):
         log_optimizer_metrics: also log what the optimizer reports.
     """
 
-    collective = True  # norms of sharded tensors are reduced over the ranks
+    collective = True  # all ranks must call the handlers, because norms of sharded tensors are reduced over the ranks
     required_fields = ("model", "optimizer")
 
     def __init__(
@@ -57,7 +57,7 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check whether the optimizer reports metrics."""
+        """Mute the handler for the optimizer's own metrics if the optimizer has none."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
@@ -70,7 +70,7 @@ class OptimizerMonitor(Callback):
     on_run_end = on_epoch_start
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norms here, because the gradients are complete and unscaled."""
+        """Log the norms. At this event the gradients are complete and unscaled."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", "on_train_step_end", until=ctx.step + ahead)
             return
@@ -80,7 +80,7 @@ class OptimizerMonitor(Callback):
             self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Log the optimizer's metrics here, because after the step the optimizer has a state."""
+        """Log the optimizer's own metrics. They need the optimizer's state, which exists after its first step."""
         if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the tensors' indices in the order of the norms, and the norms in float32 or wider.
+    """Return the norms of the tensors in float32 or wider, grouped by sharding, preceded by the tensors' indices in that order.
 
     Each kind of sharding takes one reduction.
     """

@@ -39,14 +39,13 @@ class RuntimeEstimator(Callback):
             raise ConfigError(f"skip_batches={skip_batches}: give 0 or more")
         self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))
         self._skip_batches = skip_batches
-        self._counts = ""  # the unit of `max_duration`, and of progress
-        self._seconds = self._progress = 0.0  # seconds and progress of training after the warm-up
-        self._pauses: dict[
-            str, tuple[int, float, float, float]
-        ] = {}  # pauses by kind: count, seconds, progress at the first and at the last
+        self._counts = ""  # time unit of `max_duration`, in which progress is measured
+        self._seconds = self._progress = 0.0  # training time and progress measured so far, without warm-up and pauses
+        # Kind of pause -> count, total seconds, progress at the first and at the last pause.
+        self._pauses: dict[str, tuple[int, float, float, float]] = {}
         self._to_skip = skip_batches
-        self._since: tuple[float, float] | None = None  # time and progress at the start of the current measurement
-        self._paused: tuple[str, float] | None = None  # the kind of the current pause, and when it began
+        self._since: tuple[float, float] | None = None  # time and progress when the current stretch of training began
+        self._paused: tuple[str, float] | None = None  # kind ("evaluation" or "save") and start of the current pause
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Discard the measurements of an earlier run."""
@@ -57,14 +56,14 @@ class RuntimeEstimator(Callback):
         """Begin the warm-up steps, which are not measured."""
         longest = ctx.state.max_duration
         counts = longest.unit.value if longest is not None else ""
-        if counts != self._counts:  # progress in another unit cannot be converted
+        if counts != self._counts:  # measurements in another time unit cannot be converted, so discard them
             self._counts, self._seconds, self._progress, self._pauses = counts, 0.0, 0.0, {}
         self._to_skip, self._paused = self._skip_batches, None
         self._since = (time.monotonic(), _progress(ctx.state)) if not self._skip_batches else None
         (ctx.unmute if self._skip_batches else ctx.mute)(self, "on_train_step_end")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Count the warm-up steps, and start the clock of training after the last one."""
+        """Count the warm-up steps, and begin to measure training time after the last one."""
         if self._to_skip:
             self._to_skip -= 1
             if not self._to_skip:
@@ -81,20 +80,20 @@ class RuntimeEstimator(Callback):
             ctx.log({name: estimate / _SECONDS[self._unit]}, across="same")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Stop the clock of training."""
+        """Stop measuring training time."""
         if not ctx.standalone:
             self._pause("evaluation", ctx.state)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Record the duration of the evaluation, and restart the clock of training."""
+        """Record the duration of the evaluation, and continue to measure training time."""
         self._unpause(ctx.state)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Stop the clock of training."""
+        """Stop measuring training time."""
         self._pause("save", ctx.state)
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Record the duration of the save, and restart the clock of training."""
+        """Record the duration of the save, and continue to measure training time."""
         self._unpause(ctx.state)
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -106,15 +105,17 @@ class RuntimeEstimator(Callback):
         self._pauses = {kind: (int(count), *rest) for kind, (count, *rest) in state["pauses"].items()}
 
     def _estimate(self, state: TrainState) -> float | None:
-        """Return the estimate in seconds; None if there are no measurements yet."""
+        """Return the estimated remaining time in seconds; None if there are no measurements yet."""
         if state.max_duration is None or self._seconds <= 0 or self._progress <= 0:
             return None
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            between = (last - first) / (count - 1) if count > 1 else first  # before a single pause, there was one interval too
+            # with a single pause, the interval is the training before that pause
+            between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                to_come = -int(-((end - last) / between - 1e-6) // 1)  # rounded up, because there is also a pause at the end
+                # number of pauses to come, rounded up because there is also a pause at the end
+                to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left
 
@@ -140,7 +141,7 @@ class RuntimeEstimator(Callback):
 
 
 def _progress(state: TrainState) -> float:
-    """Return the progress in the unit of `max_duration`, including part of an epoch if its length is known."""
+    """Return the run's progress in the time unit of `max_duration`. Count part of an epoch if the epoch's length is known."""
     longest = state.max_duration
     if longest is None:
         return 0.0

@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")
 
-_SETTLED_SECONDS = 1.0  # a file that was not changed for so long counts as complete
+_SETTLED_SECONDS = 1.0  # a file without a final newline counts as complete if it was not changed for this long
 
 
 class SaveOnTrigger(Callback):
@@ -52,13 +52,13 @@ class SaveOnTrigger(Callback):
         self._next = 0.0
 
     def on_run_start(self, ctx: Context) -> None:
-        """Determine the path of the file with requests."""
+        """Determine the path of the trigger file."""
         if self._file is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for the trigger; give it a file=")
         self._path = self._file or Path(ctx.run.folder or "", "trigger")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Add the file to the run's list of trigger files. Before this event the run may not write to its folder."""
+        """Add the trigger file to the list in the run's folder. Before this event the run may not write to its folder."""
         if ctx.run.folder is not None:
             try:
                 announce(ctx.run.folder, label_of(self), self._path)
@@ -70,7 +70,7 @@ class SaveOnTrigger(Callback):
                 )
 
     def on_run_end(self, ctx: Context) -> None:
-        """Remove the file from the run's list of trigger files."""
+        """Remove the trigger file from the list in the run's folder."""
         if ctx.run.folder is not None and not ctx.run.has_lost_folder:
             try:
                 withdraw(ctx.run.folder, label_of(self))
@@ -78,9 +78,10 @@ class SaveOnTrigger(Callback):
                 logger.warning("%s: cannot remove itself from the run's list of trigger files: %s", label_of(self), error)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Look for requests in the file, at most every few seconds."""
+        """Look for requests in the trigger file, at most every few seconds."""
         now = time.monotonic()
-        if now >= self._next and ctx.run.may_write(self._path):  # if the run has lost its folder, the file is for another process
+        # if another process has taken over the run's folder, the file is for that process
+        if now >= self._next and ctx.run.may_write(self._path):
             self._next = now + self._seconds
             for line in self._taken():
                 self._ask(ctx, line)
@@ -88,7 +89,7 @@ class SaveOnTrigger(Callback):
     on_eval_step_end = on_train_step_end
 
     def _taken(self) -> list[str]:
-        """Remove the file with requests, and return its lines.
+        """Remove the trigger file, and return its lines.
 
         Return no lines if there is no file, or if it may be incomplete.
         """
@@ -106,7 +107,7 @@ class SaveOnTrigger(Callback):
             if not content.endswith(b"\n") and time.time() - status.st_mtime < _SETTLED_SECONDS:
                 return []
             return claimed_lines(self._path, "taken")
-        except FileNotFoundError:  # another process is changing the file; try again later
+        except FileNotFoundError:  # another process is replacing the file; try again later
             return []
         except OSError as error:
             logger.warning(
@@ -125,7 +126,7 @@ class SaveOnTrigger(Callback):
             elif word == "evaluate":
                 ctx.control.evaluate(why)
             elif word == "stop":
-                ctx.control.stop(why, resumable=True)  # resumable, so that the same command continues the run
+                ctx.control.stop(why, resumable=True)  # `resumable` lets the same command continue the run
             else:
                 words = ", ".join(WORDS)
                 logger.warning(

@@ -51,13 +51,14 @@ class SlowRankDetector(Callback):
         self._factor = factor
         self._min_seconds = min_seconds
         self._patience = patience
-        self._in_a_row: dict[str, int] = {}  # number of records in a row in which a rank was slow, by "<stage> <rank>"
+        # "<stage> <rank>" -> number of consecutive metrics records in which the rank was slow
+        self._in_a_row: dict[str, int] = {}
         self._is_on_cuda = False
         self._start: Any = None
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start measuring. Discard the counts of ranks that a resumed run no longer has."""
+        """Start to measure this rank's times. Discard the counts of ranks that a resumed run no longer has."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
@@ -82,22 +83,22 @@ class SlowRankDetector(Callback):
             self._forwarding += perf_counter() - self._began
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the ranks, and warn of slow ones."""
+        """Compare the times of the ranks since the last record, and warn of slow ranks."""
         for start, end in self._events:
-            if end.query():  # a forward pass that is still running is left out
+            if end.query():  # leave out a forward pass that the device has not finished yet
                 self._forwarding += start.elapsed_time(end) / 1000
         taken = ctx.step - self._first
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
         self._forget(ctx.step)
         there = ctx.gather(here)
-        # Some rank has trained no step since the last record, so this is the record of an evaluation.
+        # If a rank has trained no step since the last record, this is the record of an evaluation.
         if not all(rank[0] for rank in there):
             return
         for i, stage in enumerate(_STAGES, start=1):
             self._compare(ctx, stage, [rank[i] for rank in there])
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return for how many records in a row each rank has been slow."""
+        """Return, for each stage and rank, in how many consecutive records it has been slow."""
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +121,7 @@ class SlowRankDetector(Callback):
                 self._in_a_row.pop(key, None)
 
     def _forget(self, step: int) -> None:
-        self._first = step  # the last step before the measurement
+        self._first = step  # the last step before the current measurement
         self._fetching = self._forwarding = self._began = 0.0
         self._events: list[tuple[Any, Any]] = []
 

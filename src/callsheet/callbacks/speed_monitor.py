@@ -16,9 +16,10 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-# Events whose handlers are switched off when the FLOPs of a step are known.
+# Events whose handlers are muted once the FLOPs of a step are known.
 _COUNTING = ("on_forward_end", "on_forward_backward_end")
-_BATCHES = ("on_fetch_end", "on_forward_backward_start")  # events whose handlers are switched off if the run counts tokens itself
+# events whose handlers are muted if FLOPs can be derived from the run's token count
+_BATCHES = ("on_fetch_end", "on_forward_backward_start")
 
 
 class SpeedMonitor(Callback):
@@ -96,7 +97,7 @@ class SpeedMonitor(Callback):
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Start counting FLOPs if this is the step in which they are counted."""
+        """Tell the FLOP counter that a step begins; it counts the operations of one step."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:
@@ -105,7 +106,7 @@ class SpeedMonitor(Callback):
             self._flops.guess(ctx.model, ctx.outputs)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Stop counting FLOPs, and switch off (mute) the handlers that are no longer needed."""
+        """Stop counting FLOPs, and mute the handlers that are no longer needed."""
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:
@@ -113,7 +114,7 @@ class SpeedMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         now = ctx.state.timestamp
-        if not self._window.moves_to(now):  # this is the record of an evaluation: nothing was trained since the last record
+        if not self._window.moves_to(now):  # nothing was trained since the last record: this is the record of an evaluation
             return
         family, ranks = self.name or "throughput", ctx.run.world_size
         flops = None
@@ -137,10 +138,11 @@ class SpeedMonitor(Callback):
         ctx.log(values if mfu is None else values | {f"{family}/device/mfu": mfu}, across="same")
 
     def _mfu(self, rate: float) -> float | None:
-        """Return the MFU: this rate in FLOP/s as a fraction of the device's peak. Return None if the peak is not known."""
+        """Return the MFU: `rate` in FLOP/s as a fraction of the device's peak. Return None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
-        if peak is None and self._flops.is_done and not self._is_cpu:  # the peak of CPUs is not known
+        # no message on a CPU, because peaks of CPUs are never known
+        if peak is None and self._flops.is_done and not self._is_cpu:
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
             self._log_once("MFU is not logged: the peak of %s is not known; give peak_flops=, in FLOP/s per device", what)
         return rate / peak if peak is not None else None

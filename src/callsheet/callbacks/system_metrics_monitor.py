@@ -51,10 +51,10 @@ class SystemMetricsMonitor(Callback):
         self._process = psutil.Process()
         self._counters: dict[str, int] = {}
         self._counted_at = 0.0
-        self._gpu: tuple[Any, Any] | None = None  # the NVML library (for GPU metrics), and its handle of the device
+        self._gpu: tuple[Any, Any] | None = None  # the module `pynvml` (GPU metrics) and its handle of this rank's GPU
 
     def on_train_start(self, ctx: Context) -> None:
-        """Read the counters for the first time, so that the first record has rates."""
+        """Read the disk and network counters, so that the first metrics record can have rates."""
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
@@ -64,7 +64,7 @@ class SystemMetricsMonitor(Callback):
     def on_log(self, ctx: Context) -> None:
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
             self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
-        there = ctx.gather(self._seen)  # the values are empty in an evaluation without training
+        there = ctx.gather(self._seen)  # `_seen` is empty if an evaluation runs without training
         highest: dict[str, float] = {}
         for rank in there:
             for name, value in rank.items():
@@ -72,7 +72,7 @@ class SystemMetricsMonitor(Callback):
         ctx.log(highest, across="same")
 
     def on_run_end(self, ctx: Context) -> None:
-        """Shut down NVML, the library that measures GPUs."""
+        """Shut down NVML, the library for GPU metrics."""
         (nvml, _), self._gpu = self._gpu or (None, None), None
         if nvml is not None:
             nvml.nvmlShutdown()
@@ -126,13 +126,13 @@ class SystemMetricsMonitor(Callback):
             return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         except ImportError:
             logger.warning("%s: GPU metrics are not logged: pip install 'callsheet[nvidia]'", label_of(self))
-        except Exception as error:  # NVML's errors, or a device without a UUID from another vendor
+        except Exception as error:  # an NVML error, or a GPU of another vendor, which has no UUID
             logger.warning("%s: GPU metrics are not logged: %s: %s", label_of(self), type(error).__name__, error)
         return None
 
 
 def _counters() -> dict[str, int]:
-    """Return the bytes read, written, received and sent since the machine started."""
+    """Return the bytes that disks and network have read, written, received and sent since the machine started."""
     found: dict[str, int] = {}
     if (disk := psutil.disk_io_counters()) is not None:
         found |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}

@@ -38,7 +38,7 @@ class ThresholdStopper(Callback):
     """
 
     phase = "decide"
-    collective = True  # its requests are the same on all ranks
+    collective = True  # every rank makes the same stop requests
     requests = ("stop",)
 
     def __init__(self, *, monitor: str, threshold: float, mode: str = "auto", records: str = "all") -> None:
@@ -55,9 +55,10 @@ class ThresholdStopper(Callback):
 
     def _begin(self) -> None:
         self._is_training = self._is_resumed = False
-        self._last: float | None = None  # the value in the last record
-        self._reached: float | None = None  # the value that stopped the run
-        self._other_metrics: set[str] | None = set()  # names seen so far; None once the metric was found, or a warning was given
+        self._last: float | None = None  # value of the monitored metric in the last record that has it
+        self._reached: float | None = None  # value of the monitored metric that stopped the run
+        # metric names logged so far; None once `monitor` was among them or a warning was given
+        self._other_metrics: set[str] | None = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Discard the values of an earlier run."""
@@ -71,7 +72,7 @@ class ThresholdStopper(Callback):
             self._look(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the value in the metrics record with the threshold, if all records are compared."""
+        """Compare the monitored value in the metrics record with the threshold, unless only one record per epoch is compared."""
         value = ctx.record.values.get(self._monitor)
         self._note(ctx.record.values, value)
         if value is not None and self._is_training:
@@ -88,7 +89,7 @@ class ThresholdStopper(Callback):
             self._look(ctx, value)
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Compare the epoch's last value with the threshold. Warn if no record or evaluation had the metric so far."""
+        """Compare the epoch's last value with the threshold if `records` is "epoch". Warn if nothing logged the metric so far."""
         if self._records == "epoch" and self._last is not None:
             self._look(ctx, self._last)
         if self._other_metrics:
@@ -121,7 +122,7 @@ class ThresholdStopper(Callback):
         ctx.control.stop(f"{self._monitor} is {value:g}, {side} the threshold {self._threshold:g}", replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the value in the last record, and the one that stopped the run."""
+        """Return the metric's value in the last record, and the one that stopped the run."""
         return {"last": self._last, "reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -44,16 +44,16 @@ class TimeLimit(Callback):
         self._seconds = self._limit - margin_seconds
         self._across_resumes = across_resumes
         self._save = save
-        self._before = 0.0  # seconds taken by earlier processes
+        self._before = 0.0  # seconds that earlier processes of the run have taken
         self._began: float | None = None
         self._has_asked = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Start the clock of this process."""
+        """Start measuring the wall-clock time of this process."""
         self._before, self._began = 0.0, time.monotonic()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stop at once if the time is already up."""
+        """Stop training at once if earlier processes of the run have used up the time."""
         self._has_asked = False
         self._look(ctx, save=False)
 
@@ -62,12 +62,12 @@ class TimeLimit(Callback):
             self._look(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Stop if the time is up. It is checked here too, because an evaluation may take longer than many steps."""
+        """Stop training if the time is up. This event is checked too because an evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
             self._look(ctx, save=self._save)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Stop the clock that measures the run's wall-clock time."""
+        """Stop measuring the run's wall-clock time."""
         self._before, self._began = self._taken, None
 
     @property

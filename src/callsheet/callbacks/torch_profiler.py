@@ -85,7 +85,7 @@ class TorchProfiler(Callback):
         self._folder = Path(folder) if folder is not None else None
         self.ranks = ranks
         self._profiler: profile | None = None
-        self._last = 0  # the last step that the current profiler records
+        self._last = 0  # the last step to be recorded by the current profiler
 
     def on_run_start(self, ctx: Context) -> None:
         """Check that there is a folder to write to."""
@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Tell the profiler that a step has ended. Stop or start it if a cycle of profiled steps ends or begins."""
+        """Advance the profiler by a step. Stop or start it if a cycle of profiled steps ends or begins."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:
@@ -116,7 +116,8 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        done = ctx.step - self._skip - self._wait  # when profiling begins, this is a multiple of the cycle's length
+        # steps since the first profiled step: a multiple of `length` when a cycle's profiling begins
+        done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return
         if _BUSY or torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
@@ -137,7 +138,7 @@ class TorchProfiler(Callback):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             _BUSY.discard(self)
-            profiler.stop()  # also writes the trace, unless `step` has already done so
+            profiler.stop()  # `stop` also writes the trace, unless `step` has already done so
 
     def _write(self, ctx: Context, made: Any) -> None:
         folder = self._folder or Path(ctx.run.folder or "", "traces")

@@ -35,7 +35,7 @@ __all__ = [
     "read_metrics",
 ]
 
-__getattr__ = attributes(  # imported on first use, because these need more than the standard library
+__getattr__ = attributes(  # import these loggers on first use, because they need more than the standard library
     __name__,
     {
         "MLflowLogger": "callsheet.loggers.mlflow_logger",

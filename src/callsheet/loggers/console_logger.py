@@ -1,4 +1,4 @@
-"""Plain lines on standard output or error."""
+"""Prints the progress of a run as plain lines on standard output or standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # the longest text of a table cell, in characters
+_CELL = 60  # longer texts of table cells are truncated to this many characters
 
 
 class ConsoleLogger(Logger):
@@ -53,12 +53,12 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        # Metrics that the last evaluation's line has shown; the record of that evaluation comes next.
+        # Metrics that the last evaluation's line has shown, and that the evaluation's own metrics record need not repeat.
         self._evaluated: set[str] = set()
-        self._pending = ""  # the line of the last record, if it was not printed
+        self._pending = ""  # the line for the last metrics record, if it was not printed
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Print where the run resumes."""
+        """Print from which checkpoint and step the run resumes."""
         self._printed_at, self._evaluated, self._pending = None, set(), ""
         if ctx.checkpoint is not None:
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
@@ -68,12 +68,12 @@ class ConsoleLogger(Logger):
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:
-        """Print the metrics record if the interval since the last printed one has passed."""
+        """Print the metrics record if the interval since the last printed record has passed."""
         known, self._evaluated = self._evaluated, set()
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # this is the record of an evaluation
+        if known:  # this record belongs to the evaluation whose results were just printed
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)

@@ -38,18 +38,18 @@ class CSVLogger(Logger):
     writes_to_run_folder = True
 
     def __init__(self) -> None:
-        self._path: Path | None = None  # None until the run may write to its folder
+        self._path: Path | None = None  # the table's path; None until the run may write to its folder
         self._file: io.FileIO | None = None
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
-        self._resumed_rows: int | None = None  # the number of rows at the time of the checkpoint that was loaded
+        self._resumed_rows: int | None = None  # number of rows when the loaded checkpoint was saved
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget how many rows an earlier run of this logger has written."""
+        """Reset the row count that was loaded for an earlier run with this logger."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the table, or continue it from the checkpoint."""
+        """Begin the table, or remove the rows after the loaded checkpoint and continue it."""
         self._close()
         path = folder_of(self, ctx) / "metrics.csv"
         columns, rows = _read(path)
@@ -72,20 +72,20 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of rows so far. A resume removes the rows after these."""
+        """Return the number of rows so far. A resumed run removes all later rows."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Replace the table by one with these columns. Rows that lack the last columns get empty cells."""
+        """Rewrite the table with these columns. Rows that lack the last columns get empty cells."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)
 
     def _append(self, row: bytes) -> None:
-        """Append a row to the file. If that fails, remove what was written of it."""
+        """Append a row to the file. If writing fails, remove the incomplete row."""
         assert self._path is not None
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `_close_file`
@@ -109,9 +109,9 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and the complete rows of the table, if this logger wrote it.
+    """Return the column names and the complete rows of the table at `path`, if a CSVLogger wrote it.
 
-    Otherwise return the first columns and no rows.
+    Otherwise return the names of the first columns and no rows.
     """
     try:
         content = path.read_text(encoding="utf-8", errors="replace")

@@ -23,7 +23,7 @@ from callsheet.loggers.support.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 
-_MAX_EARLY = 10_000  # pieces of output to keep in memory until the run may write to its folder
+_MAX_EARLY = 10_000  # most pieces of output to keep in memory until the run may write to its folder
 _written: set[Path | None] = set()
 
 
@@ -57,15 +57,15 @@ class FileLogger(Logger):
             raise ConfigError(f"max_bytes={max_bytes}: give more than 0, or None for no limit")
         self._capture = one_of("capture", capture, CAPTURES)
         self._max_bytes = max_bytes
-        self._log: OutputLog | DescriptorCapture | None = None  # None until the run may write to its folder
+        self._log: OutputLog | DescriptorCapture | None = None  # the open log; None until the run may write to its folder
         self._path: Path | None = None
-        self._run: RunInfo | None = None  # the current run, while the log file is open
+        self._run: RunInfo | None = None  # the current run; None while no log file is open
         self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
-    @at("change")  # early, before other callbacks print
+    @at("change")  # run in the first phase, before other callbacks print
     def on_run_start(self, ctx: Context) -> None:
-        """Start capturing, and keep the output in memory until the run may write to its folder."""
+        """Start to capture output, and keep it in memory until the run may write to its folder."""
         self._end()
         self._capture_streams(list(DESCRIPTORS))
 
@@ -83,19 +83,19 @@ class FileLogger(Logger):
             log.write(*self._early.popleft())
 
     def on_log(self, ctx: Context) -> None:
-        """Raise an error if output could not be written."""
+        """Raise OSError if output could not be written to the log file."""
         self._drop_if_lost()
         if self._log is not None and (failure := self._log.failure()) is not None:
             failure.add_note("output printed until this is resolved is missing from the log")
             raise failure
 
     def on_exception(self, ctx: Context) -> None:
-        """Write the traceback, which Python prints only after the run."""
+        """Write the exception's traceback to the log, because Python prints it only after the log is closed."""
         self._drop_if_lost()
         if self._log is not None:
             self._log.write("".join(traceback.format_exception(ctx.exception)))
 
-    @at("restore")  # the last phase, so that the file contains what other callbacks print
+    @at("restore")  # run in the last phase, so that the file contains what other callbacks print
     def on_run_end(self, ctx: Context) -> None:
         self._end()
 
@@ -116,7 +116,7 @@ class FileLogger(Logger):
             self._capture_streams([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
         else:
             log = OutputLog(path, self._max_bytes)
-            if not self._tees:  # nothing is captured, because `on_run_start` was not fired
+            if not self._tees:  # if `on_run_start` was not fired, capturing has not begun yet
                 self._capture_streams(list(DESCRIPTORS))
         _written.add(path)
         self._path = path
@@ -131,7 +131,7 @@ class FileLogger(Logger):
             tee.close_tee()
 
     def _drop_if_lost(self) -> None:
-        """Stop writing to the file if another process has taken over the run's folder."""
+        """Stop writing to the log file if another process has taken over the run's folder."""
         if self._log is not None and self._run is not None and self._run.has_lost_folder:
             self._log.drop()
 
@@ -151,7 +151,7 @@ class FileLogger(Logger):
 def _descriptor_of(stream: Any) -> int | None:
     try:
         number: int = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # the stream is not a file
+    except (AttributeError, OSError, ValueError):  # the stream has no file descriptor
         return None
     return number
 

@@ -61,7 +61,7 @@ class InMemoryLogger(Logger):
         return [step for step, _ in found], [value for _, value in found]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget what an earlier run of this logger logged."""
+        """Discard what an earlier run logged with this logger."""
         self._forget()
         self.hyperparameters.update(ctx.run.config)
 
@@ -77,7 +77,7 @@ class InMemoryLogger(Logger):
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Store the images if the argument `images` is True."""
         if self._keeps_images:
-            from callsheet.loggers.support.pixels import as_pixels  # imported here because it needs numpy
+            from callsheet.loggers.support.pixels import as_pixels  # imported here because `pixels` needs numpy
 
             self._keep(self.images.setdefault(name, []), (ctx.step, [as_pixels(image) for image in images]))
 

@@ -30,7 +30,7 @@ from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
 from callsheet.loggers.support.line_writer import LineWriter
 from callsheet.loggers.support.resumption import records_before
 
-_ENVIRONMENT_SECONDS = 3.0  # how long a run's end waits for the answers of git
+_ENVIRONMENT_SECONDS = 3.0  # how long the end of a run waits for the thread that reads the environment with git
 _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
@@ -72,23 +72,23 @@ class JSONLLogger(Logger):
             raise ConfigError(f"flush_seconds={flush_seconds}: give more than 0")
         self._seconds = flush_seconds
         self._folder = Path()
-        self._writer: LineWriter | None = None  # None until the run may write to its folder
-        self._images: ImageWriter | None = None  # None until images are logged
+        self._writer: LineWriter | None = None  # writes lines; None until the run may write to its folder
+        self._images: ImageWriter | None = None  # writes images; None until the first images are logged
         self._process = ""
-        self._records = 0  # how many records are valid; a resume makes those after its checkpoint invalid
-        self._resumed_records: int | None = None  # the number of records at the time of the checkpoint that was loaded
+        self._records = 0  # number of valid metrics records; a resume invalidates those after its checkpoint
+        self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
         self._eval_began = self._save_began = self._save_seconds = 0.0
-        self._environment: threading.Thread | None = None  # the thread that reads the environment
-        self._pictures: dict[str, tuple[int, int]] = {}  # by name of the images: the last step, and how many were logged at it
+        self._environment: threading.Thread | None = None  # reads git commit, packages and hardware
+        self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step
 
-    # --- events ---
+    # --- handlers of events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Forget how many records an earlier run of this logger has written."""
+        """Reset the record count that was loaded for an earlier run with this logger."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the files, or continue them from the checkpoint."""
+        """Begin the run's log files, or continue those of the run that is resumed."""
         self._close()
         self._folder = folder_of(self, ctx)
         resumed, there = ctx.checkpoint, read_metrics(self._folder)
@@ -132,7 +132,7 @@ class JSONLLogger(Logger):
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Note the time, for the duration of the evaluation."""
+        """Record when the evaluation starts, to log its duration."""
         self._eval_began = time.monotonic()
 
     def on_eval_all_end(self, ctx: Context) -> None:
@@ -140,12 +140,12 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines to the files, because the checkpoint stores the number of records so far. Note the time of the save."""
+        """Write all queued lines, because the checkpoint stores the number of records. Record when the save starts."""
         self._flush()
         self._save_began = time.monotonic()
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Note how long training waited for the save. Writing in the background may continue."""
+        """Record how long training waited for the save. Writing in the background may continue."""
         self._save_seconds = time.monotonic() - self._save_began
 
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -173,12 +173,13 @@ class JSONLLogger(Logger):
     # --- logging methods ---
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Add the values to the file of hyperparameters, `hyperparameters.json`."""
+        """Add the hyperparameters to the file `hyperparameters.json`."""
         if self._writer is not None and not ctx.run.has_lost_folder:
             path = self._folder / "hyperparameters.json"
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
-            except (FileNotFoundError, ValueError, RecursionError):  # the file is damaged, or callsheet did not write it
+            except (FileNotFoundError, ValueError, RecursionError):
+                # there is no such file, it is damaged, or callsheet did not write it
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
@@ -187,17 +188,17 @@ class JSONLLogger(Logger):
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
 
     def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
-        """Write the settings to `settings.json`. The next start of the run replaces the file."""
+        """Write the run's settings to `settings.json`. The next start of the run replaces the file."""
         if self._writer is not None and not ctx.run.has_lost_folder:
             replace_file(self._folder / "settings.json", f"{json_text(settings, indent=1)}\n".encode())
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Write a line with the step, the columns and all rows."""
+        """Write the table as one JSON line with the step, the columns and all rows."""
         line = {"step": ctx.step, "name": name, "columns": columns, "rows": rows, "time": time.time()}
         self._append(f"tables/{path_from(name)}.jsonl", line)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Write a file per image, and a line that lists them."""
+        """Write each image to a PNG file, and add a line with the names of the files to `images.jsonl`."""
         if self._writer is not None:
             step, before = self._pictures.get(name, (ctx.step, 0))
             first = before if step == ctx.step else 0
@@ -213,13 +214,13 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Write a line with the costs. The last line of a process includes all costs before it."""
+        """Write the callbacks' costs as a line of `costs.jsonl`. Each line of a process includes all its earlier costs."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
         self._append("timeline.jsonl", {**self._moment(ctx), **window.to_dict()})
 
-    # --- state ---
+    # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of records so far, so that a resume knows which records are still valid."""
@@ -248,7 +249,7 @@ class JSONLLogger(Logger):
         images, self._images = self._images, None
         try:
             if images is not None:
-                images.close()  # closed before the writer, because it adds lines to the writer
+                images.close()  # close the image writer first, because it adds lines to the line writer
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:

@@ -12,7 +12,7 @@ from callsheet.core.costs import CostReport, Window
 
 
 class Logger(Callback):
-    """The base of all loggers. Override `on_log` for the records, and other methods for whatever else the logger can store.
+    """The base class of loggers. Override `on_log` to write metrics records, and other methods to write tables, images and so on.
 
     A logger runs on the first rank, after all callbacks that measure and decide. Its errors are reported without ending the run.
     """
@@ -31,7 +31,7 @@ class Logger(Callback):
         """Log images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Log a file that was written."""
+        """Log a file that a callback has written, such as a trace or an exported model."""
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
         """Log the call sheet, a printable table of all handlers. This is called once, after the checkpoint was loaded."""
@@ -46,10 +46,10 @@ class Logger(Callback):
         """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Log the time of some consecutive steps, by span and callback."""
+        """Log a timeline of some consecutive steps: when each span and each callback ran."""
 
 
 for _method in (
     "log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_settings", "log_costs", "log_timeline"
 ):  # fmt: skip
-    getattr(Logger, _method).does_nothing = True  # methods with this mark are called only where a subclass overrides them
+    getattr(Logger, _method).does_nothing = True  # skip the method for loggers that do not override it

@@ -29,8 +29,8 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-_REQUESTS_AT_END = 4  # requests that may time out when the run ends: the last records and the end, each tried twice
-_AT_ONCE = 100  # params or tags that MLflow accepts in one request
+_REQUESTS_AT_END = 4  # requests that may time out at the run's end: last records and end of run, each tried twice
+_AT_ONCE = 100  # most params or tags that MLflow accepts in one request
 
 
 class MLflowLogger(Tracker):
@@ -89,14 +89,14 @@ class MLflowLogger(Tracker):
         self.lane_options = LaneOptions(deadline=_REQUESTS_AT_END * timeout + 5.0)
         self._client: Any = None
         self._queue: RetryQueue
-        self._params: dict[str, str] = {}  # the params that were already sent to MLflow
+        self._params: dict[str, str] = {}  # params (MLflow's name for hyperparameters) that were already sent
 
     def on_run_end(self, ctx: Context) -> None:
-        """Send the remaining records to MLflow, and close its run."""
+        """Send the remaining records to MLflow, and close the MLflow run."""
         try:
             if self.is_open:
                 self._queue.flush()
-        finally:  # close the run even if its last records cannot be sent
+        finally:  # close the MLflow run even if the last records cannot be sent
             super().on_run_end(ctx)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -108,7 +108,7 @@ class MLflowLogger(Tracker):
                 self._client.log_text(self.run_id, text.getvalue(), f"tables/{allowed(name)}/{ctx.step:08d}.csv")
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images with their step; several as `<name>/<number>`."""
+        """Log images with their step. Several images are named `<name>/<number>`."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 for i, image in enumerate(images):
@@ -116,12 +116,12 @@ class MLflowLogger(Tracker):
                     self._client.log_image(self.run_id, as_pixels(image), key=key, step=ctx.step, synchronous=True)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Upload the file at once."""
+        """Upload the file to MLflow as an artifact, and wait until that is done."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 self._client.log_artifact(self.run_id, str(path), f"files/{allowed(name)}".removesuffix(f"/{path.name}"))
 
-    # --- methods that a tracker implements ---
+    # --- methods of the base class `Tracker` that a logger must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         mlflow = self._module()

@@ -1,4 +1,4 @@
-"""Logging a run as an OpenTelemetry trace."""
+"""Logs a run as an OpenTelemetry trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # the most spans for a group of sampled steps; the SDK's queue holds 2048
+_SLICES = 1000  # most spans for a group of sampled steps, since the SDK's queue holds only 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -54,7 +54,7 @@ class OpenTelemetryLogger(Tracker):
         MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    lane = "inline"  # spans need the times and the current span of this thread; a thread of the SDK sends them
+    lane = "inline"  # spans need this thread's times and current span; the SDK sends spans from its own thread
     package = "opentelemetry"
     extra = "opentelemetry"
 
@@ -74,35 +74,35 @@ class OpenTelemetryLogger(Tracker):
         self.steps = steps
         self.timeout = timeout
         self._tracer: Any = None
-        self._own: Any = None  # the provider that this logger made, if it does not use the application's
+        self._own: Any = None  # the provider that this logger made; None if it uses the application's provider
         self._open_spans: list[tuple[str, Any]] = []  # the OpenTelemetry spans that have not ended, outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
-        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # no handlers for the events of steps that are not logged
+        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # handle the events of steps only if every step is logged
             setattr(self, SPANS[name].start_event, partial(self._begin, name))
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record the start time. The trace is chosen later, because it depends on the checkpoint."""
+        """Record when the run started. The trace begins later, since a resumed run continues the trace in its checkpoint."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         self._load_began = time.time_ns()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin a trace for the run, or continue that of the run that is resumed."""
+        """Begin a trace for the run, or continue the trace of the run that is resumed."""
         super().on_checkpoint_load_end(ctx)
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Log that a checkpoint is published, which may be long after it was saved."""
+        """Log the publication of a checkpoint, which may come long after the save."""
         self._point("checkpoint_published", about(ctx))
 
     def on_preempt(self, ctx: Context) -> None:
         self._point("preempt", about(ctx))
 
     def on_exception(self, ctx: Context) -> None:
-        """Log the exception in the span where it was raised, and set the status of all open spans."""
+        """Log the exception in the span where it was raised, and set the status of all open spans to ERROR."""
         if self.is_open and (error := ctx.exception) is not None:
             self._open_spans[-1][1].record_exception(error, attributes={"callsheet.span": ctx.span})
             self._status("ERROR", f"{type(error).__name__}: {text_of(error)}"[:5000])
@@ -129,7 +129,7 @@ class OpenTelemetryLogger(Tracker):
             span.end(end)
             around.append((end, span))
 
-    # --- methods that a tracker implements ---
+    # --- methods of the base class `Tracker` that a logger must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         from opentelemetry import trace
@@ -163,7 +163,7 @@ class OpenTelemetryLogger(Tracker):
         rates = {name: getattr(ctx.record, name) for name in ("samples_per_second", "tokens_per_second")}
         facts = {f"callsheet.{name}": value for name, value in rates.items() if value}
         self._point("log", {**about(ctx), **facts, **values, "callsheet.step": ctx.record.step})
-        for name, value in values.items():  # has no effect unless the application has set a MeterProvider
+        for name, value in values.items():  # gauges have no effect unless the application has set a MeterProvider
             if name not in self._gauges:
                 self._gauges[name] = get_meter("callsheet").create_gauge(instrument(name))
             self._gauges[name].set(value, {"callsheet.run": ctx.run.name})
@@ -181,7 +181,7 @@ class OpenTelemetryLogger(Tracker):
         if own is not None:
             own.close()
 
-    # --- spans ---
+    # --- creating and ending spans ---
 
     def _begin(self, name: str, ctx: Context) -> None:
         if self.is_open:
@@ -192,7 +192,7 @@ class OpenTelemetryLogger(Tracker):
         if name in names:
             place = len(names) - 1 - names[::-1].index(name)
             self._open_spans[place][1].set_attributes(about(ctx))
-            while len(self._open_spans) > place:  # this also ends inner spans that an exception left open
+            while len(self._open_spans) > place:  # also end inner spans that an exception left open
                 self._open_spans.pop()[1].end()
 
     def _span(self, name: str, facts: Mapping[str, Any], start: int | None = None, within: Any = None) -> Any:
@@ -216,5 +216,5 @@ class OpenTelemetryLogger(Tracker):
 def _is_there(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is not installed
+    except ModuleNotFoundError:  # `find_spec` raises if the parent package is not installed
         return False

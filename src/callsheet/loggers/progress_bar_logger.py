@@ -40,17 +40,17 @@ class ProgressBarLogger(Logger):
         if bar not in (True, False, "auto"):
             raise ConfigError(f'bar={bar!r}: give True, False or "auto"')
         self._wanted = bar
-        self._bar: Any = None  # rich's bar, while it is on the screen
+        self._bar: Any = None  # rich's progress bar; None while no bar is on the screen
         self._shown = -math.inf
         self._status = ""
-        self._watch: SilenceWatch | None = None  # shows what the run is doing if the bar has not changed for a while
-        self._began = (0.0, 0.0)  # when training started in this process, and the fraction of the run that was completed by then
+        self._watch: SilenceWatch | None = None  # shows the running handler if the bar has not changed for a while
+        self._began = (0.0, 0.0)  # time at which this process started to train, and the fraction of the run completed before
         self._figures = ""
-        self._counted = 0  # how many batches the current evaluation has done
+        self._counted = 0  # number of batches completed in the current evaluation
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write where the run resumes."""
+        """Write from which checkpoint and step the run resumes."""
         if ctx.checkpoint is not None:
             self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
@@ -66,17 +66,17 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_log(self, ctx: Context) -> None:
-        """Store the values that the bar shows from the record. Without a bar, write them as a line."""
+        """Store the loss and speed of the metrics record for the bar. Without a bar, write them as a line."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
-            return  # not for the record of an evaluation, which has its own line
+            return  # skip the metrics record of an evaluation, whose results have their own line
         loss = record.values.get("train/loss")
         self._figures = "  ".join([*([f"loss {loss:.4g}"] if loss is not None else []), *speeds(ctx)])
         if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
             self._show(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Begin to count the batches of an evaluation. If there is no bar for training, show one for the evaluation."""
+        """Begin to count the batches of an evaluation. If there is no bar for training, show a bar for the evaluation."""
         self._begin_counting(ctx)
 
     def on_eval_step_end(self, ctx: Context) -> None:
@@ -162,14 +162,14 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # this callback may be disabled after an error, and must not leave a bar on the screen
+        except BaseException:  # remove the bar, because this callback may be disabled after an error
             self._stop()
             raise
 
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # `_shown` is -inf until the first step, so that this step is shown at once
+        began = time.perf_counter()  # used while `_shown` is -inf, that is until the first step is shown
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),
@@ -186,9 +186,8 @@ class ProgressBarLogger(Logger):
 
 
 def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
-    load(
-        "rich.progress", extra="train", wanted_by="ProgressBarLogger"
-    )  # `load` restores random states, because importing rich draws random numbers
+    # `load` restores the random states, because importing rich draws random numbers.
+    load("rich.progress", extra="train", wanted_by="ProgressBarLogger")
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -198,9 +197,9 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         TaskProgressColumn(),
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
-        transient=total is None,  # a bar for an evaluation disappears when that ends
-        auto_refresh=False,  # the bar is drawn by the handlers instead
-        redirect_stdout=sys.stdout.isatty(),  # prints appear above the bar; output that goes to a file is left alone
+        transient=total is None,  # the bar of an evaluation disappears when the evaluation ends
+        auto_refresh=False,  # the handlers of this callback draw the bar
+        redirect_stdout=sys.stdout.isatty(),  # show printed text above the bar, but leave output to a file alone
     )
     bar.add_task(name, total=total, status="")
     bar.start()

@@ -15,7 +15,7 @@ from callsheet.loggers.support.file_names import folder_of, path_from
 from callsheet.loggers.support.pixels import as_pixels, png
 from callsheet.loggers.support.tracker import Opened, Tracker, plain
 
-_QUEUE = 1000  # events that may wait for the disk before the logger's thread has to wait
+_QUEUE = 1000  # size of the writer's queue; if it is full, the logger's thread waits for the disk
 
 
 class TensorboardLogger(Tracker):
@@ -42,7 +42,7 @@ class TensorboardLogger(Tracker):
     writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
-    state_is_ready = False  # so that a checkpoint waits until all records before it are in the files
+    state_is_ready = False  # a checkpoint must wait until all earlier records are in the files
 
     def __init__(self, *, folder: str | Path | None = None, flush_seconds: float = 10.0) -> None:
         if not flush_seconds > 0:
@@ -51,9 +51,9 @@ class TensorboardLogger(Tracker):
         self.folder = folder
         self.flush_seconds = flush_seconds
         self._writer: Any = None
-        self._run: RunInfo | None = None  # the current run, while the writer is open
-        self._hyperparameters: dict[str, Any] = {}  # the hyperparameters so far, by dotted name
-        self._has_hparams = False  # written once, since the HParams page uses only the first such event
+        self._run: RunInfo | None = None  # the current run; None while no writer is open
+        self._hyperparameters: dict[str, Any] = {}  # hyperparameters logged so far, by dotted name
+        self._has_hparams = False  # whether the event for the HParams page, which reads only the first one, was written
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         """Write all queued records to the files, because the checkpoint stores the number of records so far."""
@@ -68,7 +68,7 @@ class TensorboardLogger(Tracker):
         self._text(name, _table(columns, rows), ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images; several as `<name>/<number>`."""
+        """Log images. Several images are named `<name>/<number>`."""
         if self.is_open:
             summary = _summary_pb2().Summary()
             for i, image in enumerate(images):
@@ -78,7 +78,7 @@ class TensorboardLogger(Tracker):
                 shown.encoded_image_string = png(pixels)
             self._add(ctx.step, summary=summary)
 
-    # --- methods that a tracker implements ---
+    # --- methods of the base class `Tracker` that a logger must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         self._module()
@@ -89,14 +89,15 @@ class TensorboardLogger(Tracker):
             int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*") if path.name.split(".")[3].isdigit()
         ]
         pause = max(begun, default=0) + 1 - time.time()
-        if 0 < pause <= 1:  # TensorBoard reads files in the order of their names, which contain whole seconds
+        if 0 < pause <= 1:  # wait for a new second: TensorBoard sorts files by their names, which contain whole seconds
             time.sleep(pause)
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
             str(folder), _QUEUE, self.flush_seconds
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # At each start event except the first, TensorBoard hides later steps. So the first process writes a start event too.
+        # At every start event but the first, TensorBoard hides the steps after it. So that a resume is not the first, the first
+        # process writes one too.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)
@@ -130,7 +131,7 @@ class TensorboardLogger(Tracker):
         return place / path_from(self.name) if self.name else place
 
     def _write_hparams(self, ctx: Context) -> None:
-        """Write the hyperparameters for TensorBoard's HParams page, once."""
+        """Write the hyperparameters for TensorBoard's HParams page, unless they were written already."""
         if self._hyperparameters and not self._has_hparams:
             self._has_hparams = True
             values = self._hyperparameters.items()
@@ -158,7 +159,7 @@ def _summary_pb2() -> Any:
 
 
 def _table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table in Markdown."""
+    """Return a table as Markdown text."""
     lines = [columns, ["---"] * len(columns), *([plain(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
 

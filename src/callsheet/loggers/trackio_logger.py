@@ -44,7 +44,7 @@ class TrackioLogger(Tracker):
         MissingPackage: trackio is not installed.
     """
 
-    lane = "inline"  # Trackio's current run belongs to a thread, and its logging only fills its own queue
+    lane = "inline"  # Trackio's current run is per thread, and Trackio queues what is logged
     package = "trackio"
     extra = "trackio"
 
@@ -65,10 +65,10 @@ class TrackioLogger(Tracker):
         super().__init__()
         self.project = project
         self.run_name = run_name
-        self.run: Any = None  # Trackio's run, while it is open
+        self.run: Any = None  # the open Trackio run; None if there is none
         self._where = {"group": group, "space_id": space_id, "private": private, "server_url": server_url}
         self._system_metrics = system_metrics
-        # Whether some hyperparameters are not sent yet, and the time from which they may be sent.
+        # Whether some hyperparameters are not sent yet, and the earliest time to send them.
         self._has_unsent, self._send_at = False, 0.0
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -77,18 +77,18 @@ class TrackioLogger(Tracker):
             self._log({name: self._module().Table(columns=list(columns), data=cells)}, ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images; several as `<name>/<number>`."""
+        """Log images. Several images are named `<name>/<number>`."""
         if self.is_open:
             image = self._module().Image
             named = {f"{name}/{i}" if len(images) > 1 else name: image(as_pixels(each)) for i, each in enumerate(images)}
             self._log(named, ctx.step)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Log a file as an artifact."""
+        """Log a file as a Trackio artifact."""
         if self.is_open:
             self.run.log_artifact(path, name=re.sub(r"[^A-Za-z0-9._-]", "_", name), type="file")
 
-    # --- methods that a tracker implements ---
+    # --- methods of the base class `Tracker` that a logger must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         trackio = self._module()
@@ -97,7 +97,7 @@ class TrackioLogger(Tracker):
         if there is not None and there.id not in self._opened:
             self.run = there
             return Opened(there.id, is_ours=False)
-        current.set(None)  # otherwise `init` would end the other logger's run
+        current.set(None)  # hide another logger's current run, which `init` would end
         try:
             self.run = trackio.init(
                 self.project,
@@ -111,7 +111,7 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        if run_id not in (None, self.run.id):  # Trackio finds runs only by their names
+        if run_id not in (None, self.run.id):  # Trackio looks up runs by name only, so it may have opened a run with another id
             logger.warning(
                 "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",
                 self.run.name,
@@ -123,9 +123,8 @@ class TrackioLogger(Tracker):
         self._log(dict(values), ctx.record.step)
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        self.run.config.update(
-            {name.lstrip("_"): value for name, value in values.items()}
-        )  # names that begin with _ are reserved by Trackio
+        # Trackio reserves names that begin with an underscore.
+        self.run.config.update({name.lstrip("_"): value for name, value in values.items()})
         self._has_unsent = True
 
     def _log(self, values: dict[str, Any], step: int) -> None:

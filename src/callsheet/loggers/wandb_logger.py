@@ -19,7 +19,7 @@ from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, 
 
 _MODES = ("online", "offline", "shared", "disabled")
 _SECRET_SETTINGS = {"api_key", "x_extra_http_headers", "x_stats_open_metrics_http_headers"}
-_EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}  # 255 is what W&B shows as killed
+_EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}  # W&B shows the exit code 255 as "killed"
 
 
 class WandBLogger(Tracker):
@@ -78,7 +78,7 @@ class WandBLogger(Tracker):
             if isinstance(value, str):
                 check_no_secret(f"settings[{name!r}]", value, f"WANDB_{name.upper()} in the environment")
         super().__init__()
-        self.run: Any = None  # W&B's run, while it is open
+        self.run: Any = None  # the open W&B run; None if there is none
         self.timeout = timeout
         self.lane_options = LaneOptions(deadline=timeout + 5.0)
         self.folder = Path(folder) if folder is not None else None
@@ -86,35 +86,35 @@ class WandBLogger(Tracker):
         self.run_name = run_name
         self._where = {"project": project, "entity": entity, "group": group, "job_type": job_type, "mode": mode}
         self._tags = list(tags)
-        self._defined: set[str] = set()  # metrics for which W&B was told to use `step` as the axis
-        self._hyperparameters: dict[str, Any] = {}  # the hyperparameters so far, by dotted name
+        self._defined: set[str] = set()  # names of metrics that were defined in W&B with `step` as the x-axis
+        self._hyperparameters: dict[str, Any] = {}  # hyperparameters logged so far, by dotted name
 
     def on_preempt(self, ctx: Context) -> None:
-        """Mark the run as preempted at once, because it may be killed soon."""
+        """Mark the W&B run as preempted at once, because the process may be killed soon."""
         if self.is_open and self._is_ours:
             self.run.mark_preempting()
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a W&B table. W&B shows the latest one of each name."""
+        """Log a table to W&B, which shows the latest table of each name."""
         if self.is_open:
             cells = [[plain(cell) for cell in row] for row in rows]
             table = self._module().Table(columns=list(columns), data=cells, allow_mixed_types=True)
             self.run.log({name: table, "step": ctx.step})
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images side by side."""
+        """Log images to W&B, which shows them side by side."""
         if self.is_open:
             image = self._module().Image
             self.run.log({name: [image(as_pixels(each)) for each in images], "step": ctx.step})
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Upload the file in the background, as it is now."""
+        """Upload the file's present content to W&B in the background."""
         if self.is_open:
             path, parts = path.absolute(), Path(name).parts
             base = path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
             self.run.save(glob.escape(str(path)), base_path=base, policy="now")
 
-    # --- methods that a tracker implements ---
+    # --- methods of the base class `Tracker` that a logger must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         wandb = self._module()
@@ -130,14 +130,14 @@ class WandBLogger(Tracker):
         wandb = self._module()
         folder = self.folder or (ctx.run.folder if "WANDB_DIR" not in os.environ else None)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)  # if it does not exist, W&B writes elsewhere
+            folder.mkdir(parents=True, exist_ok=True)  # if the folder does not exist, W&B writes elsewhere
         waits = {f"{what}_timeout": self.timeout for what in ("init", "login", "finish")}
         settings = {name: value for name, value in waits.items() if f"WANDB_{name.upper()}" not in os.environ} | self.settings
         hook = sys.excepthook
         try:
             return self._init(wandb, ctx, folder, run_id, settings)
         finally:
-            sys.excepthook = hook  # W&B installs a hook to detect failures, but this logger passes the outcome itself
+            sys.excepthook = hook  # remove the hook by which W&B detects failures, because this logger passes the outcome itself
 
     def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
         return wandb.init(
@@ -147,13 +147,13 @@ class WandBLogger(Tracker):
             tags=self._tags or None,
             id=run_id,
             resume="allow" if run_id is not None else None,
-            # Another run is active, for example that of another logger.
+            # Create a separate run if another one is active, such as that of another logger.
             reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,
             settings=wandb.Settings(**settings),
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # in a run that the program opened, its own metrics keep their axis
+        if not self._is_ours:  # in a W&B run that the user's program opened, do not change the axis of the program's metrics
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)

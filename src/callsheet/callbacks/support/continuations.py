@@ -27,7 +27,7 @@ It identifies NaN or infinite logits in models whose `generate` does not call th
 
 
 class Prompts:
-    """Texts or lists of token ids, with the tokenizer that converts between them.
+    """Prompts, given as texts or as lists of token ids, with the tokenizer that converts between the two.
 
     Args:
         prompts: what is to be continued.
@@ -48,7 +48,7 @@ class Prompts:
         self.ids = [self._encoded(prompt) for prompt in prompts]
 
     def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-        """Return each prompt and its continuation as texts."""
+        """Return each prompt and its continuation as texts; `written` has the continuations' token ids."""
         return [
             (prompt if isinstance(prompt, str) else self._decoded(prompt, prompt), self._decoded(ids, prompt))
             for prompt, ids in zip(self._prompts, written, strict=True)
@@ -67,7 +67,7 @@ class Prompts:
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids)))
         if isinstance(prompt, str):
-            # Tokens of 256 and more are not bytes.
+            # Leave out token ids of 256 and more, which are not bytes.
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return " ".join(map(str, ids))
 
@@ -83,7 +83,7 @@ def written(
     words: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return each prompt and the model's continuation.
+    """Generate a continuation of every prompt. Return each prompt and its continuation as texts.
 
     Afterwards, the model, its modules' modes and the random states are as before.
 
@@ -97,14 +97,15 @@ def written(
         NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
     with undisturbed(model, seed) as is_sharded, finite_outputs(model):
-        words = {**words, "synced_gpus": is_sharded and world_size > 1}  # sharded ranks must stop generating together
+        # all ranks of a sharded model must run equally many steps
+        words = {**words, "synced_gpus": is_sharded and world_size > 1}
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)
 
 
 @contextmanager
 def undisturbed(model: Any, seed: int) -> Iterator[bool]:
-    """Put the model into evaluation mode without gradients while the block runs, and restore modes and random states afterwards.
+    """Put the model into evaluation mode, without gradients, within this context. Restore modes and random states afterwards.
 
     Yield whether the model is sharded.
     """
@@ -120,13 +121,13 @@ def undisturbed(model: Any, seed: int) -> Iterator[bool]:
         restore_random_state(random)
         for module, training in modes:
             module.training = training
-        for shard in shards:  # FSDP keeps the root unsharded for a backward pass, but there is none
+        for shard in shards:  # reshard now: FSDP keeps the root module unsharded until a backward pass, which never comes
             shard.reshard()
 
 
 @contextmanager
 def finite_outputs(model: Any) -> Iterator[None]:
-    """Raise NonFiniteError as soon as the model's last logits are NaN or infinite.
+    """Raise NonFiniteError within this context if the logits of the last position are NaN or infinite.
 
     On a GPU, sampling from such logits would abort the process.
 
@@ -135,7 +136,7 @@ def finite_outputs(model: Any) -> Iterator[None]:
 
     def check(_: Any, __: Any, outputs: Any) -> None:
         logits = getattr(outputs, "logits", outputs)
-        # Accept -inf, because a model may mask tokens with it.
+        # Accept -inf, because a model may mask tokens with -inf.
         if isinstance(logits, torch.Tensor) and logits.ndim == 3 and not bool((logits[:, -1] < torch.inf).all()):
             raise NonFiniteError(_NOT_FINITE)
 
@@ -159,7 +160,7 @@ def continuations(
     words: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> list[list[int]]:
-    """Return what `model.generate` writes after each prompt, up to its end token.
+    """Return the token ids that `model.generate` writes after each prompt, up to the end token.
 
     Prompts of equal length share a batch of at most `batch_size`, so that no prompt needs padding.
 
@@ -185,7 +186,7 @@ def _continued(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options:
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
-        pad = ends[0] if ends else 0  # the token that fills shorter continuations after their end token
+        pad = ends[0] if ends else 0  # pad shorter continuations with the end token
     given = {"attention_mask": torch.ones_like(ids), "use_cache": True, "pad_token_id": pad, **words}
     takes = inspect.signature(model.generate).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):

@@ -32,10 +32,10 @@ def why_not_delivered(notification: Notification, destination: Destination, *, t
 
 
 def longest(timeout: float, retries: int) -> float:
-    """Return how many seconds all attempts for one notification may take."""
+    """Return how many seconds all attempts to send one notification may take together."""
     return sum(timeout + _pause(attempt) for attempt in range(retries + 1))
 
 
 def _pause(attempt: int) -> float:
-    """Return the seconds between an attempt and the next."""
+    """Return the seconds to wait after attempt number `attempt` before the next one."""
     return min(5.0, 0.2 * 4.0**attempt)

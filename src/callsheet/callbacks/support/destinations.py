@@ -31,7 +31,7 @@ _PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 @dataclass(frozen=True)
 class Address:
-    """A checked address of notifications. It stores what the user wrote; secrets are read from the environment only when needed.
+    """A checked address to which notifications are sent. Secrets in the environment are read only by `destination`.
 
     Args:
         to: `https://...`, `slack:https://...` or `mailto:...`; with `url_env`, `webhook` or `slack`.
@@ -52,7 +52,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if self.url_env:
-            if self.to not in ("", "webhook", "slack"):  # do not repeat the text, which may be a secret
+            if self.to not in ("", "webhook", "slack"):  # the message does not repeat `to`, which may be a secret
                 raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
             user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
@@ -71,7 +71,7 @@ class Address:
 
     @property
     def kind(self) -> str:
-        """The part of `to` before the first colon."""
+        """The part of `to` before the first colon, such as "mailto" or "slack"."""
         return self.to.partition(":")[0]
 
     @property
@@ -86,14 +86,14 @@ class Address:
 
     @property
     def without_secrets(self) -> str:
-        """`to` in the form that may be recorded: of a URL, only the host."""
+        """`to` without secrets, for the run's records: of a URL, only scheme and host remain."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
         return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN}"
 
     def destination(self) -> Destination | None:
-        """Return the destination, with its secrets read from the environment; None if there is no address.
+        """Return an object that sends to this address, with secrets read from the environment; None if there is no address.
 
         Raises:
             ConfigError: a variable is not set, or holds no URL.
@@ -136,7 +136,7 @@ class Notification:
 
 
 class Destination(Protocol):
-    """Sends notifications."""
+    """A destination of notifications, such as a webhook or a mail server."""
 
     shown: str
     """A description without secrets."""
@@ -177,7 +177,7 @@ class Webhook:
             raise NotDelivered(str(error.reason)) from None
         except OSError as error:
             raise NotDelivered(str(error) or type(error).__name__) from None
-        except Exception as error:  # the error's message is not repeated, since it may contain the URL
+        except Exception as error:  # leave out the error's message, since it may contain the secret URL
             raise NotDelivered(type(error).__name__, is_final=True) from None
 
 
@@ -206,11 +206,11 @@ class Mail:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
         except smtplib.SMTPRecipientsRefused:
             raise NotDelivered("it rejected the recipients", is_final=True) from None
-        except OSError as error:  # includes smtplib's exceptions
+        except OSError as error:  # smtplib's exceptions are subclasses of OSError
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:
             raise NotDelivered(type(error).__name__, is_final=True) from None
-        if rejected:  # no retry, since it would send the mail again to the recipients that were accepted
+        if rejected:  # no retry, since the server would send the mail again to recipients that it has accepted
             of = len(self._recipients.split(","))
             raise NotDelivered(f"it rejected {len(rejected)} of {of} recipients", is_final=True)
 
@@ -232,7 +232,7 @@ class Mail:
 
 
 def checked_url(url: str) -> SplitResult:
-    """Return the parts of a URL to post to. Raise ConfigError if it is invalid, without repeating it."""
+    """Return the parts of a webhook's URL. Raise ConfigError, without repeating the URL, if it is invalid."""
     try:
         parts = urlsplit(url.strip())
         _ = parts.port
@@ -265,7 +265,7 @@ def checked_server(server: str) -> SplitResult:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as plain data, with numbers that JSON lacks as text."""
+    """Return `value` as data that JSON can store: NaN, infinity and other objects become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

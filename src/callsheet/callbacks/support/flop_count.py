@@ -28,7 +28,7 @@ are counted would never be compiled.
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ATEN = torch.ops.aten
-_FORMULAS: dict[Any, Callable[..., int]] = {  # FLOP formulas for attention on the CPU, which torch lacks
+_FORMULAS: dict[Any, Callable[..., int]] = {  # formulas that torch lacks: FLOPs of scaled dot-product attention on the CPU
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),
@@ -45,10 +45,10 @@ class OperationCounter(TorchDispatchMode):
     which look the same. If a formula fails, `error` holds its message.
     """
 
-    supports_higher_order_operators = True  # such operators run unchanged and are not counted
+    supports_higher_order_operators = True  # lets higher-order operators run unchanged, without counting them
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this class
         self.flops: Counter[str] = Counter()
         """FLOPs by precision."""
         self.error = ""
@@ -62,7 +62,7 @@ class OperationCounter(TorchDispatchMode):
         if formula is not None and not _is_computed_again():
             try:
                 self.flops[_precision(packet, args)] += int(formula(*args, **kwargs, out_val=out))
-            except Exception as error:  # a failed count must not stop training
+            except Exception as error:  # an error in a FLOP formula must not stop training
                 self.error = f"torch's formula for {packet} failed: {type(error).__name__}: {error}"
         return out
 
@@ -92,9 +92,8 @@ class StepFlops:
 
         Batches and steps then need not be reported.
         """
-        self._waiting: Any = (
-            0  # sum over the steps since the last record: FLOPs if the model reports them, otherwise numbers in the batches
-        )
+        # Sum over the steps since the last record: FLOPs if the model reports them, otherwise how many numbers the batches had.
+        self._waiting: Any = 0
         self.begin_run(None)
 
     def begin_run(self, model: Any, *, needs_precision: bool = False) -> None:
@@ -108,14 +107,14 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # FLOPs or numbers like `_waiting`, of batches fetched for the next step
-        self._numbers: Any = 0  # FLOPs or numbers like `_waiting`, of the current step
+        self._fetched: Any = 0  # like `_waiting`, but of the batches fetched for the next step
+        self._numbers: Any = 0  # like `_waiting`, but of the current step
         self.trouble = ""
         self.is_guessing = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether, from now on, only `fetched` must be called, and no longer the methods for steps and forward passes."""
+        """Whether nothing is left to measure. From then on, only `fetched` and `begin_step` must still be called in each step."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
@@ -142,7 +141,8 @@ class StepFlops:
             self.is_guessing = self._needs_precision
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
-        elif _get_current_dispatch_mode() is None:  # not if another counter is active: two would be closed in the wrong order
+        elif _get_current_dispatch_mode() is None:
+            # if another dispatch mode is active, wait: the two might be closed in the wrong order
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ class StepFlops:
             self._take(counter)
 
     def take(self, tokens: float) -> tuple[float | None, float | None]:
-        """Return the FLOPs and the numbers in the batches since the last call.
+        """Return the FLOPs, and how many numbers the batches had, since the last call.
 
         `tokens` is what the run counted for this rank in that time.
 
@@ -174,7 +174,7 @@ class StepFlops:
         return counter
 
     def guess(self, model: Any, outputs: Any) -> None:
-        """Guess the precision of a step whose FLOPs cannot be counted, from the dtype of the outputs.
+        """Guess the precision of a step whose FLOPs cannot be counted, from the dtypes of outputs and parameters.
 
         It is float16 or bfloat16 if an output or a parameter has that dtype.
         """
@@ -197,7 +197,7 @@ class StepFlops:
             self.trouble = counter.error or "torch has no formula for any of the model's operations"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counted FLOPs, so that a resumed run need not count again."""
+        """Return the measured FLOPs and precision, so that a resumed run need not count again."""
         waiting = float(self._waiting)
         return {"rate": self.rate, "precision": self.precision, "waiting": waiting, "by_tokens": self.by_tokens}
 
@@ -207,7 +207,7 @@ class StepFlops:
 
 
 def flops_reported_by(model: Any) -> Any:
-    """Return the model's method or number for the FLOPs of a batch, looking inside wrappers; None if there is none."""
+    """Return the model's own method or number for the FLOPs of a batch, also from inside wrappers; None if it has none."""
     while model is not None:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:
@@ -215,7 +215,7 @@ def flops_reported_by(model: Any) -> Any:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
         else:
-            # The module inside torch.compile's wrapper.
+            # Look at the module inside torch.compile's wrapper.
             model = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
     return None
 
@@ -227,8 +227,8 @@ def has_compiled() -> bool:
 
 
 def numbers_in(batch: Any) -> int:
-    """Return how many numbers a batch has in its `input_ids` or its first tensor; 0 if it has neither."""
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):  # the usual cases first, for speed
+    """Return how many elements `input_ids` or the first tensor of a batch has; 0 if it has neither."""
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):  # check the usual cases first, for speed
         return batch[0].numel()
     if isinstance(batch, (dict, Mapping)) and isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()
@@ -245,12 +245,15 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def _is_computed_again() -> bool:
-    """Return whether the operation is recomputed. Inside a backward pass, only such operations have gradients enabled."""
+    """Return whether activation checkpointing is recomputing the current operation.
+
+    Inside a backward pass, only recomputed operations have gradients enabled.
+    """
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def _precision(packet: Any, args: Any) -> str:
-    """Return the precision in which an operation multiplies."""
+    """Return the precision in which an operation multiplies, such as `bf16`."""
     first = next(tensors_in(args))
     if first.dtype in _HALF:
         return _HALF[first.dtype]
@@ -262,12 +265,12 @@ def _precision(packet: Any, args: Any) -> str:
 
 
 def _full_precision(*, is_convolution: bool) -> str:
-    """Return `tf32` if torch may round 32-bit factors to it on a CUDA device, otherwise `fp32`."""
+    """Return `tf32` if torch may use TF32 for 32-bit operations on CUDA devices, otherwise `fp32`."""
     if not torch.cuda.is_available():
         return "fp32"
     backends: Any = torch.backends
     new = getattr(backends.cudnn, "conv", None) if is_convolution else backends.cuda.matmul
     if isinstance(setting := getattr(new, "fp32_precision", None), str):
         return "tf32" if setting == "tf32" else "fp32"
-    # This is how PyTorch before 2.9 says it.
+    # PyTorch before 2.9 has `allow_tf32` instead of `fp32_precision`.
     return "tf32" if (backends.cudnn if is_convolution else backends.cuda.matmul).allow_tf32 else "fp32"

@@ -1,4 +1,4 @@
-"""Files for inference: programs of `torch.export`, ONNX, and Hugging Face folders."""
+"""Writes files for inference: programs of `torch.export`, ONNX files, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Call:
 
     @classmethod
     def of(cls, given: Any) -> Call:
-        """Return a call with a tuple as positional arguments, a mapping as keyword arguments, or anything else as the only argument."""
+        """Make a call from a tuple of positional arguments, a mapping of keyword arguments, or any other value as the only one."""
         if isinstance(given, Mapping):
             return cls((), dict(given))
         return cls(given if isinstance(given, tuple) else (given,))
 
     def changed(self, how: Callable[[Tensor], Tensor]) -> Call:
-        """Return the call with `how` applied to every tensor."""
+        """Return a copy of the call with the function `how` applied to every tensor."""
         args, kwargs = trees.tree_map_only(Tensor, how, (self.args, self.kwargs))
         return Call(args, kwargs)
 
@@ -72,7 +72,7 @@ def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> Expor
         CheckpointError: the model rejects the arguments, or torch cannot trace it.
     """
     if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # type: ignore[union-attr]  # a language model's cache is not part of the output
+        model.config.use_cache = False  # type: ignore[union-attr]  # do not export the key-value cache as an output
     with _failing_as("the model does not accept the sample input"), torch.no_grad():
         outputs = model(*call.args, **call.kwargs)
     if isinstance(outputs, Mapping) and type(outputs) is not dict:
@@ -85,22 +85,21 @@ def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> Expor
 
 
 def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) -> None:
-    """Write the program as ONNX. The weights of a large model are in `<name>.data` next to it."""
+    """Write the program as an ONNX file. The weights of a large model go into `<name>.data` next to it."""
     with _failing_as("the model cannot be expressed in ONNX"):
-        made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # typed differently before PyTorch 2.7
-    assert made is not None  # torch's exporter returns None only if it writes a file itself
+        made = torch.onnx.export(program, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]  # PyTorch < 2.7 has other types
+    assert made is not None  # `torch.onnx.export` returns None only if it is given a file to write
     made.save(path)
 
 
 def publish(draft: Path, target: Path) -> list[Path]:
-    """Move the contents of `draft` to the place of `target`, and return the files.
+    """Move the contents of the folder `draft` into the folder of `target`, and return the moved files.
 
     A file, or a folder that did not exist, appears atomically. If the folder existed, its files with other names stay.
     """
     files = _files(draft)
-    for entry in sorted(
-        draft.iterdir(), key=lambda entry: entry.name == target.name
-    ):  # move the target itself last, when everything else is in place
+    # Move the target itself last, when everything else is in place.
+    for entry in sorted(draft.iterdir(), key=lambda entry: entry.name == target.name):
         is_there = entry.is_dir() and target.with_name(entry.name).exists()
         for old in _files(entry) if is_there else [entry]:
             new = target.parent / old.relative_to(draft)
@@ -120,7 +119,7 @@ def _dimensions(leaf: Any, dynamic: str) -> dict[int, Any] | None:
 
 
 def _give_plain_outputs(model: nn.Module) -> None:
-    """Make the model return a dictionary of tensors, so that loading the program does not require the class of its outputs."""
+    """Make the model return a plain dict of tensors, so that loading the program does not require the class of its outputs."""
     forward = model.forward
 
     @functools.wraps(forward)

@@ -14,7 +14,7 @@ The list has each callback's name and its file. A file in that folder is listed 
 folder may have another path.
 """
 
-_MAX_BYTES = 65536  # read at most this much of the list
+_MAX_BYTES = 65536  # at most this much of the file is read
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
@@ -32,12 +32,12 @@ def withdraw(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder. The entry of a job that was killed stays in the list."""
+    """Return the list in the run's folder: callback names and their trigger files. Entries of killed jobs stay in the list."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             listed: Any = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):  # there is no list, or callsheet did not write it
+    except (OSError, ValueError, RecursionError):  # the file does not exist, or is not a list that callsheet wrote
         return {}
     return {name: file for name, file in listed.items() if isinstance(file, str)} if isinstance(listed, dict) else {}
 
@@ -51,6 +51,6 @@ def _write(folder: Path, listed: dict[str, str]) -> None:
     draft = path.with_name(f"{LISTENERS}.new-{os.getpid()}")
     try:
         draft.write_text(f"{json.dumps(listed)}\n", encoding="utf-8")
-        os.replace(draft, path)  # atomically: a reader sees the old list or the new one
+        os.replace(draft, path)  # `os.replace` is atomic: a reader sees the old list or the new one
     finally:
         draft.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ With the first name, the page would stay blank.
 
 
 class MemoryPages(Callback):
-    """Renders memory snapshots on disk as HTML pages, in a process of its own.
+    """A callback that renders memory snapshots as HTML pages in a separate process.
 
     This takes seconds, in which it holds the interpreter lock, and several times the snapshot's memory.
     """

@@ -1,4 +1,4 @@
-"""A result of the MLPerf Training benchmarks: its file, its values, and its check against the installed rules."""
+"""The result file of an MLPerf Training benchmark: writing it, its values, and checking it against MLPerf's rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_paralleli
 
 
 class ResultFile:
-    """A file of `:::MLLOG` lines.
+    """An MLPerf result file, which consists of `:::MLLOG` lines.
 
     It is `result_<number>.txt`, with the given number or the first that is free in the folder.
 
@@ -50,12 +50,12 @@ class ResultFile:
         raise ConfigError(f"index={index}: {self.path} exists; give another index, or None for the first that is free")
 
     def write(self, key: str, value: Any = None, *, time_ms: int | None = None, **metadata: Any) -> None:
-        """Write a line immediately. `time_ms` counts from 1970; None means now."""
+        """Write a line to the result file without buffering. `time_ms` is a Unix time in milliseconds; None means now."""
         self._file.write(_line(key, value, time_ms or now_ms(), metadata))
         self._file.flush()
 
     def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
-        """Return the complaints of the compliance checker about the file with these lines added at its end.
+        """Return what MLPerf's compliance checker would reject about the file if the lines `rest` were added at its end.
 
         The list is empty if the checker accepts the file.
         """
@@ -66,12 +66,12 @@ class ResultFile:
             copy.write_text(text, encoding="utf-8")
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
-        rules.enqueued_configs.clear()  # forget what an earlier check that failed has left there
-        guard = logging.NullHandler()  # the checker calls `logging.info`, which adds a handler if the root logger has none
+        rules.enqueued_configs.clear()  # clear what an earlier check that raised has left in this global queue
+        guard = logging.NullHandler()  # `logging.info`, which the checker calls, would add a handler if the root logger has none
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
-        except Exception as error:  # rules fail if values that earlier rules require are missing
+        except Exception as error:  # a rule may raise if values that earlier rules require are missing
             checker.put_message(f"the checker itself failed: {error!r}")
         finally:
             logging.getLogger().removeHandler(guard)
@@ -84,12 +84,12 @@ class ResultFile:
 
 
 def now_ms() -> int:
-    """Return the milliseconds since 1970."""
+    """Return the current Unix time in milliseconds."""
     return int(time.time() * 1000)
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that can be read from a run after its first step, under the names of MLPerf's rules.
+    """Return the hyperparameters that can be read from a run after its first step, under the names of MLPerf's rules.
 
     The batch size comes first, because the rules require this.
 
@@ -101,7 +101,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # with tensor or pipeline parallelism, several ranks have the same samples
+        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which would be counted twice
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:
@@ -119,7 +119,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     values = {"opt_name": name, "opt_base_learning_rate": float(first.get("initial_lr", first["lr"]))}
     if name.startswith("adam") and "betas" in first:
         values |= {f"{kind}_beta_1": first["betas"][0], f"{kind}_beta_2": first["betas"][1], f"{kind}_epsilon": first["eps"]}
-    if "weight_decay" in first:  # a group without weight decay often holds the biases
+    if "weight_decay" in first:  # take the maximum, because biases are often in a group without weight decay
         values["opt_adamw_weight_decay" if name == "adamw" else "opt_weight_decay"] = max(
             group["weight_decay"] for group in groups
         )
@@ -178,7 +178,7 @@ def _rules() -> Any:
 
 def _line(key: str, value: Any, time_ms: int, metadata: dict[str, Any]) -> str:
     kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
-    # MLPerf's check of seeds reads these keys.
+    # MLPerf's check of seeds requires the keys `file` and `lineno`.
     place = {"file": "callsheet/callbacks/mlperf.py", "lineno": sys._getframe(2).f_lineno}
     line = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
     return f":::MLLOG {json.dumps({**line, 'metadata': {**place, **metadata}})}\n"

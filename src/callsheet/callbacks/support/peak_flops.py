@@ -22,7 +22,7 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bA10\b", {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0}),
     (r"\bA30\b", {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0}),
     (r"\bA40\b", {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}),
-    (r"\bA100\b(?!.*64GB)", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}),  # excluded: the 64 GB version is faster
+    (r"\bA100\b(?!.*64GB)", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}),  # the faster 64 GB version is excluded
     (r"\bRTX A6000\b", {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8}),
     (r"\bRTX 3090$", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0}),
     (r"\bRTX 4090$", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}),
@@ -42,11 +42,11 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bGB300\b", {"tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
     (r"\bMI100\b", {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}),
     (r"\bMI210\b", {"fp32": 45.3, "bf16": 181.0, "fp16": 181.0}),
-    (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # for one device; a card has two
-    (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # for one device; a card has two
+    (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # values for one torch device; a card has two
+    (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # values for one torch device; a card has two
     (r"\bMI300A\b", {"fp32": 122.6, "tf32": 490.3, "bf16": 980.6, "fp16": 980.6, "fp8": 1961.2}),
     (r"\bMI300X\b", _MI300X),
-    (r"\bMI325X\b", _MI300X),  # the same chip with more memory
+    (r"\bMI325X\b", _MI300X),  # MI325X is an MI300X with more memory
     (r"\bMI350X\b", {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7}),
     (r"\bMI355X\b", {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2}),
 )
@@ -55,7 +55,7 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 @cache
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of one device in dense arithmetic, according to its vendor; None if it is not known here.
+    """Return the vendor's peak FLOP/s of one device for dense matrix products; None if the device is not in the table.
 
     The figures come from NVIDIA's and AMD's data sheets and architecture papers. If these have only sparse figures, half of them
     is used. For GeForce, the figures are those of 16-bit and 8-bit products accumulated in 32 bits, as in training; for AMD

@@ -1,4 +1,4 @@
-"""Images, labels and predictions: finding them in batches and outputs, and drawing them side by side."""
+"""Finds images, labels and predictions in batches and outputs, and draws them side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GREY = 0.5
 
 
 def _palette() -> Tensor:
-    """Return a colour for each class: black, and then hues that differ much between neighbours (steps of the golden ratio)."""
+    """Return a colour for each class: black, and then colours whose hues differ much between consecutive classes."""
     hues = ((number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED))
     return torch.tensor([(0.0, 0.0, 0.0), *(colorsys.hsv_to_rgb(*hue) for hue in hues)])
 
@@ -31,14 +31,14 @@ PALETTE = _palette()
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Images of shape (N, H, W, 1 or 3) on the device; for a segmentation also the classes of the pixels, (N, H, W)."""
+    """Images of shape (N, H, W, 1 or 3); for a segmentation also the predicted and true class of each pixel, (N, H, W)."""
 
     images: Tensor
     predictions: Tensor | None = None
     labels: Tensor | None = None
 
     def drawn(self) -> list[Tensor]:
-        """Return each image on the host, as (H, W) or (H, W, 3).
+        """Return each image as a CPU tensor of shape (H, W) or (H, W, 3).
 
         A segmentation shows image, prediction and label side by side, with values within [0, 1].
         """
@@ -86,13 +86,13 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    itself = images.data_ptr()  # to recognize the tensor of the images, of which `images` is a view
+    itself = images.data_ptr()  # `images` is a view of a tensor in the batch, which must not be taken for labels
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None
 
 
 def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> Tensor | None:
-    """Return the class with the highest score at every pixel of `images` (N, H, W, C), as (N, H, W); None if there are no scores.
+    """Return the predicted class of every pixel of `images` (N, H, W, C), as (N, H, W); None if `outputs` has no scores.
 
     Scores are `logits` or `out`, or the first tensor with four dimensions. A single class is predicted if its score is above 0.
     """
@@ -102,7 +102,7 @@ def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> 
 
 
 def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_scores: bool = False) -> Tensor:
-    """Return classes, or scores by class, as whole numbers (N, H, W), resized to `images` (N, H, W, C) by nearest neighbour."""
+    """Convert classes, or scores by class, to class indices (N, H, W), resized to `images` (N, H, W, C) by nearest neighbour."""
     size = images.shape[1:3]
     if tensor.dim() == 4:
         if channels_last is None:
@@ -119,13 +119,13 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 
 def coloured(numbers: Tensor) -> Tensor:
-    """Return class numbers as RGB colours, in an additional last dimension. Ignored pixels are grey."""
+    """Return class indices as RGB colours, in an additional last dimension. Ignored pixels are grey."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
 
 
 def _within_one(image: Tensor) -> Tensor:
-    """Return an image in three channels within [0, 1], as loggers show it on its own."""
+    """Return an image with three channels and values within [0, 1], scaled as loggers scale an image."""
     if not image.is_floating_point():
         image = image / 255
     image = torch.where(image.isfinite(), image, 0.0)

@@ -1,4 +1,4 @@
-"""A sliding window of what was completed in the last batches, and of the seconds of training for it."""
+"""Measures the speed of training in a sliding window of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from callsheet.core.time import Timestamp
 
 
 class _Point(NamedTuple):
-    """What the run had completed when a metrics record was made. FLOPs are None until they are known."""
+    """The batches, samples, tokens, seconds and FLOPs that a run had completed when a metrics record was made.
+
+    FLOPs are None until they are known.
+    """
 
     batch: int
     sample: int
@@ -20,14 +23,14 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """A sliding window over the metrics records of the last `size` batches, at least two of them: what the run had completed at each."""
+    """A sliding window over the run's progress at the metrics records of the last `size` batches (at least two records)."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._points: deque[_Point] = deque()
 
     def begin(self, now: Timestamp) -> None:
-        """Start the window with the present progress, unless it has started already."""
+        """Put the run's present progress into the window if the window is empty."""
         if not self._points:
             self._points.append(_point(now))
 
@@ -36,11 +39,11 @@ class SpeedWindow:
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:
-        """Return the number of tokens since the window's last metrics record, over all ranks."""
+        """Return the number of tokens that all ranks trained since the window's last metrics record."""
         return now.token - self._points[-1].token
 
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
-        """Move the window to `now`. Return the rates per second by name, leaving out counts of zero.
+        """Move the window to `now`. Return the rates per second by name (batches, samples, ...), without rates of zero.
 
         `flops` are those since the last point, or None if they are not known yet.
         """

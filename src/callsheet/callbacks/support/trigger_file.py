@@ -11,7 +11,7 @@ from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
 WORDS = ("save", "evaluate", "stop")
-MAX_BYTES = 4096  # read at most this much of the file
+MAX_BYTES = 4096  # at most this much of the file is read
 MAX_REASON_CHARACTERS = 200
 
 
@@ -32,13 +32,13 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
 
 
 def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
-    """Remove what `leave_request` wrote, if it is still in the file. Raise as `leave_request` does."""
+    """Remove the line that `leave_request` wrote, if it is still in the trigger file. Raise as `leave_request` does."""
     if os.path.lexists(file):
         _change(Path(file), lambda waiting: [other for other in waiting if other != line])
 
 
 def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
-    """Replace the requests in the file by the result of `change`.
+    """Replace the requests in the trigger file by the result of `change`.
 
     The file is replaced atomically, because the job may read it at any time.
     """
@@ -50,7 +50,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
                 raise ConfigError(f"{path} is not a regular file; remove it")
             waiting += claimed_lines(path, "changed")
         except FileNotFoundError:
-            pass  # there are no requests, or the job has just read them
+            pass  # there are no requests, or the job has just read and removed them
         if not (lines := change(waiting)):
             return
         try:
@@ -58,8 +58,8 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                continue  # another process has just written a file; read it first
-            except OSError:  # the file system does not support hard links
+                continue  # another process has just written the file; start again with its requests
+            except OSError:  # the file system does not support hard links, so a request of another process may be overwritten
                 os.replace(draft, path)
             return
         finally:
@@ -67,9 +67,9 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def claimed_lines(path: Path, by: str) -> list[str]:
-    """Remove the file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
+    """Remove the trigger file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
-    os.replace(path, claimed)  # after the rename, other processes write to a new file
+    os.replace(path, claimed)  # after the rename, requests of other processes go to a new file
     with open(claimed, "rb") as file:
         content = file.read(MAX_BYTES)
     os.unlink(claimed)

@@ -1,4 +1,4 @@
-"""Copying everything that is written to the file descriptors 1 and 2 to a file.
+"""Copies everything that is written to the file descriptors 1 (stdout) and 2 (stderr) to a file.
 
 `wurlitzer` (3.1) is not used, for three reasons. It reads the pipes on a thread of this process, which is blocked by a library
 that holds the interpreter lock, and whose last output is lost in a crash. It waits for that thread without a time limit. And it
@@ -26,7 +26,7 @@ _live: list[DescriptorCapture] = []
 
 
 class DescriptorCapture:
-    """Copies what this process, its libraries and its children write to standard output and error to an `OutputLog`.
+    """Copies the standard output and error of this process, its native libraries and its child processes to an `OutputLog`.
 
     The descriptors become pipes to a small process, which forwards everything to the original destination. A thread is not
     enough: a library that fills the pipe while it holds the interpreter lock would block forever, and the last output before a
@@ -60,7 +60,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # its own session, so that signals to the training's process group do not reach it
+                start_new_session=True,  # a new session: signals to the training's process group do not reach it
             )
             _flush()
             for descriptor, target in ours.items():
@@ -74,10 +74,10 @@ class DescriptorCapture:
         _live.append(self)
 
     def write(self, text: str, stream: str = "") -> None:
-        """Write text to the log only."""
+        """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # `_is_writing` is true if a signal handler calls this in the middle of a message
+                return  # `_is_writing` is True if a signal handler calls `write` in the middle of a message
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")
@@ -88,7 +88,7 @@ class DescriptorCapture:
                 self._is_writing = False
 
     def drop(self) -> None:
-        """Write nothing more to the log: the file belongs to another process now. Output still appears where it did before."""
+        """Stop writing to the log, because the file belongs to another process now. Output still appears on the terminal."""
         with self._lock:
             if self._is_closed or self._is_writing or self._is_dropped or os.getpid() != self._process:
                 return
@@ -99,7 +99,7 @@ class DescriptorCapture:
                 return
 
     def failure(self) -> OSError | None:
-        """Return why text is lost. Return it only once each time that writing begins to fail; otherwise return None."""
+        """Return the error that made writing to the log fail since the last call, or None."""
         if self._is_closed:
             return None
         try:
@@ -112,7 +112,7 @@ class DescriptorCapture:
         return OSError(answer.decode().splitlines()[0])
 
     def close(self) -> None:
-        """Restore the descriptors, unless other code has replaced them, and wait until all output is in the log.
+        """Restore stdout and stderr, unless other code has replaced them, and wait until all output is in the log.
 
         This may be called twice.
 
@@ -160,7 +160,7 @@ class DescriptorCapture:
         try:
             self._copier.wait(0.0 if any(map(self._has, DESCRIPTORS.values())) else 1.0)
         except subprocess.TimeoutExpired:
-            pass  # another process still holds the pipe, and the copier serves it until its end
+            pass  # another process still holds a pipe; the copying process runs until that is closed
         if answer != output_log.CLOSED:
             reason = answer.decode("utf-8", "replace").strip("\0\n")
             raise OSError(f"not all output is in the log: {reason or 'writing it took too long'}")
@@ -185,7 +185,7 @@ def _close(*descriptors: int) -> None:
 
 
 def _flush() -> None:
-    """Flush the buffers of Python and C to the current targets of the descriptors."""
+    """Flush the output buffers of Python and C to the current targets of stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Records what a run was started with: command, git commit and changes, packages, hardware. It is read on a separate thread."""
+"""Records the environment of a run: command, git commit and changes, packages, hardware. A separate thread reads it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger("callsheet")
 
 FILE = "environment.json"
 
-_GIT_SECONDS = 10.0  # for each call of git; a repository may be on a slow network disk
-_MAX_DIFF = 2**18  # how many characters of the uncommitted changes are kept
-_MAX_FILES = 500  # how many names of changed or new files are kept
+_GIT_SECONDS = 10.0  # time limit of each git command; a repository may be on a slow network disk
+_MAX_DIFF = 2**18  # most characters of the uncommitted changes to record
+_MAX_FILES = 500  # most names of changed or of new files to record
 _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
 """Ends of the names of files whose changes are left out of the diff."""
 
 
 def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
-    """On a new thread, read the environment and pass it to `write`. Return the thread.
+    """Start a thread that reads git commit, packages and hardware and passes them to `write`. Return the thread.
 
     Only the current folder and the command are read on the caller's thread, because a program may change them later. What cannot
     be read is left out.
@@ -124,7 +124,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 def _asked(folder: Path, *question: str) -> str | None:
-    """Return the output of a git command. Return None if there is no git or no repository, or if git does not answer in time."""
+    """Return the output of a git command; None if there is no git or no repository, or if git does not answer in time."""
     # The user's hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}
     try:

@@ -23,18 +23,18 @@ def short(rate: float) -> str:
 
 
 def outcome(ctx: Context) -> str:
-    """Return how and why the run ended, on one line."""
+    """Return a line of text that says how and why the run ended."""
     reason = f"  ({ctx.run.outcome_reason})" if ctx.run.outcome_reason else ""
     return f"{ctx.run.name} {ctx.run.outcome}: {place(ctx)}  {clock(ctx.state.timestamp.seconds)} of training{reason}"
 
 
 def speeds(ctx: Context) -> list[str]:
-    """Return the speeds of the metrics record: `1,234 samples/s`. The record of an evaluation has none."""
+    """Return the speeds of the metrics record as texts such as `1,234 samples/s`. The record of an evaluation has no speeds."""
     rates = {"samples": ctx.record.samples_per_second, "tokens": ctx.record.tokens_per_second}
     return [f"{short(rate)} {name}/s" for name, rate in rates.items() if rate]
 
 
 def results(ctx: Context) -> str:
-    """Return the evaluation's results: `validation/loss 0.5  validation/accuracy 0.75`."""
+    """Return the evaluation's results as text: `validation/loss 0.5  validation/accuracy 0.75`."""
     found = ctx.eval_results.items()
     return "  ".join(f"{name}/{metric} {value:.4g}" for name, result in found for metric, value in result.items())

@@ -20,7 +20,7 @@ def path_from(name: str) -> str:
 
 
 def folder_of(logger: Callback, ctx: Context) -> Path:
-    """Return the folder of a logger: the run's folder, or, if the logger has a `name`, the folder of that name inside it.
+    """Return the folder of a logger: the run's folder or, if the logger has a `name`, a folder of that name in the run's folder.
 
     Raises:
         ConfigError: the run has no folder.
@@ -39,5 +39,5 @@ def replace_file(path: Path, content: bytes) -> None:
         draft.write_bytes(content)
         os.replace(draft, path)
     except OSError:
-        draft.unlink(missing_ok=True)  # remove the draft on an error, which frees space on a full disk
+        draft.unlink(missing_ok=True)  # after an error, remove the draft to free space on a full disk
         raise

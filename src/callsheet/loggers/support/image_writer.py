@@ -11,7 +11,7 @@ from callsheet.lanes.capture import copied
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
-_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # a short queue, since queued images take memory
+_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # the queue is short, since queued images take memory
 
 
 class ImageWriter:
@@ -32,27 +32,27 @@ class ImageWriter:
         self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
-        """Copy `images`, write them to `files`, paths in the folder, and then call `then`."""
+        """Queue copies of `images` to be written to `files` (paths in the folder). `then` is called once they are written."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
         self._lane.put((list(files), copied(here, {}), then))
         self._report_failure()
 
     def flush(self) -> None:
-        """Wait up to a minute until everything is written."""
+        """Wait up to a minute until all queued images are written."""
         left = drain([self._lane], _OPTIONS.deadline)
         self._report_failure()
         for undelivered in left:
             raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")
 
     def close(self) -> None:
-        """Write what is queued, and end the thread."""
+        """Write the queued images, and end the background thread."""
         try:
             self.flush()
         finally:
             close([self._lane])
 
     def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
-        from callsheet.loggers.support.pixels import png  # imported here because it needs numpy
+        from callsheet.loggers.support.pixels import png  # imported here because `pixels` needs numpy
 
         files, images, then = batch
         try:
@@ -61,7 +61,7 @@ class ImageWriter:
                     return
                 replace_file(self._folder / file, png(image))
             then()
-        except Exception as error:  # the error is raised by the next `write` or `flush`
+        except Exception as error:  # the next `write` or `flush` raises the error
             self._failure = error
 
     def _report_failure(self) -> None:

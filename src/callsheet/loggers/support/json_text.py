@@ -15,12 +15,12 @@ def json_text(value: Any, indent: int | None = None) -> str:
     """
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # values that JSON cannot hold are rare, and slower to convert
+    except (TypeError, ValueError):  # the value has types that JSON lacks: convert them, which is slower
         return json.dumps(_plain(value), allow_nan=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as types that JSON has."""
+    """Convert `value` to types that JSON has: dicts, lists, strings, numbers, booleans and None."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -31,7 +31,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    if hasattr(value, "tolist"):  # a tensor or an array
+    if hasattr(value, "tolist"):  # `value` is a tensor or a numpy array
         values = value.tolist()
         return str(value) if type(values) is type(value) else _plain(values)
     return str(value)

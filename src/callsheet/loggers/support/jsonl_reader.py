@@ -1,4 +1,4 @@
-"""Reads what a `JSONLLogger` wrote. The logger may still be writing."""
+"""Reads the files of a `JSONLLogger`, which may still be writing them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except (ValueError, RecursionError):  # the line is incomplete, or callsheet did not write it
+            except (ValueError, RecursionError):  # skip a line that is incomplete or that callsheet did not write
                 continue
             if isinstance(line, dict):
                 yield line
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
-    """Return the records in a run's folder, in the order in which they were logged.
+    """Return the metrics records in a run's folder, in the order in which they were logged.
 
     The list is empty if there is no `metrics.jsonl`.
 
@@ -54,12 +54,12 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
                 del records[int(line["records"]) :]
             else:
                 records.append(_record(line))
-        except (KeyError, TypeError, ValueError, AttributeError):  # callsheet did not write this line
+        except (KeyError, TypeError, ValueError, AttributeError):  # skip a line that callsheet did not write
             continue
     return records
 
 
 def _record(line: dict[str, Any]) -> MetricsRecord:
-    # Another version may have written fewer fields.
+    # Another version of callsheet may have written fewer fields.
     known = {field.name: line[field.name] for field in fields(MetricsRecord) if field.name in line}
     return MetricsRecord(**{**known, "values": {name: float(value) for name, value in line["values"].items()}})

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_KEPT_BYTES = 64 * 2**20  # how much to keep in memory for a file that cannot be written
+_KEPT_BYTES = 64 * 2**20  # most bytes to keep in memory for a file that cannot be written
 
 
 class LineWriter:
-    """Appends lines to files in a folder, each within about `seconds`.
+    """Appends lines to files in a folder from a background thread, which writes a line within about `seconds`.
 
     `append` never waits for the disk. Text that cannot be written is kept and written later, from the middle of a line if
     necessary. In a forked process the writer writes nothing, because the queued lines belong to the parent. While `may_write`
@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # The deque's own lock is held only during an append, and not while lines are written.
+        # A deque, whose `append` is thread-safe, so that `append` below never waits for a write to the disk.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # protects `_files`
@@ -41,7 +41,7 @@ class LineWriter:
         self._thread.start()
 
     def append(self, name: str, line: bytes) -> None:
-        """Queue `line` for the file `name`, a path in the folder."""
+        """Queue `line` to be appended to the file `name`, a path in the folder."""
         if os.getpid() == self._process:
             self._given.append((name, line))
             if not self._something.is_set():
@@ -49,14 +49,14 @@ class LineWriter:
             self._report_failure()
 
     def flush(self) -> None:
-        """Write the queued lines now."""
+        """Write all queued lines to their files now."""
         if os.getpid() == self._process:
             with self._writing:
                 self._write()
             self._report_failure()
 
     def close(self) -> None:
-        """Write the queued lines and end the thread. May be called twice.
+        """Write the queued lines and end the background thread. May be called twice.
 
         Raises:
             OSError: the last lines could not be written, and are lost.
@@ -78,12 +78,12 @@ class LineWriter:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._something.wait()
-            self._closed.wait(self._seconds)  # wait, to collect more lines before writing
+            self._closed.wait(self._seconds)  # wait for more lines, to write them together
             self._something.clear()
             with self._writing:
                 self._write()
             if self._is_failing:
-                self._something.set()  # try again later to write what is left
+                self._something.set()  # let the loop try again to write the lines that are left
 
     def _write(self) -> None:
         if not self._may_write():  # another process has taken over the folder
@@ -121,7 +121,7 @@ class _File:
         self._descriptor: int | None = None
 
     def write(self) -> OSError | None:
-        """Write as much as possible. Return the error if something is left."""
+        """Write as many of the waiting bytes as possible. Return the error if some are left."""
         try:
             while self.waits:
                 if self._descriptor is None:
@@ -141,10 +141,10 @@ class _File:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         if (size := os.lseek(descriptor, 0, os.SEEK_END)) and _byte_at(descriptor, size - 1) != b"\n":
-            self.waits[:0] = b"\n"  # end an incomplete line, which a killed process has left
+            self.waits[:0] = b"\n"  # end the incomplete line that a killed process has left
         return descriptor
 
 
 def _byte_at(descriptor: int, place: int) -> bytes:
-    os.lseek(descriptor, place, os.SEEK_SET)  # this does not affect later writes, which always append
+    os.lseek(descriptor, place, os.SEEK_SET)  # seeking does not affect later writes, since O_APPEND writes at the end
     return os.read(descriptor, 1)

@@ -20,13 +20,13 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # the timeouts of the requests that are running, each on its own thread
-_before: dict[Any, Any] = {}  # MLflow's own settings, to restore after the requests
+_talking: list[int] = []  # timeouts of the contexts of `patience` that are active, in any thread
+_before: dict[Any, Any] = {}  # MLflow's variable -> its original default, restored after the last context
 
 
 @contextmanager
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
-    """Use a short timeout for requests inside the context, because MLflow's defaults would wait for minutes.
+    """Use a short timeout for requests to MLflow within this context, because with MLflow's defaults they may take minutes.
 
     MLflow reads its defaults at every request, and environment variables of the user override them. This changes the defaults and
     not the environment, because a program may crash if one thread writes the environment while a library reads it in another.
@@ -49,9 +49,9 @@ def patience(mlflow: Any, timeout: int) -> Iterator[None]:
 
 
 def active_run(mlflow: Any) -> Any:
-    """Return the program's active run, or None.
+    """Return the MLflow run that the program has started in any thread, or None.
 
-    MLflow shows a thread only the runs of that thread, and the logger may be on another one.
+    MLflow shows a thread only the runs of that thread, and the logger may be in another thread.
 
     The run of the main thread is preferred, then the only run of another thread. If several other threads have runs, the result
     is None, because it is not known which one the logger should use.
@@ -71,7 +71,7 @@ def active_run(mlflow: Any) -> Any:
 
 
 def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
-    """Return a client of `uri`. None means MLflow's own setting, or else `mlflow.db` next to the run's folder."""
+    """Return an MLflow client for `uri`. None means MLflow's own setting, or else `mlflow.db` next to the run's folder."""
     if uri is None and not mlflow.is_tracking_uri_set() and run.folder is not None:
         folder = run.folder.absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
 
 
 def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: Mapping[str, str]) -> Any:
-    """Create a run in `experiment`, which is created if necessary. None means the environment's, or `callsheet`."""
+    """Create an MLflow run, and its experiment if necessary. `experiment` None means the environment's, or `callsheet`."""
     if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         return client.create_run(number, run_name=name, tags=tags)
     title = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "callsheet"
@@ -107,7 +107,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # with this code, another process has just created the experiment
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created the experiment
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)
@@ -120,7 +120,7 @@ def allowed(name: str) -> str:
 
 
 def _beside(uri: str) -> str | None:
-    """Return the artifact location, which is next to an SQLite file and not in the working directory.
+    """Return a location for artifacts next to the SQLite file in `uri`, since MLflow's default is the working directory.
 
     None lets the server choose.
     """

@@ -9,7 +9,7 @@ from callsheet.core.context import Context
 
 
 def about(ctx: Context) -> dict[str, Any]:
-    """Return those fields of the context that are available now as attributes of a span."""
+    """Return the context's fields that are available now, as attributes for a span."""
     facts: dict[str, Any] = {"callsheet.step": ctx.step, "callsheet.epoch": ctx.epoch}
     if ctx.has("eval_name"):
         facts["callsheet.dataset"] = ctx.eval_name
@@ -22,11 +22,11 @@ def about(ctx: Context) -> dict[str, Any]:
 
 
 def attribute(value: Any) -> Any:
-    """Return `value` as an OTLP attribute, whose integers have 64 bits."""
+    """Return `value` as a valid value of an OpenTelemetry attribute. Integers have at most 64 bits there."""
     is_known = isinstance(value, (bool, float, str)) or (isinstance(value, int) and -(2**63) <= value < 2**63)
     return value if is_known else str(value)
 
 
 def instrument(name: str) -> str:
-    """Return `name` as a valid instrument name."""
+    """Return the metric's name as a valid name of an OpenTelemetry instrument."""
     return re.sub(r"[^A-Za-z0-9_.\-/]", "_", name if name[:1].isalpha() else f"m_{name}")[:255]

@@ -1,4 +1,4 @@
-"""Access to OpenTelemetry, either through the application's own provider or through one of callsheet's that closes in time.
+"""Access to OpenTelemetry, through the application's own provider or through callsheet's, which closes within a time limit.
 
 This module is imported only when a run is opened, because it needs the package. Nothing here draws from Python's `random`,
 because training may use it.
@@ -39,7 +39,7 @@ class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types
 
 
 class OwnProvider:
-    """A provider that sends to one collector from a thread. `close` takes at most `timeout` seconds."""
+    """An OpenTelemetry provider that sends spans to one collector from a thread. `close` takes at most `timeout` seconds."""
 
     def __init__(self, endpoint: str | None, service_name: str | None, timeout: float) -> None:
         for name in _DRAWING:
@@ -52,14 +52,14 @@ class OwnProvider:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout)
         self.provider = TracerProvider(
             resource=Resource.create({"service.name": named} if named else {}),
-            # No limit, since a metrics record may hold hundreds of values.
+            # No limit for attributes, since a metrics record may have hundreds of values.
             span_limits=SpanLimits(max_span_attributes=SpanLimits.UNSET),
             shutdown_on_exit=False,
         )
         self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
 
     def close(self) -> None:
-        """Send the remaining spans. Those that cannot be sent in time are lost."""
+        """Send the remaining spans, and drop the spans that cannot be sent in time."""
         closing = threading.Thread(target=self.provider.shutdown, name="callsheet-opentelemetry-close", daemon=True)
         closing.start()
         closing.join(self._timeout)
@@ -67,11 +67,11 @@ class OwnProvider:
             logger.warning(
                 "OpenTelemetry: the collector did not take all spans within %g seconds; the rest is lost", self._timeout
             )
-            self._exporter.shutdown()  # also ends the exporter's pauses between attempts to send
+            self._exporter.shutdown()  # this also ends the exporter's pauses between attempts to send
 
 
 def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:
-    """Return the application's provider, if it has set one and no endpoint is given.
+    """Return the OpenTelemetry provider that the application has set, unless an endpoint is given.
 
     Otherwise return one of callsheet's, and the object to close.
     """
@@ -83,7 +83,7 @@ def provider_for(endpoint: str | None, service_name: str | None, timeout: float)
 
 
 def tracer_of(provider: Any) -> Any:
-    """Return a tracer of `provider`. Its identifiers are replaced by callsheet's if it would draw them from `random`."""
+    """Return a tracer of `provider` that does not draw its identifiers from Python's global random generator."""
     tracer = provider.get_tracer(_SCOPE)
     if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
         tracer.id_generator = _Ids()

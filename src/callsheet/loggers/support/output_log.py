@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 
-_LONGEST = 2**16  # a line with more characters is split
-_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # control codes that erase what comes before them in a line
+_LONGEST = 2**16  # longest line, in characters; longer lines are split
+_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # control codes that erase the text before them in a line
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class OutputLog:
-    """Writes text to a file, line by line, from any thread of the process that created it. In a forked process it does nothing.
+    """A log file for printed text, written line by line from any thread. In a forked process it does nothing.
 
     If a line is rewritten, as by a progress bar, only its last state is kept. Colours and other codes are removed. A file that
     would become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write
@@ -33,8 +33,8 @@ class OutputLog:
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self._path = os.fspath(path)
         self._max_bytes = max_bytes
-        self._lines: dict[str, str] = {}  # the incomplete line of each stream
-        self._lock = threading.RLock()  # a signal handler may print while the main thread does
+        self._lines: dict[str, str] = {}  # stream -> its last line, which is still incomplete
+        self._lock = threading.RLock()  # reentrant, because a signal handler may print while the main thread prints
         self._failure: OSError | None = None
         self._is_failing = self._is_closed = False
         self._process = os.getpid()
@@ -42,12 +42,12 @@ class OutputLog:
         self._descriptor = self._opened()
 
     def write(self, text: str, stream: str = "") -> None:
-        """Add what was printed to a stream. Lines are written when they are complete."""
+        """Add text that was printed to a stream. Each line is written to the file once it is complete."""
         if os.getpid() != self._process:
             return
         with self._lock:
             *ended, rest = (self._lines.get(stream, "") + text).split("\n")
-            if len(rest) > _LONGEST:  # possibly a progress bar that was rewritten for hours
+            if len(rest) > _LONGEST:  # this may be a progress bar that was rewritten for hours: keep its last state
                 rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
             if len(rest) > _LONGEST:
                 ended, rest = [*ended, rest], ""
@@ -56,17 +56,17 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return why text is lost. Return it only once each time that writing begins to fail; otherwise return None."""
+        """Return the error that made writing fail since the last call, or None. Later errors in a row are not returned."""
         failure, self._failure = self._failure, None
         return failure
 
     def drop(self) -> None:
-        """Write nothing more, not even incomplete lines: the file belongs to another process now."""
+        """Stop writing and discard incomplete lines, because the file belongs to another process now."""
         with self._lock:
             self._lines, self._is_closed = {}, True
 
     def close(self) -> None:
-        """Write the incomplete lines, and close the file. May be called twice."""
+        """Write the incomplete lines, and close the log file. May be called twice."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -103,13 +103,13 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return the text that a terminal would show for a complete line. Return None if the line has only control codes."""
+    """Return the text that a terminal would show for a complete line; None if the line has only control codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
 
 
-# --- the process that copies ---
+# --- code of the separate process that copies output (see `DescriptorCapture`) ---
 
 DROP = b"\xff\xff\xff\xff"
 """The message after which nothing more is written to the log."""
@@ -120,7 +120,7 @@ CLOSED = b"\0"
 
 
 class _Source:
-    """A file descriptor of the captured process. What is written to it goes to its original target and to the log."""
+    """The pipe of a captured file descriptor: text that is written to it goes to the original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name
@@ -137,7 +137,7 @@ class _Source:
         while rest and self._target >= 0:
             try:
                 rest = rest[os.write(self._target, rest) :]
-            except BlockingIOError:  # another process has made the terminal non-blocking
+            except BlockingIOError:  # another process has made the terminal non-blocking: wait until it accepts text
                 select.select([], [self._target], [])
             except OSError:  # the terminal is gone; keep writing to the log
                 self._target = -1
@@ -145,7 +145,10 @@ class _Source:
 
 
 class Copier:
-    """Copies output until all writers have closed the sources. A message may close the log before that."""
+    """Copies output to the original targets and to the log until all writers have closed the pipes.
+
+    A message may close the log before that.
+    """
 
     def __init__(self, path: str, max_bytes: int | None, messages: int, answers: int, sources: list[_Source]) -> None:
         self._answers = answers
@@ -159,10 +162,10 @@ class Copier:
             self._answer(f"{error}\n".encode())
 
     def run(self) -> None:
-        """Copy until the sources end."""
+        """Copy until all pipes with output are closed."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if self._messages in ready:  # read the messages first, because they were sent before the output
+            if self._messages in ready:  # handle messages first, because they were sent before the output
                 self._read_messages()
             else:
                 self._copy(ready)
@@ -181,7 +184,7 @@ class Copier:
 
     def _read_messages(self) -> None:
         got = os.read(self._messages, 65536)
-        if not got:  # the process was killed; its children may still print
+        if not got:  # the process that sends messages has ended, but its children may still print
             self._messages = -1
         self._message += got
         while self._message and len(self._message) >= (size := self._size_of_message()):
@@ -217,7 +220,7 @@ class Copier:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # this process must outlive those whose output it copies
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # this process must outlive the processes whose output it copies
         signal.signal(each, signal.SIG_IGN)
     log_path, max_size, message_source, answer_target, *triples = sys.argv[1:]
     watched = [_Source(name, int(source), int(target)) for name, source, target in (each.split(":") for each in triples)]

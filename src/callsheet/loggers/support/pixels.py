@@ -1,4 +1,4 @@
-"""Images in the form that every destination can show: three channels of 8 bits."""
+"""Converts images to the form that every destination can show: three channels of 8 bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     Raises:
         ConfigError: the shape is another one.
     """
-    if hasattr(image, "detach"):  # a torch tensor, which may be bfloat16; numpy has no such type
+    if hasattr(image, "detach"):  # a torch tensor: convert bfloat16 too, which numpy lacks
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image
     array = numpy.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
@@ -44,7 +44,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
 
 
 def png(image: Any) -> bytes:
-    """Return `image` as the bytes of a PNG file. It accepts what `as_pixels` accepts."""
+    """Return `image` as the bytes of a PNG file. It may be any image that `as_pixels` accepts."""
     from io import BytesIO
 
     from callsheet.core.optional import load

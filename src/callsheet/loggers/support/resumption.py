@@ -1,4 +1,4 @@
-"""Finds the valid records in a run's folder after a resume."""
+"""Finds out which metrics records in a run's folder are still valid after a resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from callsheet.core.context import Context
 
 
 def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> int:
-    """Return how many records in the run's folder were logged before the checkpoint. Call this at `on_checkpoint_load_end`.
+    """Return how many metrics records in the run's folder were logged before the loaded checkpoint was saved.
+
+    Call this function at `on_checkpoint_load_end`.
 
     `steps` are the steps of the records.
 
@@ -20,12 +22,12 @@ def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> i
     if resumed is None or not _is_own(ctx, resumed.path):
         return 0
     if counted is not None:
-        return min(counted, len(steps))  # the file has fewer records if a crash of the machine has lost some
+        return min(counted, len(steps))  # the file has fewer records if some were lost when the machine crashed
     return sum(step <= resumed.step for step in steps)
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
-    """Return whether a checkpoint is in this run's folder or in its folder of checkpoints."""
+    """Return whether a checkpoint is in this run's folder or in the run's folder of checkpoints."""
     run = ctx.run
     if "://" in run.checkpoints:
         return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")

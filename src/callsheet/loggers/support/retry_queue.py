@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # attempts to reach an unavailable tracker may take at most one tenth of the time
+_SHARE = 10  # pause after a failure, as a multiple of the time that the failed attempt took
 
 
 class RetryQueue:
@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Send `entries` after those that are waiting. During a pause, only queue them. Raise what `send` raises."""
+        """Queue `entries`, and send all queued entries unless the queue pauses after a failure. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:
@@ -48,7 +48,7 @@ class RetryQueue:
             self.flush()
 
     def flush(self) -> None:
-        """Send the queued entries now."""
+        """Send all queued entries now."""
         start = time.monotonic()
         while self.waiting:
             some = self.waiting[: self._at_once]

@@ -1,4 +1,4 @@
-"""A thread that shows what a loop is doing if nothing has been shown for a while."""
+"""A thread that shows what the training loop is doing if nothing has been shown for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """Calls `show` with a text every second while nothing else has been shown for a while. It starts in the constructor.
+    """A thread that calls `show` with a text every second while nothing else has been shown for a while.
 
     The text counts the seconds, and names the handler that the constructor's thread is in, if there is one.
 
@@ -33,10 +33,10 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that shows what the loop is doing."""
+        """Stop the thread that shows what the training loop is doing."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # with a limit: a terminal that accepts no more text must not make the run wait
+            self._thread.join(_JOIN_SECONDS)  # limit the wait, because a terminal that accepts no text may block the thread
 
     def _look(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
@@ -46,12 +46,12 @@ class SilenceWatch:
             handler = _handler_of(self._watched)
             try:
                 self._show(f"({f'in {handler}' if handler else 'no news'} for {silent:.0f} s)")
-            except Exception:  # the terminal is gone, which the training thread notices when it draws
+            except Exception:  # the terminal is gone: the training thread will get the same error when it draws
                 return
 
 
 def _handler_of(thread: int) -> str:
-    """Return the handler that a thread is in, such as `Generate.on_eval_all_end`, or an empty string."""
+    """Return the handler that a thread is running, such as `Generate.on_eval_all_end`, or an empty string."""
     # Do not read the frames' variables, because that would keep their values alive.
     frame = sys._current_frames().get(thread)
     while frame is not None:

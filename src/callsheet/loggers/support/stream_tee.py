@@ -13,7 +13,7 @@ Take = Callable[[str, str], None]
 
 
 class StreamTee:
-    """Replaces a stream in `sys`. In the process that created the tee, what is written to the stream is also passed to `take`.
+    """Replaces `sys.stdout` or `sys.stderr`. Text that this process writes to the stream is also passed to `take`.
 
     If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
     is again the stream in `sys`.
@@ -29,12 +29,12 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream below this tee, skipping tees that are closed."""
+        """The stream that this tee replaced, or the stream below that if it is a closed tee."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
     def write(self, text: str) -> int:
-        """Write to the stream and pass the text on."""
+        """Write `text` to the stream, and pass it to `take`."""
         if self._take is None:
             self._remove()
         elif os.getpid() == self._process:
@@ -47,7 +47,7 @@ class StreamTee:
             self.write(line)
 
     def close_tee(self) -> None:
-        """Stop copying, and remove the tee if possible. The stream itself stays open. This may be called twice."""
+        """Stop copying, and put the original stream back if possible. The stream itself stays open. This may be called twice."""
         self._take = None
         self._remove()
         _move_handlers(self, self.under)
@@ -60,13 +60,13 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_under":  # the attribute is missing while the tee is being copied
+        if name == "_under":  # `copy` creates a tee without attributes: avoid endless recursion
             raise AttributeError(name)
         return getattr(self._under, name)
 
 
 def _move_handlers(source: Any, target: Any) -> None:
-    """Redirect logging handlers from one stream to another.
+    """Make all logging handlers that write to the stream `source` write to `target`.
 
     A handler keeps the stream that was in `sys` when the handler was created.
     """

@@ -1,4 +1,4 @@
-"""The base class of loggers for experiment trackers.
+"""The base class of loggers for experiment trackers, such as W&B and MLflow.
 
 Each logger has one run of the tracker, which is opened before training and closed with the run's outcome.
 
@@ -35,7 +35,7 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run in the experiment tracker. If `is_ours`, the logger opened the run, and so must close it."""
+    """A run in the experiment tracker. `is_ours` means that the logger opened the run, and so must close it."""
 
     run_id: str
     is_ours: bool = True
@@ -72,11 +72,11 @@ class Tracker(Logger):
     """
 
     def __init__(self) -> None:
-        self.run_id: str | None = None  # the id of the tracker's run; kept after the run is closed
+        self.run_id: str | None = None  # id of the run in the tracker; kept after that run is closed
         self.is_open = False
         self._is_ours = False
         self._saved: dict[str, Any] = {}
-        if find_spec(self.package) is None:  # raise the error now; the import happens when a run is opened
+        if find_spec(self.package) is None:  # raise MissingPackage now; the package is imported when a run is opened
             self._module()
 
     @property
@@ -88,7 +88,7 @@ class Tracker(Logger):
         return self.is_open and type(self).state_dict is Tracker.state_dict
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Open a new run in the tracker, or the one that the loaded checkpoint names."""
+        """Open a new run in the tracker, or continue the run whose id is in the loaded checkpoint."""
         is_resumed = ctx.checkpoint is not None and self._saved.get("run") == ctx.run.name
         self._saved = {"run": ctx.run.name, "run_id": self._saved["run_id"] if is_resumed else None}
         with self._opening.setdefault(self.package, threading.Lock()):
@@ -104,7 +104,7 @@ class Tracker(Logger):
             self._write(ctx, ctx.record.values)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Log hyperparameters under dotted names."""
+        """Log hyperparameters under dotted names such as `optimizer.lr`."""
         if self.is_open:
             self._settings(ctx, flat(values))
 
@@ -127,7 +127,7 @@ class Tracker(Logger):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved = dict(state)
 
-    # --- methods that a subclass implements ---
+    # --- methods that a subclass must implement ---
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         raise NotImplementedError
@@ -139,13 +139,13 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _fail(self, ctx: Context, error: str) -> None:
-        """Log an exception that leaves the trainer to the tracker's run."""
+        """Log an exception that ends the run to the tracker's run."""
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import the tracker's package and return it. It is not stored in an attribute, so that a logger can be copied."""
+        """Import the tracker's package and return it. It is not stored in an attribute, because a module cannot be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
@@ -182,7 +182,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_secret(what: str, url: str | None, environment: str) -> None:
-    """Reject a URL that contains a password or a token, because options are written to the run's folder.
+    """Raise ConfigError if a URL contains a password or a token, because options are written to the run's folder.
 
     `environment` names the environment variables to use instead.
     """
@@ -195,10 +195,10 @@ def check_no_secret(what: str, url: str | None, environment: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as a number, a string or None, which trackers can show in a cell."""
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a numpy scalar or a tensor
+    """Return `value` as a number, a string or None, which trackers can show in a table cell."""
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # `value` is a numpy scalar or array, or a tensor
         try:
             value = value.item()
-        except (RuntimeError, ValueError):  # it has more than one element
+        except (RuntimeError, ValueError):  # `value` has more than one element
             return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
