@@ -79,7 +79,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the options of listed classes under names like `EarlyStopper.patience`; a class without options has the value `yes`."""
+    """Return the options of listed classes under names like `EarlyStopper.patience`; without options, the value is `yes`."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)

@@ -60,7 +60,7 @@ class Metrics:
         return list(self._columns)
 
     def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
-        """Add a value of a metric, or only count it as left out if its step is not a whole number or there are too many values."""
+        """Add a value of a metric. Leave it out and count it if its step is not a whole number or there are too many values."""
         whole = as_step(step)
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1
