@@ -11,7 +11,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import NonFiniteError
 
-# number of losses after which they are stacked into one tensor, because every small tensor takes a block of device memory
+# Number of losses after which they are stacked into one tensor, because every small tensor takes a block of device memory.
 _FOLD = 256
 
 

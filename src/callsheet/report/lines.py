@@ -88,7 +88,7 @@ class JsonLines:
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
-                # the line is incomplete, perhaps because it is still being written; the next call reads it again
+                # The line is incomplete, perhaps because it is still being written; the next call reads it again.
                 if found is None and not is_whole:
                     break
                 self._offset = file.tell()

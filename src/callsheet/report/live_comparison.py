@@ -86,7 +86,7 @@ class LiveComparison:
             with suppress(FileNotFoundError):  # the folder was deleted after it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # the ids are unique, because `self._comparison` keeps the objects alive
+        # The ids are unique, because `self._comparison` keeps the objects alive.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state

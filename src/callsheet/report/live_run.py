@@ -167,7 +167,7 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    # the file is gone if the run has read its requests
+    # The file is gone if the run has read its requests.
     return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()
 
 

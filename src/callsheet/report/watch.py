@@ -30,7 +30,7 @@ from callsheet.report.run_folder import image_bytes
 logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
-# accept any port, because ssh may forward another one
+# Accept any port, because ssh may forward another one.
 _LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
 _LONGEST_REQUEST = 1024  # most bytes in the body of a request that a button of the page sends

@@ -36,7 +36,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
     records = extras.load("wandb.proto.wandb_internal_pb2", extra="wandb", wanted_by="callsheet import").Record
     not_parsed = extras.load("google.protobuf.message", extra="wandb", wanted_by="callsheet import").DecodeError
     by_run: dict[str, list[Path]] = {}
-    # sorted by their start times, which are in the folders' names
+    # Sorted by their start times, which are in the folders' names.
     for path in sorted(find(source), key=lambda path: (path.parent.name.removeprefix("offline-"), str(path))):
         by_run.setdefault(path.stem.removeprefix("run-"), []).append(path)
     for run_id, paths in by_run.items():
