@@ -101,8 +101,7 @@ class _Check:
             return
         content = loaded(value)
         group = parts_of(kind)
-        # Arguments of types such as `float | Tensor` also accept plain values, so check an argument as code only if it has a
-        # `class_path`.
+        # Types such as `float | Tensor` accept plain values too, so check an argument as code only if it has a `class_path`.
         is_code = names_code(kind) and not group and (owner is None or (isinstance(content, Mapping) and "class_path" in content))
         if not is_code and not (group and isinstance(content, (Mapping, list))):
             if not fits(kind, value):

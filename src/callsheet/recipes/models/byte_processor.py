@@ -24,8 +24,7 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
     """
     import transformers
 
-    # Newer versions of transformers call the class that uses Pillow `...Pil`, and use the plain name for the class that uses
-    # torchvision.
+    # In newer versions of transformers, the class with the plain name uses torchvision, and that with the suffix `Pil` uses Pillow.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(
