@@ -63,7 +63,7 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
-        # the last recorded tensor, its version counter, and its index in `_Seen`
+        # The last recorded tensor, its version counter, and its index in `_Seen`.
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # the last step whose activations were measured

@@ -25,7 +25,7 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-# signal that interrupts the training thread; a real-time signal that other libraries rarely use
+# Signal that interrupts the training thread; a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 _MIN_SAMPLES = 3  # number of measured step times from which on they set the time limit
 _ACTION_SECONDS = 10.0  # time limit for writing stacks, and for logging; after it, `action` is carried out anyway
@@ -158,7 +158,7 @@ class HangDetector(Callback):
         reported: float | None = None  # time of the last progress before the hang that was reported; None if there is none
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            # the check is late because the process was stopped or the machine was asleep: no hang
+            # The check is late because the process was stopped or the machine was asleep: no hang.
             if now - looked > 5 * pause + 1:
                 self._beat = now
             elif seen_steps > steps:

@@ -103,8 +103,7 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # The checkpoint has weights that share memory only once, under their first name, but in this model they may be
-                # separate.
+                # The checkpoint stores shared weights once, under their first name, but this model may not share them.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:

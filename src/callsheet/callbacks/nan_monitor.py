@@ -76,7 +76,7 @@ class NaNMonitor(Callback):
         self._look(ctx)
 
     def _look(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # then no other rank has losses since the last record either
+        if not self._losses and not self._folded:  # no losses since the last record, on this rank and thus on all
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

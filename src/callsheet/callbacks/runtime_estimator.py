@@ -111,10 +111,10 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # with a single pause, the interval is the training before that pause
+            # With a single pause, the interval is the training before that pause.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                # number of pauses to come, rounded up because there is also a pause at the end
+                # Number of pauses to come, rounded up because there is also a pause at the end.
                 to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left

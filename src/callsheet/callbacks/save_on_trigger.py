@@ -80,7 +80,7 @@ class SaveOnTrigger(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         """Look for requests in the trigger file, at most every few seconds."""
         now = time.monotonic()
-        # if another process has taken over the run's folder, the file is for that process
+        # If another process has taken over the run's folder, the file is for that process.
         if now >= self._next and ctx.run.may_write(self._path):
             self._next = now + self._seconds
             for line in self._taken():

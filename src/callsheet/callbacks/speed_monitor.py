@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 # Events whose handlers are muted once the FLOPs of a step are known.
 _COUNTING = ("on_forward_end", "on_forward_backward_end")
-# events whose handlers are muted if FLOPs can be derived from the run's token count
+# Events whose handlers are muted if FLOPs can be derived from the run's token count.
 _BATCHES = ("on_fetch_end", "on_forward_backward_start")
 
 
@@ -141,7 +141,7 @@ class SpeedMonitor(Callback):
         """Return the MFU: `rate` in FLOP/s as a fraction of the device's peak. Return None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
-        # no message on a CPU, because peaks of CPUs are never known
+        # No message on a CPU, because peaks of CPUs are never known.
         if peak is None and self._flops.is_done and not self._is_cpu:
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
             self._log_once("MFU is not logged: the peak of %s is not known; give peak_flops=, in FLOP/s per device", what)

@@ -57,7 +57,7 @@ class ThresholdStopper(Callback):
         self._is_training = self._is_resumed = False
         self._last: float | None = None  # value of the monitored metric in the last record that has it
         self._reached: float | None = None  # value of the monitored metric that stopped the run
-        # metric names logged so far; None once `monitor` was among them or a warning was given
+        # Metric names logged so far; None once `monitor` was among them or a warning was given.
         self._other_metrics: set[str] | None = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:

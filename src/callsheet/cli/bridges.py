@@ -1,4 +1,4 @@
-"""`callsheet bridges`: which callback works in which loop."""
+"""`callsheet bridges`: print which callback works in which framework's training loop."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _Errors = Iterator[tuple[str, str]]
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
-    """Return what is wrong with the values and where. Return an empty string if every value has the type of its key."""
+    """Return the first error in the values, with its place; an empty string if every value has the type of its key."""
     return next(_Check().errors(typed_keys(parser) | {"config": None}, sources), "")
 
 
@@ -74,14 +74,14 @@ class _Check:
                     yield f"{made.source.place(made.at)}{made.at}: {made.owner.__name__} needs {name!r}{where}"
 
     def _group(self, kinds: Mapping[str, Any], given: Mapping[str, Any], at: str, owner: Any = None) -> _Errors:
-        """Check values by key. The types may have dotted keys; `owner` is the class whose arguments the keys are."""
+        """Check the values given for the keys in `kinds`, which may be dotted. `owner` is the class whose arguments they are."""
         for word, value in (split(str(word), value) for word, value in given.items()):
             name = word.removesuffix("+")
             key = f"{at}.{name}" if at else name
             inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
             if name in kinds:
                 is_item = name != word and not isinstance(loaded(value), list)
-                if name == word and not isinstance(value, Part):  # this value replaces those of earlier sources
+                if name == word and not isinstance(value, Part):  # this value replaces the values of earlier sources
                     self._made = [made for made in self._made if not f"{made.at}.".startswith((f"{key}.", f"{key}["))]
                 yield from self._value(item_of(kinds[name], list) if is_item else kinds[name], value, key, owner)
             elif inner and isinstance(loaded(value), Mapping):
@@ -101,8 +101,7 @@ class _Check:
             return
         content = loaded(value)
         group = parts_of(kind)
-        # The types `float | Tensor` and `str | Time` also accept plain values, so only a mapping or a list is checked as code
-        # there.
+        # Types such as `float | Tensor` accept plain values too, so check an argument as code only if it has a `class_path`.
         is_code = names_code(kind) and not group and (owner is None or (isinstance(content, Mapping) and "class_path" in content))
         if not is_code and not (group and isinstance(content, (Mapping, list))):
             if not fits(kind, value):
@@ -129,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check the name of a class and its arguments, or only arguments if they are for the class that was named last."""
+        """Check a class's import path and its arguments, or only arguments if they are for the class that was named last."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -156,13 +155,13 @@ class _Check:
             yield from self._group(_arguments(made.owner, made.later), arguments, at, made.owner)
 
     def _class(self, path: str, at: str, base: type | None) -> Generator[tuple[str, str], None, Any]:
-        """Yield what is wrong with the import path. Return the class or function at this path, or None."""
+        """Yield the errors of a class's import path, and return the class or function at this path, or None."""
         found = None
         try:
             found = import_path(path) if "." in path else _subclasses(base).get(path)
         except ConfigError as error:
             yield at, f"{at}: {error}"
-        except Exception as error:  # the module itself may raise any error
+        except Exception as error:  # importing a module may raise any error
             yield at, f"{at}: importing {path!r} fails: {type(error).__name__}: {error}"
         if found is None:
             near = did_you_mean(path, _subclasses(base)) or f"; give an import path, such as {example_of(base)}"
@@ -176,7 +175,7 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class named last for a key, which may be an item of a list."""
+        """Return the class that was last named for a key or, if the key is a list, for an item of the list."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 
@@ -199,7 +198,7 @@ def _takes_any(owner: Any) -> bool:
 
 
 def _subclasses(base: type | None) -> dict[str, type]:
-    """Return all imported subclasses, by name."""
+    """Return all subclasses of `base` that are imported so far, by name."""
     found: dict[str, type] = {}
     kinds: list[type] = base.__subclasses__() if base is not None else []
     for kind in kinds:
@@ -208,7 +207,7 @@ def _subclasses(base: type | None) -> dict[str, type]:
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return whether a value has this type."""
+    """Return whether jsonargparse accepts a value for the type `kind`."""
     parser = probe()
     parser.add_argument("--value", type=kind)
     try:

@@ -1,4 +1,4 @@
-"""The values that are given for a recipe's keys: the order in which they apply, and where each comes from."""
+"""The sources of values for a recipe's keys (file, environment, command line), in the order in which they apply."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from callsheet.recipes.yaml_file import line_of, read_yaml, reject_deep
 
 
 class Part(dict[str, Any]):
-    """The value of a dotted key: that of `optimizer` in `--optimizer.lr 1` is `Part(lr="1")`."""
+    """A partial value for a key, given by a dotted key: `--optimizer.lr 1` gives `optimizer` the value `Part(lr="1")`."""
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Return the first part of a dotted key, and the value for this part: `Part` of the rest, or the value itself."""
+    """Return the first part of a dotted key with its value, a `Part` for the rest. Return an undotted key with `value`."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Values that come from one place: a file, a variable of the environment, or an argument of the command line."""
+    """The values for a recipe's keys from one source: a file, an environment variable, or an argument of the command line."""
 
     values: Mapping[str, Any]
     """The values by key. Keys may be dotted, and may end in `+` if their value is added to a list."""
@@ -49,7 +49,7 @@ class Source:
         return True
 
     def place(self, key: str) -> str:
-        """Return the beginning of a message about a key: `mine.yaml:3: `, `CALLSHEET_SEED: `, or "" for the command line."""
+        """Return a prefix for messages about a key: `mine.yaml:3: `, `CALLSHEET_SEED: `, or "" for the command line."""
         if self.path is None:
             return f"{self.variable}: " if self.variable else ""
         line = line_of(self.path, key)
@@ -57,7 +57,7 @@ class Source:
 
 
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:
-    """Yield the recipe file, the environment's values by key, and the arguments of the command line.
+    """Yield the sources of values in order: the recipe file, environment variables, arguments of the command line.
 
     Each overrides those before it.
 
@@ -73,7 +73,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or key in ("help", "print_config") or key.endswith(".help"):
             continue
-        if not equals and (value := next(words, "")) == "":  # jsonargparse's message says that a value is missing
+        if not equals and (value := next(words, "")) == "":  # skip a key without a value; jsonargparse reports it
             continue
         reject_deep(value, f"--{key}")
         yield _file(Path(value)) if key == "config" else Source({key: value})

@@ -31,7 +31,7 @@ def compare(
     out: str | None = None,
     as_json: bool = False,
 ) -> tuple[str, bool]:
-    """Return the text to print, and whether a condition of `fail_if` is violated.
+    """Compare runs. Return the text to print, and whether a condition of `fail_if` is violated.
 
     With `out`, write the page to this file and print its path.
 
@@ -78,7 +78,7 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
 
 
 def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
-    """Return the folders of the runs that `given` lists by name, folder or pattern. Each is returned once, in the order given.
+    """Return the folders of the runs that `given` lists by name, folder or pattern, without duplicates and in this order.
 
     With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest. Archived runs are left
     out unless they are named.
@@ -102,7 +102,7 @@ def _newest(found: list[Path], folder: Path, last: int) -> list[Path]:
     places = {each.parent for each in found} or {folder}
     try:
         rows = [
-            (row.started if row.started == row.started else 0.0, place / row.name)  # NaN: unknown
+            (row.started if row.started == row.started else 0.0, place / row.name)  # NaN means unknown
             for place in places
             for row in runs_in(place, metrics=(), settings=()).rows
             if found or not row.is_archived

@@ -25,12 +25,12 @@ _FILES = ("recipe", "config")
 
 
 def variable(key: str) -> str:
-    """Return the name of a key's variable: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
+    """Return the name of the environment variable for a key: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
     return PREFIX + key.replace(".", "__").upper()
 
 
 def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that the environment has for keys of the parser.
+    """Return the values that environment variables give for keys of the recipe's parser.
 
     Print a warning for a variable whose name is close to that of a key.
 

@@ -1,4 +1,4 @@
-"""`callsheet evaluate`: the losses and metrics of a trained model on all data that its recipe evaluates."""
+"""`callsheet evaluate`: compute the losses and metrics of a trained model on all datasets that its recipe evaluates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT = "{:.6g}".format
 
 
 def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = None, out: str | None = None) -> str:
-    """Return the table of the model's results. If `out` is given, also write them there as JSON.
+    """Evaluate a run's model and return a table of the results. If `out` is given, also write the results there as JSON.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or its recipe evaluates nothing.
@@ -38,7 +38,7 @@ def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = Non
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table with a line for each dataset, and a column for each loss and metric."""
+    """Return the results as a text table with a line for each dataset, and a column for each loss and metric."""
     metrics = list(dict.fromkeys(metric for scores in results.values() for metric in scores))
     rows = [["", *metrics]]
     for dataset, scores in results.items():

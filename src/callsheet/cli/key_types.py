@@ -30,7 +30,7 @@ def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def names_code(kind: Any) -> bool:
-    """Return whether a value of this type is an imported class or function, or contains one."""
+    """Return whether values of this type name a class or function to import, or contain such values."""
     if kind is Any or get_origin(kind) is Literal:
         return False
     if get_origin(kind) in (Callable, type) or kind in (Callable, type):
@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """Return the expected base class if values of this type name code.
+    """Return the base class that values of this type must have, if they name a class or function to import.
 
     It is the return type of a callable, or the class itself.
     """
@@ -56,14 +56,14 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the dataclass of values of this type, or of the items if the type is a mapping. None if it is no dataclass."""
+    """Return the dataclass in a type: the type itself, or that of a mapping's or union's items. Return None if there is none."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items if the type is such a container or may be one. Otherwise return None."""
+    """Return the item type if `kind`, or a member of the union `kind`, is a `container` such as `list`; otherwise None."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -71,16 +71,14 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return how many of the constructor's arguments are passed later, which are those of a callable, such as an optimizer's
-    parameters.
-    """
+    """Return the number of constructor arguments that the caller passes later, such as an optimizer's parameters."""
     if get_origin(kind) is Callable:
         return len(get_args(kind)[0])
     return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)
 
 
 def in_words(kind: Any) -> str:
-    """Return the type in words: `int or null`."""
+    """Return a description of the type in words, such as `int or null`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is None or kind is type(None):
         return "null"

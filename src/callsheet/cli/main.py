@@ -47,7 +47,7 @@ AddsCommand = Callable[..., argparse.ArgumentParser]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status.
+    """Run a command of the command line, and return its exit status.
 
     The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
     """
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_recipes(command: AddsCommand) -> None:
-    """Add the commands that use a recipe's file."""
+    """Add the parsers of the commands that use a recipe's file."""
     # These commands have no `--help` of their own: after the name of a recipe, `--help` is that of the recipe.
     train = command("train", _train, "run a recipe", add_help=False)
     show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
@@ -137,7 +137,7 @@ def _add_recipes(command: AddsCommand) -> None:
 
 
 def _add_opened(command: AddsCommand) -> None:
-    """Add the commands that use the model of a run."""
+    """Add the parsers of the commands that use the model of a run."""
     of_recipe = f"{_A_RUN}, or a recipe file"
     keys = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
     evaluate = command(
@@ -177,7 +177,7 @@ def _add_opened(command: AddsCommand) -> None:
 
 
 def _add_runs(command: AddsCommand) -> None:
-    """Add the commands that show runs."""
+    """Add the parsers of the commands that show runs."""
     runs = command(
         "runs",
         _runs,
@@ -447,7 +447,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
 
 
 def _without_a_key(rest: list[str]) -> list[str]:
-    """Return the arguments that are neither a `--key` nor the value of one."""
+    """Return the command line's arguments that are neither a `--key` nor the value of such a key."""
     strays, wants_value = [], False
     for word in rest:
         if not word.startswith("--") and not wants_value:
@@ -462,13 +462,13 @@ def _split(columns: str) -> list[str]:
 
 
 def _which_rank() -> str:
-    """Return ` (rank 1)` if there are several ranks, otherwise an empty string."""
+    """Return a text such as ` (rank 1)` for messages if there are several ranks, otherwise an empty string."""
     ranks = read_ranks()
     return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
 
 
 def _printed(text: str) -> int:
     if text and read_ranks().rank == 0:
-        with suppress(BrokenPipeError):  # raised for example in `callsheet events | head`
+        with suppress(BrokenPipeError):  # raised if the reader has ended, as in `callsheet events | head`
             print(text, flush=True)
     return 0

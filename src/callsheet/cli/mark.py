@@ -1,4 +1,4 @@
-"""`callsheet mark`: tag runs, note something about them, and archive them; `callsheet delete`: delete them."""
+"""The commands `callsheet mark`, which tags, annotates and archives runs, and `callsheet delete`, which deletes runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mark(
     note: str | None = None,
     is_archived: bool | None = None,
 ) -> str:
-    """Change what is noted about the runs, and return it as text, one line for each run. Without a change, only return it.
+    """Change the notes (tags, note, archived) of runs, and return them as text, one line for each run.
 
     Raises:
         ConfigError: there is no such run, a tag is not possible, or a file cannot be written.
@@ -39,7 +39,7 @@ def mark(
 
 
 def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> Iterator[str]:
-    """Delete the folders of the runs, after asking on the terminal. Yield a line for each that is deleted.
+    """Delete the folders of runs, after asking on the terminal. Yield a line of text for each deleted run.
 
     A run is first renamed, so that an interruption leaves no run with a part of its files.
 
@@ -50,7 +50,7 @@ def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = F
     _check_can_be_deleted(found)
     if not is_confirmed:
         _confirm(found)
-        _check_can_be_deleted(found)  # training may have begun while the question was open
+        _check_can_be_deleted(found)  # check again, because training may have begun while the question was open
     for path in found:
         place = path.resolve()
         gone = place.with_name(f".{place.name}.deleted-{secrets.token_hex(4)}")
@@ -92,7 +92,7 @@ def _confirm(found: Sequence[Path]) -> None:
 
 
 def _chosen(given: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders of the runs, archived ones too, each once."""
+    """Return the folders of the given runs, including archived runs, without duplicates."""
     paths = [path for word in given for path in runs_named(word, folder, with_archived=True)]
     found: dict[Path, Path] = {}
     for path in paths:
@@ -111,7 +111,7 @@ def _bytes_in(folder: Path) -> int:
         for name in files:
             try:
                 total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:  # deleted since it was listed
+            except OSError:  # the file was deleted after it was listed
                 continue
     return total
 

@@ -15,7 +15,7 @@ RUNS = Path("runs")
 
 
 def run_folder(run: str, folder: Path = RUNS) -> Path:
-    """Return the folder that `run` names: its path, or the run of that name in `folder`.
+    """Return the folder of the run that `run` names: a path, or the name of a run in `folder`.
 
     Raises:
         ConfigError: there is no such folder, or it has no run; the message names the closest one.
@@ -60,7 +60,7 @@ def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Itera
 
 
 def nearest(run: str, folder: Path = RUNS) -> str:
-    """Return `; did you mean 'x'?` for the run in the same folder whose name is closest to that of `run`."""
+    """Return a hint `; did you mean 'x'?` with the existing run whose name is closest to that of `run`, or an empty text."""
     path = Path(run)
     beside = path.parent if path.name != run else folder
     return did_you_mean(path.name, run_names(beside))

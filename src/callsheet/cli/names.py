@@ -1,4 +1,4 @@
-"""Supports `name` next to `class_path` and `init_args`, so that a file can contain two callbacks of one class."""
+"""Supports the key `name` of callbacks in recipe files, so that a file can contain two callbacks of one class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = f"{__name__}.named"
 
 
 def named(callback: Callback, name: str) -> Callback:
-    """Give the callback this name, and return it.
+    """Set the callback's name, and return the callback.
 
     A name in a file becomes a call of this function, because jsonargparse knows only `class_path` and `init_args`.
     """
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """Return the content of a file, with a call of `named` in place of each callback that has the key `name`."""
+    """Return the content of a recipe file with each callback that has the key `name` replaced by a call of `named`."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):
@@ -47,7 +47,7 @@ def with_calls(content: Any) -> Any:
 
 
 def with_names(content: Any) -> Any:
-    """Return the content, with the key `name` in place of each call of `named`; the reverse of `with_calls`."""
+    """Return the content with each call of `named` replaced by the key `name`; the reverse of `with_calls`."""
     if isinstance(content, list):
         return [with_names(each) for each in content]
     if not isinstance(content, dict):

@@ -27,7 +27,7 @@ _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 def opened(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
-    """Return the job of a run. Its trainer has the run's weights and must be closed.
+    """Return the job of an existing run, with the run's weights loaded. The caller must close its trainer.
 
     Args:
         run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
@@ -46,7 +46,7 @@ def opened(
         with current_file(path) as file:
             values = values_of(file, overrides, command=command)
             given = values.given
-            if folder is not None:  # the folder may have been renamed or moved since training
+            if folder is not None:  # use the present folder, which may have been renamed or moved since training
                 given.run_name, given.runs_folder = folder.name, str(folder.parent)
             given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
             given.loggers = []
@@ -58,7 +58,7 @@ def opened(
 
 
 def name_of(job: Recipe[Any]) -> str:
-    """Return the folder of the opened run, and its step, as text."""
+    """Return the opened run's folder and step as text."""
     return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
 
 

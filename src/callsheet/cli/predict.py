@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | None = None, out: str | None = None) -> str:
-    """Write an answer for each row to `out` or to standard output.
+    """Write the model's answer for each row to `out` or to standard output.
 
     `out` appears when it is complete; on standard output, answers appear one by one.
 
@@ -32,7 +32,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
     from callsheet.recipes.data.rows import Rows, Table
 
     table = Rows(rows).read(())
-    assert isinstance(table, Table)  # rows are streamed only if that is requested
+    assert isinstance(table, Table)  # `read` streams rows only if that is requested
     job = opened(run, overrides, command="predict", checkpoint=checkpoint)
     is_first = job.ranks.rank == 0
     written = 0
@@ -49,7 +49,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
 @contextmanager
 def _places(table: Table, path: str) -> Iterator[None]:
-    """In a recipe's message, replace the number of a row, such as `row 3`, by its place in the file."""
+    """Within this context, replace the number of a row in an error message, such as `row 3`, by the row's place in the file."""
     try:
         yield
     except ConfigError as error:

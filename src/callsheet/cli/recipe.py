@@ -1,4 +1,4 @@
-"""Reads a recipe file with values that override it, and makes the job."""
+"""Reads a recipe file with overriding values, and makes the job from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The checked values of a recipe file and its overrides, from which no objects have been made yet.
+    """The checked values of a recipe file and its overrides, before any objects are made from them.
 
     `given` has a value for every key. It may be changed before `made()` is called.
     """
@@ -52,12 +52,12 @@ class Values:
     sources: tuple[Source, ...]
 
     def resolved(self) -> str:
-        """Return all values as YAML, which is a recipe file itself."""
+        """Return all values as YAML text, which is a complete recipe file."""
         text: str = self.parser.dump(self.given, skip_unset=False, with_comments=False)
         return text
 
     def made(self) -> Prepared:
-        """Return the job, with its callbacks and loggers.
+        """Make the job that the values describe, with its callbacks and loggers.
 
         Raises:
             ConfigError: a class rejects a value.
@@ -72,7 +72,7 @@ class Values:
         return Prepared(self.path, job, resolved)
 
     def _place_of(self, error: ConfigError) -> str:
-        """Return the place of the value that a class rejected, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
+        """Return the place of a value that a class rejected with `error`: `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
 
         Return an empty string if it is not found.
         """
@@ -89,12 +89,12 @@ class Values:
         return self._source_of(key).place(key) if is_key else ""
 
     def _source_of(self, key: str) -> Source:
-        """Return the source whose value for a key is used. This is the recipe file if no source has one."""
+        """Return the source whose value for a key is used, or the recipe file if no source has a value."""
         return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether constructing this class with its given arguments raises the same error."""
+    """Return whether constructing the callback that `spec` describes raises the same error."""
     from jsonargparse import Namespace
 
     parser = probe()
@@ -108,7 +108,7 @@ def _rejects(spec: Any, error: ConfigError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A recipe that is ready for set-up: the file, the job with its callbacks and loggers, and the whole configuration as YAML."""
+    """A recipe that is ready for set-up: its file, its job with callbacks and loggers, and the whole configuration as YAML."""
 
     path: Path
     job: Recipe[Any]
@@ -116,7 +116,7 @@ class Prepared:
 
 
 def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
-    """Return the recipe with these overrides. Only the configuration, the callbacks and the loggers are made.
+    """Read a recipe with these overrides, and make its job. No model is made and no data are read.
 
     Raises:
         ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
@@ -129,7 +129,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def current_file(path: Path) -> Iterator[Path]:
-    """Yield the recipe file. If it is that of a run of an earlier version, yield a temporary copy with the present names of keys."""
+    """Yield the path of the recipe file, or of a temporary copy with the current keys if an earlier version wrote the file."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path) if path.name == CONFIG else None
@@ -148,7 +148,7 @@ def current_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """Let only the first rank of a machine report an error that all ranks raise. The others exit with the same status."""
+    """Within this context, let only the first rank of a machine report an error. The other ranks exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -160,7 +160,7 @@ def errors_on_first_rank() -> Iterator[None]:
 def values_of(
     path: Path, overrides: Sequence[str] = (), *, command: str, variables: Mapping[str, str] | None = None, title: str = ""
 ) -> Values:
-    """Return the file's values, overridden by those of the environment, and both by `overrides`.
+    """Return the values of a recipe file, overridden first by environment variables and then by `overrides`.
 
     Args:
         path: the recipe file.
@@ -173,7 +173,7 @@ def values_of(
         ConfigError: a key is unknown, or a value has a wrong type.
     """
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a recipe may name a callback in a module of the current folder
+        sys.path.append(os.getcwd())  # a recipe may name a class in a module of the current folder
     kind = recipe_class(path)
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)
@@ -186,7 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the class that the file's key `recipe` names: a shipped recipe by its name, or a user's class by its import path.
+    """Return the recipe class that a file's key `recipe` names: a shipped recipe's name, or a user class's import path.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.
@@ -213,9 +213,10 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
     from callsheet.cli.key_help import KeyHelp
 
     for name in callbacks.__all__:
-        getattr(callbacks, name)  # jsonargparse finds a class by its bare name only if it is imported
+        # Import all callbacks, because jsonargparse finds a class by its bare name only if it is imported.
+        getattr(callbacks, name)
     names.register()
-    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have a --help of their own
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have their own `--help`
     parser = ArgumentParser(
         prog=explains,
         usage=f"{explains} [--KEY VALUE ...]",

@@ -9,7 +9,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 def recipes() -> str:
-    """Return a line for each recipe: its name, and the description in its file."""
+    """Return a text with a line for each shipped recipe: its name, and the description in its file."""
     width = max(map(len, RECIPES))
     lines = [f"{name:<{width}}  {_about(name)}" for name in sorted(RECIPES)]
     return "\n".join(
@@ -18,7 +18,7 @@ def recipes() -> str:
 
 
 def copy(name: str, to: str | None = None) -> str:
-    """Write the recipe's file to `to`, by default `NAME.yaml` in the current folder. Return how to run it.
+    """Copy a shipped recipe's file to `to`, by default `NAME.yaml` in the current folder. Return how to run the copy.
 
     Raises:
         ConfigError: there is no such recipe, or the file exists already.
@@ -41,7 +41,7 @@ def copy(name: str, to: str | None = None) -> str:
 
 
 def _about(name: str) -> str:
-    """Return the comment on the first line of the file."""
+    """Return a recipe's description, the comment on the first line of its file."""
     first = _shipped(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
 

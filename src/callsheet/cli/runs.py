@@ -21,7 +21,7 @@ from callsheet.report.lines import printable
 
 LOSS = "train/loss"
 METRIC = "validation/loss"
-_LONGEST_CELL = 100  # characters; the JSON has all
+_LONGEST_CELL = 100  # longer cells are truncated to this many characters; the JSON output is not
 
 Value = str | float
 """The value of a column: text, or a number. Empty text and NaN mean that the run has none."""
@@ -29,7 +29,7 @@ Value = str | float
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table.
+    """A column in the table of runs.
 
     Args:
         head: its heading.
@@ -87,7 +87,7 @@ def runs(
     shows_archived: bool = False,
     as_json: bool = False,
 ) -> str:
-    """Return the table, or JSON with all metrics and settings.
+    """Return a table of the runs in a folder, or JSON with all metrics and settings.
 
     The JSON is a list of objects, with times in seconds, NaN as the string `"NaN"`, and null for unknown values.
 
@@ -111,7 +111,7 @@ def runs(
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
-    # `used` also has names of columns. No run has a metric or setting of such a name, so nothing more is loaded.
+    # Names of columns in `used` do no harm here, because no run has a metric or setting of such a name.
     names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):
@@ -141,11 +141,11 @@ def runs(
     return _table(rows, [_column(name, metric) for name in shown])
 
 
-# --- columns ---
+# --- finding columns by name ---
 
 
 def _column(name: str, metric: str) -> Column:
-    """Return the column with this name: one of `COLUMNS`, `lowest(METRIC)` and the like, a metric's last value, or a setting."""
+    """Return the column called `name`: one of `COLUMNS`, `lowest(METRIC)` and the like, a metric's last value, or a setting."""
     if name in _COLUMNS:
         return _COLUMNS[name]
     if name in _SHORT:
@@ -178,7 +178,7 @@ def _metric_column(metric: str, what: str, head: str) -> Column:
 
 
 def _check_names(folder: str, rows: Iterable[RunRow], names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is no column, and that no run has as a metric or setting."""
+    """Raise ConfigError if one of the names is neither a column nor a metric or setting of any run."""
     plain = [match[2] if (match := _OF_METRIC.fullmatch(name)) else name for name in names if name not in COLUMNS]
     missing = [name for name in plain if not any(name in row.metrics or name in row.settings for row in rows)]
     if missing:
@@ -189,7 +189,7 @@ def _check_names(folder: str, rows: Iterable[RunRow], names: Sequence[str]) -> N
         )
 
 
-# --- filter and sort ---
+# --- filtering and sorting runs ---
 
 
 def _condition(text: str) -> tuple[str, str, str]:
@@ -203,7 +203,7 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfils the condition. A run without the value fulfils none."""
+    """Return whether the run fulfils a condition of `--where`. A run without the value fulfils no condition."""
     value = column.value(row)
     if compared == "~":
         return wanted.lower() in str(value).lower()
@@ -226,12 +226,12 @@ def _is_equal(column: Column, row: RunRow, value: Value, wanted: str) -> bool:
 
 
 def _is_known(value: Value) -> bool:
-    """Return whether the run has the value: it is neither empty text nor NaN."""
+    """Return whether a run has this value, that is, whether it is neither empty text nor NaN."""
     return value != "" and value == value
 
 
 def _number_of(column: Column, text: str) -> float | None:
-    """Return the number that the text stands for in this column: a date in `started`, `90`, `90s`, `2m`, `3h` or `1d` in `duration`."""
+    """Convert text to the column's number: a date for `started`; `90`, `90s`, `2m`, `3h` or `1d` for `duration`."""
     if column is _COLUMNS["started"]:
         return _date(text)
     unit = _SECONDS.get(text[-1:]) if column is _COLUMNS["duration"] else None
@@ -258,7 +258,7 @@ def _date(text: str) -> float | None:
 
 
 def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows by a column, numbers before text. Unknown values come last in both directions. Equal rows keep their order."""
+    """Sort the rows by a column, numbers before text. Rows without a value come last in both directions."""
 
     def key(row: RunRow) -> tuple[bool, Value]:
         value = column.value(row)
@@ -268,7 +268,7 @@ def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[R
     return [*known, *(row for row in rows if not _is_known(column.value(row)))]
 
 
-# --- text ---
+# --- formatting as text ---
 
 
 def _table(rows: Sequence[RunRow], columns: Sequence[Column]) -> str:
@@ -297,11 +297,11 @@ def _moment(started: float) -> str:
 
 
 def _number(value: Value) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"  # `nan` is shown too, because it matters
+    return value if isinstance(value, str) else f"{value:.4g}"  # `nan` is shown too, because a NaN metric matters
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration as `41s`, `12m05s`, `3h07m` or `2d04h`."""
+    """Return a duration as text, such as `41s`, `12m05s`, `3h07m` or `2d04h`."""
     if not math.isfinite(seconds):
         return ""
     for size, name, small, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):

@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the file that `recipe` names. It is a path or a shipped recipe; with `is_shipped`, only a shipped recipe.
+    """Return the path of the recipe file that `recipe` names: a path or, unless `is_shipped`, the name of a shipped recipe.
 
     Raises:
         ConfigError: there is no such file.
@@ -26,9 +26,8 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
     path = Path(recipe)
     if path.is_file() and not is_shipped:
         return path
-    shipped = (
-        Path(str(resources.files("callsheet"))) / "recipes" / f"{recipe}.yaml"
-    )  # the files are found without importing the package `recipes`, which needs torch
+    # Find the files without importing the package `recipes`, which needs torch.
+    shipped = Path(str(resources.files("callsheet"))) / "recipes" / f"{recipe}.yaml"
     if recipe in RECIPES and shipped.is_file():
         return shipped
     if (run := file_of_run(recipe)) is not None:
@@ -39,6 +38,6 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
 
 
 def file_of_run(run: str) -> Path | None:
-    """Return the recipe file of a run, given the run's folder or its name in `runs/`. Return None if it has none."""
+    """Return the recipe file of a run, given by its folder or its name in `runs/`; None if the run has no such file."""
     files = [folder / "config.yaml" for folder in (Path("runs", run), Path(run))]
     return next((file for file in files if file.is_file()), None)

@@ -19,7 +19,7 @@ _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Return the table of handlers and the settings of a recipe or run. This makes no model, reads no data and writes nothing.
+    """Return the call sheet and the settings of a recipe or run as text. No model is made, and no data are read.
 
     Raises:
         ConfigError: `callsheet train` would reject the recipe too.
@@ -41,7 +41,7 @@ def show(recipe: str, overrides: list[str]) -> str:
 
 
 def _near(name: str) -> str:
-    """Return `; did you mean 'x'?` for the recipe or run with the most similar name, or for both."""
+    """Return a hint such as `; did you mean 'x'?` with the recipe or run (or both) whose name is most similar."""
     recipe, run = did_you_mean(name, RECIPES), nearest(name)
     return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 
@@ -52,7 +52,7 @@ def _described(what: Prepared, overrides: list[str]) -> list[str]:
 
 
 def _folder(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line that says where the run's folder would be and whether it exists; none if the recipe defines no folder."""
+    """Return a line that says where the run's folder would be and whether it exists; no lines if the recipe has none."""
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))

@@ -1,4 +1,4 @@
-"""`callsheet train`: set up a recipe and run it."""
+"""`callsheet train`: set up the job of a recipe, and train."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from callsheet.report.index import is_run
 
 
 def train(recipe: str, overrides: list[str]) -> int:
-    """Print the settings, run the recipe, and print its report. Return the exit status."""
+    """Print a recipe's callbacks, run it, and print its report. Return the exit status."""
     with working("loading the recipe", is_shown=read_ranks().rank == 0):
         job = prepared(recipe, overrides, command="train").job
-    is_first = job.ranks.rank == 0  # only rank 0 prints, and writes the report
+    is_first = job.ranks.rank == 0  # only rank 0 prints and writes the report
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     if is_first:
         print(_summary(job.callbacks, recipe, overrides), flush=True)
@@ -41,7 +41,7 @@ def train(recipe: str, overrides: list[str]) -> int:
 
 
 def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
-    """Return the names of the callbacks, and the command that prints the table of all their handlers."""
+    """Return a text that lists the callbacks, and names the command that prints the table of all their handlers."""
     names = [label_of(callback) for callback in callbacks.callbacks]
     listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     show = shlex.join(["callsheet", "show", recipe, *overrides])
@@ -49,7 +49,7 @@ def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> s
 
 
 def _reported(run: RunInfo) -> str:
-    """Write the run's report if its folder has records. Return a line that names the report's path."""
+    """Write the run's report if its folder has records. Return a line with the report's path, or why there is no report."""
     folder = run.folder
     if run.has_lost_folder:
         return "There is no report: another process has taken over the run's folder."
@@ -57,5 +57,5 @@ def _reported(run: RunInfo) -> str:
         return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
     try:
         return f"Its report: {write_report(folder)}"
-    except (MissingPackage, OSError) as error:  # only log it, since the run itself is complete
+    except (MissingPackage, OSError) as error:  # the message is only printed, since the run itself is complete
         return f"There is no report: {error}"

@@ -1,4 +1,4 @@
-"""`callsheet watch`: show the page of a running run, or of several, in the browser."""
+"""`callsheet watch`: show the live page of one run, or of several runs, in the browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def watch(
     port: int = 0,
     opens_browser: bool = True,
 ) -> int:
-    """Serve the page until Ctrl-C, and return the exit status. If no run exists yet, wait for one.
+    """Serve the live page of runs until Ctrl-C, and return the exit status. If no run exists yet, wait for one.
 
     Serve the page of one run if `given` is the name or the folder of one, and otherwise the page that compares several.
 
@@ -63,11 +63,11 @@ def watch(
 
 
 def _waited_for(run: str, folder: Path) -> Path:
-    """Wait until the folder has a run, and return it."""
+    """Wait until the run exists, and return its folder."""
     place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
-            return run_folder(str(place))  # raises an error with a clear message
+            return run_folder(str(place))  # not a run's folder: `run_folder` raises an error that says so
         print(f"there is no run in {place} yet{nearest(run, folder)}\nwaiting for it; Ctrl-C ends this", flush=True)
     while not is_run(place):
         time.sleep(_LOOK_SECONDS)
@@ -75,7 +75,7 @@ def _waited_for(run: str, folder: Path) -> Path:
 
 
 def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: str | None) -> LiveComparison:
-    """Wait until one of the runs is there, and return all that are there."""
+    """Wait until at least one of the given runs exists, and return a comparison of all that exist."""
     if not given and last is None:
         raise ConfigError("give a run, several runs, a pattern such as 'lr-*', or --last 5")
     there = _those_there(given, folder)
@@ -95,7 +95,7 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
 
 
 class NewRuns:
-    """Finds the runs that begin later in what `words` name. Those that are there now are not new."""
+    """Finds runs that begin after this object is made, among the runs, folders and patterns in `words`."""
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._folder = folder
@@ -105,36 +105,36 @@ class NewRuns:
         self.find()
 
     def find(self) -> list[Path]:
-        """Return the runs that have begun since the last call."""
+        """Return the folders of the runs that have begun since the last call."""
         found = [each for each in _runs_of(self.looks_for, self._folder) if each not in self._seen]
         self._seen.update(found)
         return found
 
 
 def _holds_runs(word: str, folder: Path) -> bool:
-    """Return whether the word is a pattern or a folder of runs, and not the name of one run."""
+    """Return whether an argument is a pattern or a folder of runs, and not the name of one run."""
     is_name = Path(word).name == word and is_run(folder / word)
     return glob.has_magic(word) or (not is_name and not is_run(Path(word)) and bool(run_names(word)))
 
 
 def _those_there(words: Iterable[str], folder: Path) -> list[str]:
-    """Return the words that name a run."""
+    """Return those arguments that name at least one existing run."""
     return [word for word in words if _runs_of([word], folder)]
 
 
 def _runs_of(words: Iterable[str], folder: Path) -> list[Path]:
-    """Return the runs that the words name, as far as there are any."""
+    """Return the folders of those runs named by the arguments that exist."""
     found: list[Path] = []
     for word in words:
         try:
             found += chosen([word], folder=folder, last=None, least=1)
-        except ConfigError:  # nothing of this name yet
+        except ConfigError:  # there is no run of this name yet
             continue
     return found
 
 
 def _has_screen() -> bool:
-    """Return whether the user would see a browser that is opened here.
+    """Return whether a browser that this process opens would appear on the user's screen.
 
     Without a screen, a text browser would block the terminal.
     """

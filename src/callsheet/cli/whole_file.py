@@ -1,4 +1,4 @@
-"""Writes files atomically."""
+"""Writes files atomically, so that they are never incomplete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_whole(path: Path, content: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a file for writing. It gets its name, and replaces an earlier file, when the block ends without an error.
+    """Open a file that replaces the file at `path` atomically when the `with` block ends without an error.
 
     Raises:
         CallsheetError: the file cannot be written.

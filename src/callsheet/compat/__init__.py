@@ -1,1 +1,1 @@
-"""The names of other training systems. Code that was written for them runs here when its import line is changed."""
+"""Packages with the names of other training systems: code that was written for them runs here with a changed import line."""

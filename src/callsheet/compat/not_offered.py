@@ -1,4 +1,4 @@
-"""Names of other training systems that callsheet does not have.
+"""Placeholders for names of other training systems that callsheet does not offer.
 
 They can be imported, and using one raises an error that says what to do instead.
 """

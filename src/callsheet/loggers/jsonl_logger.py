@@ -179,7 +179,7 @@ class JSONLLogger(Logger):
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
             except (FileNotFoundError, ValueError, RecursionError):
-                # there is no such file, it is damaged, or callsheet did not write it
+                # There is no such file, it is damaged, or callsheet did not write it.
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Recipes: ready training jobs, one readable file for each kind, run with `callsheet train`."""
+"""Recipes: ready training jobs, each in one readable file, that `callsheet train` runs."""
 
 from callsheet.core.optional import needed_by
 

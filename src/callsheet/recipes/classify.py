@@ -87,10 +87,10 @@ class Classify(Recipe[ClassifyConfig]):
         "accuracy, and F1 as the mean over the classes, on texts that the model has not seen; baselines on the last set"
     )
 
-    # --- the job ---
+    # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Read the rows, and check every label and text that is not streamed."""
+        """Read the rows, and check the labels and texts of all rows that are not streamed."""
         config, columns = self.config, (self.config.text_column, self.config.label_column)
         self.tokenizer = config.model.make_tokenizer()
         self.sets: dict[str, Table | Stream] = {}
@@ -131,15 +131,16 @@ class Classify(Recipe[ClassifyConfig]):
             num_labels=len(names),
             id2label=names,
             label2id={name: number for number, name in names.items()},
-            pad_token_id=self.tokenizer.pad_token_id,  # decoders classify by the last token that is not padding
+            # Needed by decoder models, which classify by the last token that is not padding.
+            pad_token_id=self.tokenizer.pad_token_id,
         )
 
     def make_task(self) -> Task:
-        """Return the task: weighted cross entropy, with accuracy and F1."""
+        """Return the task: weighted cross entropy as the loss, with accuracy and F1 as metrics."""
         return ClassificationTask(len(self.labels), self.weights)
 
     def train_data(self) -> Iterable[Any]:
-        """Return batches of the rows to train on, padded to the longest of each batch."""
+        """Return batches of the training rows, each padded to its longest row."""
         return self._batches("train")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
@@ -152,12 +153,12 @@ class Classify(Recipe[ClassifyConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """Return the number of rows and classes."""
+        """Return a text with the number of rows and classes."""
         rows = [f"{len(rows)} rows for {name}" for name, rows in self.sets.items() if isinstance(rows, Table)]
         return ", ".join([f"{len(self.labels)} classes", *rows])
 
     def finish(self) -> None:
-        """Set `results`: accuracy and F1 on every evaluated dataset, and those of the baselines on the last one."""
+        """Set `results`: the model's accuracy and F1 on every evaluated dataset, and the baselines' on the last dataset."""
         for name, found in self.evaluated.items():
             self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
         last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None
@@ -172,7 +173,7 @@ class Classify(Recipe[ClassifyConfig]):
                 self.results |= {f"{name}/{metric}": float(judge(guess, targets)) for metric, judge in metrics.items()}
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the most likely class of each row's text: `label`, its `probability`, and the `probabilities` of all classes by name.
+        """Yield each row's prediction: the most likely `label`, its `probability`, and the `probabilities` of all classes.
 
         All ranks take part, and rank 0 gets the answers.
         """
@@ -186,7 +187,7 @@ class Classify(Recipe[ClassifyConfig]):
                     label = max(named, key=named.__getitem__)
                     yield {"label": label, "probability": named[label], "probabilities": named}
 
-    # --- rows ---
+    # --- private methods ---
 
     def _batches(self, name: str) -> Iterable[Any]:
         dataset = prepared(self.sets[name], self.texts.sample)

@@ -41,7 +41,7 @@ TEACHER, HARD_LABELS = "teacher", "hard_labels"
 
 @dataclass(kw_only=True)
 class DistillConfig(FinetuneConfig):
-    """The configuration of the recipe `distill`: that of `finetune`, whose `model` is the student, and a teacher.
+    """The configuration of the recipe `distill`: that of `finetune` (its `model` is the student), and a teacher.
 
     Args:
         teacher: the teacher, which must have the student's vocabulary. A teacher without a path is first trained on the same
@@ -74,7 +74,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return how long a teacher without weights is trained.
+        """Return for how long a teacher that has no weights yet is trained.
 
         If that is a multiple of `max_duration`, return it in the unit of `max_duration`.
         """
@@ -99,7 +99,7 @@ class Distill(Finetune):
     results_are_in = "nats per token of the answers, as cross entropies; the baselines use token counts of the training answers"
 
     def read_data(self) -> None:
-        """Read the data as in fine-tuning, and reject a teacher with another vocabulary."""
+        """Read the data as in fine-tuning, and raise ConfigError if the teacher's vocabulary differs from the student's."""
         super().read_data()
         own, others = self.tokenizer.get_vocab(), self.config.teacher.make_tokenizer().get_vocab()
         if own != others:
@@ -113,13 +113,13 @@ class Distill(Finetune):
             )
 
     def make_model(self) -> nn.Module:
-        """Return the student, and load the teacher if it exists already."""
+        """Return the student model, and load the teacher if it has weights already."""
         model = super().make_model()
         self.teacher = self._teacher(self.config.teacher) if self.config.teacher.path is not None else None
         return model
 
     def make_task(self) -> Task:
-        """Return a task that mixes the student's own loss with its distance from the teacher.
+        """Return a task whose loss mixes the student's own loss with its distance from the teacher's outputs.
 
         A teacher without weights is trained here.
         """
@@ -147,7 +147,7 @@ class Distill(Finetune):
         self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
 
     def run(self) -> dict[str, float]:
-        """Train the student and evaluate it, as every recipe does.
+        """Train and evaluate the student, as every recipe trains its model.
 
         If `compare_with_hard_labels` is set, also train another student on the labels alone.
         """
@@ -161,10 +161,10 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        # Not None, which would require an empty folder: this one contains the teacher.
+        # Pass AUTO instead of None, which would require an empty folder, because this folder already contains the teacher.
         return super()._trainer(model, resume or AUTO)
 
-    # --- the teacher's run, and the run on labels alone ---
+    # --- the runs that train the teacher, and a student on labels alone ---
 
     def _teacher(self, which: LanguageModel) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -175,7 +175,7 @@ class Distill(Finetune):
         return teacher
 
     def _taught(self) -> Path:
-        """Return the folder of this run's trained teacher. Train the teacher first if the folder does not exist yet.
+        """Return the folder with the export of this run's teacher. If there is none yet, train the teacher first.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
@@ -185,12 +185,11 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            if (
-                kept is not None and not self.folder.exists() and _is_of(kept, recipe)
-            ):  # the folder has only a teacher: the earlier run ended while training it
+            # If the earlier run ended while it was training the teacher, its renamed folder has only the teacher: take it over.
+            if kept is not None and not self.folder.exists() and _is_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # the folder is complete if it exists, because it is renamed into place
+            is_there = exported.exists()  # an existing folder is complete, because it is renamed into place
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
                     f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
@@ -203,7 +202,7 @@ class Distill(Finetune):
         return exported
 
     def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a fine-tuning run on the same data, in a subfolder of this run's folder. If it exists, it is resumed."""
+        """Return a recipe for fine-tuning on the same data in the subfolder `name`. An existing run there is resumed."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -220,14 +219,14 @@ class Distill(Finetune):
 
 
 class _Beside(Finetune):
-    """A fine-tuning run, such as that of the teacher, whose export is either complete or missing."""
+    """A fine-tuning recipe, such as the teacher's, whose export is either complete or missing."""
 
     def export(self, path: str | Path) -> None:
-        """Write the export under another name, and rename it when it is complete."""
+        """Export the model to a temporary folder, and rename the folder when it is complete."""
         draft = Path(f"{path}.new")
 
         def clear() -> None:
-            if draft.exists():  # an incomplete export of a run that ended while writing it
+            if draft.exists():  # an earlier run ended while it was writing its export
                 shutil.rmtree(draft)
 
         def put() -> None:
@@ -249,7 +248,7 @@ def _run(recipe: Finetune) -> None:
     recipe.setup()
     recipe.run()
     if recipe.trainer.preempted and recipe.trainer.signal is not None:
-        raise SystemExit(128 + recipe.trainer.signal)  # end the whole job, which is preempted too
+        raise SystemExit(128 + recipe.trainer.signal)  # the inner run was preempted by a signal, which ends the whole job too
 
 
 def distill(

@@ -1,4 +1,4 @@
-"""Decides what happens to an existing run in the folder of a new one. Rank 0 decides for all ranks."""
+"""Decides what happens if the folder of a new run already contains a run. Rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEW = "new"
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
-    """Return on all ranks what `decide()` returns on rank 0, as plain data.
+    """Call `decide` on rank 0, and return its result, which must be plain data, on all ranks.
 
     This works before the Trainer has made a process group.
 
@@ -99,16 +99,16 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 
 
 def resumable(folder: Path, resume: str) -> str | None:
-    """Return what the Trainer must resume. Return None if a new run starts and an existing folder must be set aside."""
+    """Return the Trainer's `resume` argument; None if a new run starts, for which an existing folder must be renamed."""
     if resume == NEW:
         return None
     if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
-        return None  # there is no complete checkpoint to resume from
+        return None  # the run has no complete checkpoint to resume from
     return resume
 
 
 def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
-    """Raise an error if the run would be resumed with a model, data or an optimizer of another job.
+    """Raise ConfigError if the run would be resumed with another model, other data or another optimizer.
 
     Raises:
         ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
@@ -127,7 +127,7 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    """Return the settings that a run was trained with."""
+    """Read the settings with which a run was trained from its configuration file."""
     way_out = (
         "the file holds the values that the run was trained with: restore it, or delete it to resume the run without comparing them; "
         "--resume new sets the run aside and starts a new one"
@@ -142,7 +142,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run with the present keys and values, if version 0.1.0 or earlier wrote them."""
+    """Return a run's settings, with keys and values that version 0.1.0 or earlier wrote converted to the present ones."""
     current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
     if current.get("too_long") == "refuse":
         current["too_long"] = "reject"
@@ -150,7 +150,7 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(key: str, before: Any, now: Any) -> list[str]:
-    """Return the differences of two configurations by dotted key, such as `optimizer.lr: 0.002 in the run, 0.001 now`."""
+    """Return the differences of two configurations as texts such as `optimizer.lr: 0.002 in the run, 0.001 now`."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
         inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]

@@ -111,10 +111,10 @@ class Finetune(Recipe[FinetuneConfig]):
     Config = FinetuneConfig
     results_are_in = "nats per token of the answers; the baselines use token counts of the training answers"
 
-    # --- the job ---
+    # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Convert all rows to tokens, except streamed ones.
+        """Tokenize all rows that are not streamed.
 
         Rows that are too long or cannot be used are rejected here.
         """
@@ -166,7 +166,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return CausalTask()
 
     def train_data(self) -> Iterable[Any]:
-        """Return examples, or packed rows, in random order."""
+        """Return the training examples, or packed rows of them, in random order."""
         return self._loader("train", train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
@@ -180,7 +180,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """Return the number of examples, and of those that were too long."""
+        """Return a text with the number of examples, and of examples that were too long."""
         return str(self.sets)
 
     def begin(self) -> None:
@@ -191,7 +191,7 @@ class Finetune(Recipe[FinetuneConfig]):
             trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Set `results`: the losses and the baselines. Let the model answer the prompts."""
+        """Set `results` to the losses and the baselines, and let the model answer the prompts."""
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
@@ -219,13 +219,12 @@ class Finetune(Recipe[FinetuneConfig]):
             yield f"--- {prompt!r} ---\n{answer}" + (f"\n(the data: {data})" if data else "") + "\n"
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the model's `completion` of each row's `messages` or `prompt`."""
+        """Yield the model's `completion` for each row's `messages` or `prompt`."""
         config, trainer = self.config, self.trainer
         batch_size = config.eval_batch_size or config.batch_size
         numbered = enumerate(rows, 1)
-        while some := list(
-            islice(numbered, 8 * batch_size)
-        ):  # several batches at once, so that prompts of equal length are batched together
+        # Take the rows of several batches at once, so that prompts of equal length are batched together.
+        while some := list(islice(numbered, 8 * batch_size)):
             prompts = [self._prompt(row, f"row {number}") for number, row in some]
             answers = continuations(
                 trainer,
@@ -239,7 +238,7 @@ class Finetune(Recipe[FinetuneConfig]):
             yield from ({"completion": answer} for _, answer in answers)
 
     def export(self, path: str | Path) -> None:
-        """Write the model and its tokenizer.
+        """Write the model and its tokenizer as a Hugging Face folder.
 
         Adapters are merged into the weights; if `lora.merge` is False, only the adapters are written.
         """
@@ -249,7 +248,7 @@ class Finetune(Recipe[FinetuneConfig]):
         else:
             lora.export_merged(self.trainer.model, path, writes=self.ranks.rank == 0, processor=self.tokenizer)
 
-    # --- internals ---
+    # --- private methods ---
 
     @property
     def _is_flash(self) -> bool:
@@ -259,7 +258,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
 
     def _questions(self) -> list[tuple[list[int], str]]:
-        """Return, for each prompt, its tokens and the answer in the data, which is empty if there is none."""
+        """Return the tokens of each prompt with the answer in the data, or an empty text if there is no answer."""
         config, say = self.config, self.conversations
         questions = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
         for name, rows in self.rows.items():

@@ -94,10 +94,10 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     generations: Sequence[Sequence[str]] = ()
     """Some held-out rows: the place, the row's answer, and the model's answer."""
 
-    # --- the job ---
+    # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Read the rows, and check the first ones: messages, and the headers of the image files."""
+        """Read the rows, and check the messages and the headers of the image files of the first rows."""
         config = self.config
         self.vlm_processor = config.model.make_processor()
         self.batches = ImageBatches(self.vlm_processor, config.sequence_length, config.too_long)
@@ -110,7 +110,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
-        """Return a model that reads images and text and writes text.
+        """Return the vision-language model, after checking with the first row that the processor fits it.
 
         It is checked with the first row that the processor fits the model.
         """
@@ -135,7 +135,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
 
     def finish(self) -> None:
-        """Answer held-out rows. As a baseline, count how often the most common completion in the training data would be right."""
+        """Let the model answer held-out rows. As a baseline, count how often the most common completion would be right."""
         lines: list[list[str]] = []
         self.results = {}
         usual = self._commonest() if self.config.answered_rows else None
@@ -160,13 +160,13 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
 
     def written(self) -> Iterable[str]:
-        """Yield some held-out rows with the model's answers."""
+        """Return texts of held-out rows with the model's answers."""
         return [
             f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations
         ]
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the model's completion of each row.
+        """Yield the model's `completion` for each row.
 
         A row has `messages` or `prompt`, and images whose paths are relative to `image_folder` or to the current folder.
         """
@@ -175,10 +175,10 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
             yield from ({"completion": answer} for answer in self._answered(some))
 
-    # --- internals ---
+    # --- private methods ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Return the source of each dataset's rows. None means a part of the digits, which are used if `train` is None."""
+        """Return the source of rows for each dataset. None stands for scikit-learn's digits, used if `train` is None."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)
@@ -189,7 +189,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return self.loader(prepared(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
 
     def _examples(self, name: str, most: int) -> list[Example]:
-        """Return the examples of some rows. From a table, the rows are evenly spaced."""
+        """Return up to `most` examples of a dataset, evenly spaced if its rows are a table."""
         rows, form = self.rows[name], self.forms[name]
         if isinstance(rows, Stream):
             return [form(row, place) for place, row in islice(rows.places(), most)]
@@ -205,7 +205,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
-            return None  # do not read a stream here, since it can be read only once, for training
+            return None  # a stream can be read only once, which is for training
         counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
         return counts.most_common(1)[0][0]
 

@@ -121,5 +121,5 @@ class JobConfig:
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the optimizer for these parameters."""
+        """Return the configured optimizer for these parameters."""
         return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)

@@ -82,10 +82,10 @@ class Pretrain(Recipe[PretrainConfig]):
         self.forward_step = forward_step
         self.generations: list[tuple[str, str]] = []
 
-    # --- the job ---
+    # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Find the files, whose tokens are their bytes; or read the rows and tokenize them."""
+        """Find the data files, whose bytes are the tokens, or read rows and tokenize them."""
         config = self.config
         if config.rows is not None:
             self.tokenizer = config.model.make_tokenizer()
@@ -109,7 +109,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
 
     def make_task(self) -> Task | None:
-        """Return the model's own loss, or `forward_step`."""
+        """Return the task: None for the model's own loss, or the configured `forward_step`."""
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:
@@ -117,7 +117,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return some windows of the validation files, or all validation rows."""
+        """Return evenly spaced windows of the validation files, or all validation rows."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
@@ -131,7 +131,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return str(self._texts) if self.config.rows is not None else self.config.data.about()
 
     def finish(self) -> None:
-        """Compute the baselines, and let the model continue the prompts."""
+        """Compute the baselines from token counts, and let the model continue the prompts."""
         self.results = {f"{name}/loss": found["loss"] for name, found in self.evaluated.items()}
         if self.config.rows is None:
             self.results |= zip(("unigram", "bigram"), self.config.data.baselines(), strict=True)

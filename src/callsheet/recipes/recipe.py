@@ -46,7 +46,7 @@ AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
 class Recipe(Generic[AnyConfig]):
-    """A job: a model, its data, its training and its report. A recipe overrides the methods under "what a recipe defines" below.
+    """The base class of recipes, which are training jobs: a recipe defines model, data and task by overriding methods.
 
     `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and
     evaluates. `report()` returns the results as text. For an existing run that is evaluated, used for predictions or exported,
@@ -77,7 +77,7 @@ class Recipe(Generic[AnyConfig]):
     ) -> None:
         if config is not None and not isinstance(config, self.Config):
             raise ConfigError(f"config is {type(config).__name__}; {type(self).__name__} takes a {self.Config.__name__}")
-        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # its own Config
+        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # of a subclass
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         if self.config.stop_on_nan and not any(isinstance(inner(each), NaNMonitor) for each in self.callbacks.callbacks):
             self.callbacks.add(NaNMonitor())
@@ -90,20 +90,20 @@ class Recipe(Generic[AnyConfig]):
         self._aside: Path | None = None
         self._is_opened = False
 
-    # --- what a recipe defines ---
+    # --- methods that a recipe overrides ---
 
     def read_data(self) -> None:
-        """Find the data and check it.
+        """Read the data and check it.
 
         Data that cannot be used is rejected here, before anything in the folder of an earlier run is changed.
         """
 
     def make_model(self) -> nn.Module:
-        """Return the model with its weights. Before this, the random state is set from `seed` on all ranks."""
+        """Return the model with its weights. Before this is called, the random state is set from `seed` on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} does not implement make_model()")
 
     def make_task(self) -> Task | None:
-        """Return the task, which defines forward, loss and metrics; None for a model that has its own loss."""
+        """Return the task, which defines forward pass, loss and metrics; None for a model that computes its own loss."""
         return None
 
     def train_data(self) -> Iterable[Any]:
@@ -127,10 +127,10 @@ class Recipe(Generic[AnyConfig]):
         return ""
 
     def begin(self) -> None:
-        """Prepare training. Called before a run starts and before it is resumed."""
+        """Do what is needed before training. This is called before a run starts and before it is resumed."""
 
     def finish(self) -> None:
-        """Set `results`, with baselines, and generate samples. Called after training and evaluation."""
+        """Set `results`, with baselines, and generate samples. This is called after training and evaluation."""
 
     def written(self) -> Iterable[str]:
         """Return texts that the trained model has generated, for the report."""
@@ -146,7 +146,7 @@ class Recipe(Generic[AnyConfig]):
         """
         raise ConfigError(f"the recipe {type(self).__name__} does not support predictions")
 
-    # --- what all recipes share ---
+    # --- methods that all recipes share ---
 
     @property
     def is_trial(self) -> bool:
@@ -155,7 +155,7 @@ class Recipe(Generic[AnyConfig]):
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
     def short(self, tokens: int) -> int:
-        """Return how many tokens to generate: `tokens`, or fewer in a trial run."""
+        """Return the number of tokens to generate: `tokens`, or fewer in a trial run."""
         return min(tokens, TRIAL_TOKENS) if self.is_trial and not self._is_opened else tokens
 
     @property
@@ -174,7 +174,7 @@ class Recipe(Generic[AnyConfig]):
         written = self.resolved or as_file(type(self), config)
         model = self._prepared()
 
-        lock = RunLock(folder)  # the Trainer takes over this lock
+        lock = RunLock(folder)  # the Trainer later takes over this lock of the run's folder
 
         def decide() -> list[str | None]:
             with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports it later
@@ -188,7 +188,7 @@ class Recipe(Generic[AnyConfig]):
             return [resume, None]
 
         try:
-            # The other ranks wait for rank 0, which may have to wait for the lock of the run's folder.
+            # The other ranks must wait longer, because rank 0 may have to wait for the lock of the run's folder.
             patience = config.timeout_seconds + config.lock_timeout_seconds
             resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
             self._aside = Path(aside) if aside is not None else None
@@ -205,7 +205,7 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """Because the new run failed to start, give the folder of the earlier run, which was renamed, its name back.
+        """Give the renamed folder of the earlier run its old name back, because the new run failed to start.
 
         Do not if another process has started a run in that folder.
         """
@@ -241,7 +241,7 @@ class Recipe(Generic[AnyConfig]):
         return self
 
     def run(self) -> dict[str, float]:
-        """Train, evaluate and finish. Return the results, which are empty if the run was preempted."""
+        """Train, evaluate and compute the results. Return the results, which are empty if the run was preempted."""
         with self.trainer as trainer:
             self.begin()
             try:
@@ -275,16 +275,16 @@ class Recipe(Generic[AnyConfig]):
             replace_file(self.folder / RESULTS, json_text(content, indent=2).encode())
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Return the losses and metrics of every validation dataset, and of the test data, by the dataset's name."""
+        """Evaluate the model. Return the losses and metrics of every validation dataset and of the test data, by dataset."""
         trainer = self.trainer
-        if trainer.state.evaluators:  # not evaluated yet in this process, because the run was complete or only opened
+        if trainer.state.evaluators:  # evaluate now if `fit` did not, because the run was complete or only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
         return self.evaluated
 
     def export(self, path: str | Path) -> None:
-        """Write the weights, with tokenizer or processor, as a Hugging Face folder.
+        """Write the model's weights, with tokenizer or processor, as a Hugging Face folder.
 
         A model that is not of transformers is written as a safetensors file.
         """
@@ -307,7 +307,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run, and how to continue
+        elif trainer.earlier_stop is not None:  # say nothing here, because `fit` logs what stopped the run and how to continue
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -338,14 +338,14 @@ class Recipe(Generic[AnyConfig]):
         return "\n".join(lines)
 
     def _how_it_ended(self) -> str:
-        """Return the run's outcome with its reason: `finished`, or `stopped by EarlyStopper: ...`."""
+        """Return the run's outcome with its reason as text: `finished`, or `stopped by EarlyStopper: ...`."""
         outcome, reason = str(self.trainer.run.outcome), self.trainer.run.outcome_reason
         return outcome if not reason else reason if reason.startswith(outcome) else f"{outcome}: {reason}"
 
-    # --- for the files of recipes ---
+    # --- methods for use in subclasses ---
 
     def loader(self, dataset: Any, *, collate: Any = None, train: bool) -> DataLoader[Any]:
-        """Return batches of a dataset.
+        """Return a DataLoader of the dataset, with the configured batch size and options.
 
         For training they are in random order and all of one size; for evaluation they are in the dataset's order.
         """
@@ -363,7 +363,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # called to raise an error for a wrong device before data is read
+        resolved_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
@@ -387,7 +387,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run is not trained further; its position in the data may be that of another number of ranks.
+            # An opened run is not trained, and its position in the data may not fit this number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
@@ -417,7 +417,7 @@ class Recipe(Generic[AnyConfig]):
 
 
 def _printable(text: str) -> str:
-    """Return `text` in a form that a terminal can show.
+    """Return `text` with control characters escaped, so that a terminal can show it.
 
     A model may generate control characters, which would change the terminal.
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up, and after it a constant rate, a cosine or a line."""
+"""Learning-rate schedules with a warm-up, followed by a constant rate, a cosine decay or a linear decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.errors import ConfigError
 
 
 class Warmup(LambdaLR):
-    """A learning-rate schedule: the rate rises linearly and then stays constant.
+    """A learning-rate schedule with linear warm-up, and then a constant rate.
 
     Args:
         optimizer: the optimizer whose learning rate is set.
@@ -26,7 +26,7 @@ class Warmup(LambdaLR):
 
 
 class WarmupCosine(LambdaLR):
-    """A learning rate that rises linearly, and falls along half a cosine (Loshchilov and Hutter 2017, SGDR, without restarts).
+    """A learning-rate schedule with linear warm-up and cosine decay (Loshchilov and Hutter 2017, SGDR, without restarts).
 
     Args:
         optimizer: the optimizer whose learning rate is set.
@@ -43,7 +43,7 @@ class WarmupCosine(LambdaLR):
 
 
 class WarmupLinear(LambdaLR):
-    """A learning-rate schedule: the rate rises linearly, and then falls linearly.
+    """A learning-rate schedule with linear warm-up and linear decay.
 
     Args:
         optimizer: the optimizer whose learning rate is set.
@@ -57,7 +57,7 @@ class WarmupLinear(LambdaLR):
 
 
 def _rise_and_fall(shape: Callable[[float], float], total_steps: int, warmup_steps: int, final: float) -> Callable[[int], float]:
-    """Return a function that maps a step to the factor of the learning rate.
+    """Return a function that maps a step to the factor by which the learning rate is multiplied.
 
     `shape` is the curve after the warm-up, and falls from 1 to 0.
     """

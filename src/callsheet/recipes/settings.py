@@ -1,4 +1,4 @@
-"""Converts a configuration to plain data for the run's record, and to a YAML file from which the same configuration can be read."""
+"""Converts a recipe's configuration to plain data for the run's record, and to a YAML recipe file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 
 def settings_of(config: Any) -> Any:
-    """Return the configuration as numbers, texts, lists and dictionaries.
+    """Convert the configuration to plain data: numbers, texts, lists and dictionaries.
 
     A class or function becomes its name, with the arguments of a `partial`.
     """
@@ -32,7 +32,7 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """Return the settings of a job that was made in Python, in the form of a recipe file (YAML).
+    """Return the settings of a job that was made in Python as the text of a recipe file (YAML).
 
     With this file the run can be opened again, and compared when it is resumed.
 

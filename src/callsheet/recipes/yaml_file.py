@@ -1,4 +1,4 @@
-"""Reads a YAML file strictly, which means that mistakes that a YAML reader ignores are errors here."""
+"""Reads YAML files strictly: mistakes that PyYAML ignores, such as a key that is given twice, are errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOO_DEEP = ": its lists and mappings are nested too deeply; give at most 60 lev
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of the file.
+    """Return the content of a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8, is not YAML, is nested too deeply, or gives a key twice; the message
@@ -39,7 +39,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{_syntax_error(error, text)}") from None
     except ConfigError:
         raise
-    except ValueError as error:  # a value is invalid, such as a date with a month 13
+    except ValueError as error:  # PyYAML raises ValueError for an invalid value, such as a date with a month 13
         raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes if it is a text") from None
     except RecursionError:
         raise ConfigError(f"{path}{_TOO_DEEP}") from None
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def loaded(value: Any) -> Any:
-    """Return a text read as YAML. Return the value itself if it is not a text, not YAML, or nested too deeply."""
+    """Return `value` parsed as YAML if it is a text; the value itself if it is not YAML or nested too deeply."""
     try:
         content = yaml.safe_load(value) if isinstance(value, str) else value
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -62,7 +62,7 @@ def reject_deep(value: Any, place: str) -> None:
     try:
         is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
     except (yaml.YAMLError, ValueError):
-        return  # the value is a plain text, or it is rejected later with its key
+        return  # the value is plain text, or is rejected later in an error about its key
     except RecursionError:
         is_read = False
     if not is_read:
@@ -70,7 +70,7 @@ def reject_deep(value: Any, place: str) -> None:
 
 
 def _syntax_error(error: yaml.YAMLError, text: str) -> str:
-    """Return `:LINE: this is not YAML: WHAT`, on one line."""
+    """Return the YAML error as a message on one line: `:LINE: this is not YAML: WHAT`."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark or error.context_mark) is not None:
         began = error.context_mark
         since = f" (line {began.line + 1})" if began is not None and began.line != mark.line else ""
@@ -83,7 +83,7 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
 
 
 def line_of(path: Path, key: str) -> int:
-    """Return the line of a key such as `callbacks[1].keep`.
+    """Return the number of the line with a key such as `callbacks[1].keep` in a YAML file.
 
     If the key is not in the file, return the line of the value that would contain it, or 0 if that is missing too.
 
@@ -103,7 +103,7 @@ def line_of(path: Path, key: str) -> int:
 
 
 def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | None:
-    """Return the key and the value of a mapping's entry."""
+    """Return the nodes of the key `word` and of its value in a mapping; None if the mapping does not have the key."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return next(((key, value) for key, value in pairs if key.value == word), None)
 

@@ -1,4 +1,4 @@
-"""The content of a run's page, one part after the other, as plain data."""
+"""Computes the content of a run's page as plain data, one function for each part of the page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
 
 
 def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return what the run was started with: a title and the values by name, for each group that is not empty."""
+    """Return the settings with which the run was started, as (title, rows of name and value) for each group that is not empty."""
     groups = {"Settings": "settings", "Callbacks": "callbacks", "Code": "code", "Hardware": "hardware", "Packages": "packages"}
     found, described = [], settings(run)
     for title, group in groups.items():
@@ -65,7 +65,7 @@ def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested settings as (dotted name, text), in their order."""
+    """Return nested settings as a flat list of (dotted name, text), in their order."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 20:
@@ -103,7 +103,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
 
 
 def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the figures at the top of the page: each has a label, a value, the kind of its unit, and one line of detail."""
+    """Return the key figures at the top of the page, each with a label, a value, the kind of its unit, and a line of detail."""
     tiles: list[dict[str, Any]] = []
     trained = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
     if trained:
@@ -121,7 +121,7 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the figure for the speed over the whole run, with the speed of the last metrics record as the detail."""
+    """Yield the key figure for the run's mean speed, along with the speed of the last metrics record."""
     for name in ("token", "sample"):
         counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
         curve = [value for value in rates(run, name) if math.isfinite(value)]
@@ -137,7 +137,7 @@ def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the figure for the highest memory use, from the curve that the memory chart shows too."""
+    """Yield the key figure for the highest memory use."""
     name, values = memory(run)
     finite = [value for value in values if math.isfinite(value)]
     if finite:
@@ -145,7 +145,7 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what charts mark on the axis of steps, such as checkpoints and resumes."""
+    """Return the steps of resumes, evaluations and checkpoints, which the charts mark on their x-axis."""
     saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
@@ -170,7 +170,7 @@ def evenly(items: list[Any], most: int) -> list[Any]:
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return a timing window for the page: each name once, and its slices as lists that refer to names by their index."""
+    """Return a timing window (a group of timed steps) for the page, in which slices refer to names by an index."""
     names: dict[str, int] = {}
     slices = [
         [
@@ -194,7 +194,7 @@ def _window(window: Window) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for each evaluation, and one column for each result."""
+    """Return the table of evaluations, with one row for each evaluation and one column for each result."""
     names = [f"{dataset}/{name}" for each in evaluations for dataset, values in each["results"].items() for name in values]
     columns = list(dict.fromkeys(names))[:40]
     rows = []
@@ -205,7 +205,7 @@ def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a recipe wrote to `results.json`: the rows of its table, and the samples that the model generated."""
+    """Return the content of a recipe's `results.json`: the rows of its table, and the samples that the model generated."""
     rows, samples = content.get("results"), content.get("samples")
     return {
         "step": whole(content.get("step")),
@@ -241,7 +241,7 @@ def checkpoint_row(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
-    """Return the images of each name: entries with step, time and files, in the order of their steps."""
+    """Return the logged images as a dict from their name to entries with step, time and files, in the order of their steps."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in run.images:
         entries = found.setdefault(each["name"], [])
@@ -256,7 +256,7 @@ def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
 
 
 def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries that were logged to a table, the latest first."""
+    """Return the entries (column names and rows, with a step) that were logged to one table, the latest first."""
     return [
         {
             "step": each["step"],
@@ -270,7 +270,7 @@ def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event with a line of text that describes it."""
+    """Return an event of the run's log with a line of text that describes it."""
     known = {
         "exception": _exception_text,
         "checkpoint": _checkpoint_text,
@@ -331,7 +331,7 @@ def _plain_cell(cell: Any) -> Any:
 
 
 def cell_text(value: Any) -> str:
-    """Return a value as readable text, cut if it is long."""
+    """Return a value as readable text, truncated if it is long."""
     if value is None or value == [] or value == {}:
         return ""
     if isinstance(value, (list, tuple)) and all(isinstance(each, (str, int, float)) for each in value):

@@ -9,7 +9,7 @@ from callsheet.core.costs import CostReport
 
 
 def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
-    """Return one row for each callback, the most expensive first.
+    """Return one row for each callback with the time that it took, the most expensive callback first.
 
     Each row has `events`, a list of rows with the same columns for its events.
 
@@ -41,7 +41,7 @@ def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
 
 
 def costs_table(reports: Sequence[CostReport]) -> dict[str, Any]:
-    """Return the rows of the table, and the totals to which their fractions refer."""
+    """Return the table of the callbacks' times, and the totals to which its fractions refer."""
     return {
         "mode": ", ".join(sorted({report.mode for report in reports})),
         "processes": len(reports),

@@ -12,10 +12,10 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The most points that one curve has."""
-_POINTS_IN_ALL = 500_000  # points of all curves together; this gives a page of some megabytes
+_POINTS_IN_ALL = 500_000  # most points of all curves of a page together, so that the page has only some megabytes
 FEWEST_POINTS = 16
 """The fewest points that one curve has, if the metric was logged that often."""
-_MOST_ODD = 50  # the most NaN and infinite values that one curve marks
+_MOST_ODD = 50  # most NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -33,7 +33,7 @@ _LAST = (OTHERS, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
-    """Return `axis` (seconds and tokens at each step), `curves` by name, and `families` of `charts` that show them.
+    """Return a dict with `axis` (seconds and tokens at each step), `curves` by metric, and `families` of charts of these curves.
 
     A curve has `x` (steps), `y` (None if a value is not finite), `count` (the number of values before thinning), `odd` (how many
     are not finite) and `odd_at` (the first of those as (step, name)). A chart lists its curves by name and label.
@@ -69,13 +69,13 @@ def memory(run: RunFolder) -> tuple[str, list[float]]:
 
 
 def splits_of(run: RunFolder) -> list[str]:
-    """Return the prefixes of metrics that measure one quantity on several datasets: `train`, and the evaluated datasets."""
+    """Return the prefixes of metric names that stand for a dataset: `train`, and the names of the evaluated datasets."""
     evaluated = [name for each in run.evaluations for name in each["results"]]
     return list(dict.fromkeys([*_SPLITS, *evaluated]))
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
-    """Return the indices of at most `most` points. Their curve looks like that of all points.
+    """Return the indices of at most `most` points of a curve, chosen so that the thinned curve looks the same.
 
     They are the first point, the last point, and from each section the least, the greatest and one that is not finite.
     """
@@ -96,7 +96,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the charts by family. Metrics of one name on several datasets share a chart, and so do metrics of one unit."""
+    """Group metrics into families of charts. A chart shows one metric on several datasets, or several metrics of one unit."""
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
@@ -104,9 +104,9 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     single = Counter(family for family, _ in charts)
     found: dict[str, list[dict[str, Any]]] = {}
     for (family, title), members in charts.items():
-        if single[family] == 1 and family == "lr":  # a single learning rate is shown next to the loss
+        if single[family] == 1 and family == "lr":  # show a single learning rate next to the loss
             family = ""
-        elif single[family] == 1 and family not in _FIRST:  # one chart does not need a heading of its own
+        elif single[family] == 1 and family not in _FIRST:  # a family of one chart needs no heading of its own
             family, title = OTHERS, f"{family}/{title}"
         if len(members) > 1 and any(member["label"] == _PER_DEVICE for member in members):
             members = [member if member["label"] == _PER_DEVICE else {**member, "label": "all"} for member in members]
@@ -118,7 +118,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return steps and values of every metric, and of the fields of each record that no metric repeats."""
+    """Return the steps and values of every metric, and of the records' fields (speed, memory) that no metric repeats."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step
@@ -136,7 +136,7 @@ def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """Return the names of metrics, without those whose curve is the same as that of another metric.
+    """Return the names of the metrics, leaving out each metric whose curve is the same as that of another metric.
 
     Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
     them.
@@ -152,7 +152,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return how many points a curve of each family may have, so that the page does not become too large.
+    """Return for each family the most points that each of its curves may have, so that the page does not become too large.
 
     Small families get as many as they need; large ones share the rest.
 
@@ -182,7 +182,7 @@ def _add(
 
 
 def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
-    """Return a curve as `curves` describes it, thinned to `most` points. Nine digits are more than float32 has."""
+    """Return a curve in the format of the function `curves`, thinned to `most` points. Nine digits are more than float32 has."""
     places = thinned(steps, values, most)
     odd: list[tuple[int, str]] = []
     if not all(map(math.isfinite, values)):
@@ -197,17 +197,17 @@ def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, dig
 
 
 def odd_name(value: float) -> str:
-    """Return the name of a value that is not finite."""
+    """Return `NaN`, `Infinity` or `-Infinity` as the name of a value that is not finite."""
     return _ODD_NAMES[str(value)]
 
 
 def _short(value: float, digits: int) -> float | None:
-    """Return the value rounded to `digits` digits. Return None if it is not finite."""
+    """Return the value rounded to `digits` significant digits; None if the value is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
-    """Return each step once, with its `seconds` of training, `tokens`, `samples`, and `wall`: the seconds since the run began.
+    """Return lists of each `step`, its `seconds` of training, `tokens`, `samples`, and `wall`, the seconds since the run began.
 
     Between two steps, the page interpolates these values linearly. A list is empty if the run does not have the values.
     """
@@ -222,7 +222,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
         for name, before in counted.items():
             logged = record.values.get(name, before)
             counted[name] = logged if math.isfinite(logged) else before
-        # The record of an evaluation comes after that of the same step, so the first one is kept.
+        # A training step's record comes before the record of an evaluation at that step, so keep the first record of a step.
         at.setdefault(record.step, (record.elapsed_seconds, counted["time/token"], counted["time/sample"], moment - run.started))
     steps = sorted(at)
     places = thinned(steps, [at[step][0] for step in steps], most)
@@ -249,13 +249,13 @@ def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
     if rest.startswith("device/") and len(rest) > len("device/"):
         return family, rest.removeprefix("device/"), _PER_DEVICE
     stem, _, last = rest.rpartition("/")
-    if stem and last.isdigit():  # numbered metrics, such as one per device
+    if stem and last.isdigit():  # metrics that end in a number, such as one per device, share a chart
         return family, stem, last
     return family, rest, rest
 
 
 def _importance(chart: dict[str, Any], splits: Sequence[str]) -> tuple[Any, ...]:
-    """Return a sort key: the loss first, then what is measured on several datasets, then the rest."""
+    """Return a chart's sort key: the loss first, then metrics that are measured on several datasets, then the rest."""
     labels = {curve["label"] for curve in chart["curves"]}
     return chart["title"] != "loss", -len(labels & set(splits)), _natural(chart["title"])
 

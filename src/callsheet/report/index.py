@@ -1,4 +1,4 @@
-"""An SQLite index of the runs in a folder.
+"""An SQLite index of the runs in a folder, so that listing them does not read every run again.
 
 The index is only a cache of the runs' folders. A run is read again when the size or time of one of its files has changed. An
 index that is damaged, missing or of another version is built again. If the index cannot be written, it is kept in memory.
@@ -25,8 +25,8 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 3
-_APPLICATION = 0x63737831  # SQLite's application_id, which marks a file as such an index
-_LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait for another process that writes the index
+_APPLICATION = 0x63737831  # value of SQLite's `application_id` that identifies a database as such an index
+_LOCK_TIMEOUT_SECONDS = 10.0  # time limit for waiting while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
@@ -54,7 +54,7 @@ PRAGMA user_version = {_VERSION};
 
 @dataclass(slots=True)
 class MetricRow:
-    """One metric of a run: its last value and its finite extremes, each with its step. A value that does not exist is NaN."""
+    """One metric of a run: its last, lowest and highest value, each with its step. A missing value is NaN."""
 
     last: float = math.nan
     last_step: int = 0
@@ -75,7 +75,7 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the index.
+    """The entry of one run in the index.
 
     `name` is the name of its folder, and `seconds` its time of training. `started` and `last_write` are in seconds since 1970, and
     NaN if unknown. `reason` says why it ended. `best_checkpoint` is the path of the last checkpoint that was the best so far, or
@@ -101,7 +101,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a folder, the newest first. `note` says why no index could be kept, and is empty if one is kept."""
+    """The runs of a folder, the newest first. `note` says why no index could be stored, and is empty if one is stored."""
 
     rows: list[RunRow]
     note: str = ""
@@ -113,7 +113,7 @@ def is_run(folder: Path) -> bool:
 
 
 def run_names(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the runs in `folder`, or an empty list if it cannot be read."""
+    """Return the names of the runs in `folder`, or an empty list if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(
@@ -126,7 +126,7 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether the name of a folder is valid Unicode. A run whose name is not is left out, because SQLite cannot store the name."""
+    """Return whether the name of a folder is valid Unicode. Otherwise log a warning, because SQLite cannot store the name."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -138,7 +138,7 @@ def _is_text(name: str) -> bool:
 def runs_in(
     folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
 ) -> Runs:
-    """Return the runs in `folder`, as they are now, with the given metrics and settings. None: with all of them.
+    """Return the current runs in `folder` with the given metrics and settings, or with all of them if that argument is None.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -168,7 +168,7 @@ def runs_in(
 
 
 class _Wanted(NamedTuple):
-    """The names of the metrics and of the settings to return; None: all."""
+    """The names of the metrics and of the settings to read from the index; None means all."""
 
     metrics: list[str] | None
     settings: list[str] | None
@@ -186,12 +186,12 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        version = reader.version()  # the version is taken before reading, so that what the run writes meanwhile is read next time
-        # A run that was running may have died since.
+        version = reader.version()  # take the version before reading, so that whatever the run writes meanwhile is read next time
+        # Read a run again if it was running, because its process may have died since.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
             try:
                 changed.append((version, _row(name, reader.read())))
-            except FileNotFoundError:  # the run was deleted since it was listed
+            except FileNotFoundError:  # the run was deleted after it was listed
                 names.discard(name)
     gone = known.keys() - names
     if changed or gone:
@@ -235,7 +235,7 @@ def _row(name: str, run: RunFolder) -> RunRow:
     )
 
 
-# --- SQLite ---
+# --- access to the SQLite file ---
 
 _COLUMNS = tuple(each.name for each in fields(RunRow) if each.name not in ("metrics", "settings"))
 _METRIC = tuple(each.name for each in fields(MetricRow))
@@ -256,7 +256,7 @@ def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
 
 
 def _storable(value: object) -> object:
-    """Return `value` as SQLite can store it.
+    """Return `value` in a form that SQLite can store.
 
     SQLite stores NaN as NULL. It rejects half a surrogate pair, and integers of more than 64 bits.
     """
@@ -295,7 +295,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        # This fails at once if the file cannot be written, and lets only one process at a time create the tables.
+        # A write transaction fails at once if the file cannot be written, and lets only one process at a time create the tables.
         index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]
@@ -316,7 +316,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 class _Damaged(sqlite3.DatabaseError):
-    """The file claims to be an index of this version, but has other tables, or text that is not UTF-8."""
+    """Raised if a file claims to be an index of this version, but has other tables, or text that is not UTF-8."""
 
 
 def _has_tables(index: sqlite3.Connection) -> bool:
@@ -335,7 +335,7 @@ def _text(content: bytes) -> str:
 
 
 def _check_plain_files(path: Path) -> None:
-    """Raise OSError if SQLite would open something other than a plain file: a named pipe or a device may block forever."""
+    """Raise OSError if SQLite would open a file that is not regular, because a named pipe or a device may block forever."""
     for file in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
         try:
             mode = os.lstat(file).st_mode
@@ -346,7 +346,7 @@ def _check_plain_files(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """Return an index in memory, with the content of the file if it can be read."""
+    """Return an index in memory, with the content of the index file if that can be read."""
     index = sqlite3.connect(":memory:", isolation_level=None)
     index.text_factory = _text
     try:
@@ -369,6 +369,6 @@ def _empty_in_memory() -> sqlite3.Connection:
 
 
 def _remove(path: Path) -> None:
-    """Delete a damaged index. Its journal goes first, so that SQLite cannot apply it to the next index."""
+    """Delete a damaged index. Delete its journal first, so that SQLite cannot apply the journal to the next index."""
     for file in (path.with_name(f"{path.name}-journal"), path):
         file.unlink(missing_ok=True)

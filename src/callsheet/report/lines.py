@@ -1,4 +1,4 @@
-"""Reads the files to which a run appends lines. Only new lines are read, and only files inside the run's folder."""
+"""Reads the new lines of the files in a run's folder to which the run appends lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
-_DEEPEST = 64  # most levels of nesting in a line: code that descends into a value must stay below the recursion limit
-_LATEST = 1e11  # the latest valid time, in seconds since 1970: the year 5138
+_DEEPEST = 64  # most levels of nesting in a line, so that recursive code stays below Python's recursion limit
+_LATEST = 1e11  # latest valid Unix time in seconds (in the year 5138)
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the plain file `name` in `folder`, with links resolved.
+    """Return the path of the regular file `name` in `folder`, with symbolic links resolved.
 
     Return None if it is missing or outside `folder`.
     """
@@ -25,13 +25,13 @@ def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
         path = (folder / name).resolve()
         if path.is_relative_to(folder.resolve()) and stat.S_ISREG(path.stat().st_mode):
             return path
-    except (OSError, ValueError, RuntimeError):  # raised if the file is missing, its name has a zero byte, or links form a loop
+    except (OSError, ValueError, RuntimeError):  # the file is missing, its name has a zero byte, or links form a loop
         pass
     return None
 
 
 def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_end: bool = False) -> str:
-    """Return the text of the first or last `at_most` bytes of a file in `folder`; empty if there is no such file."""
+    """Return the first (or last) `at_most` bytes of a file in `folder` as text; an empty text if there is no such file."""
     path = inside(folder, name)
     if path is None:
         return ""
@@ -40,7 +40,7 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
             if from_end:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - at_most))
             return file.read(at_most).decode("utf-8", "replace")
-    except OSError:  # the file was deleted since, or is not readable
+    except OSError:  # the file was deleted meanwhile, or is not readable
         return ""
 
 
@@ -58,7 +58,7 @@ class JsonLines:
         self.torn = 0
 
     def is_another(self) -> bool:
-        """Return whether the file is no longer the one that was read: it was deleted, replaced or truncated."""
+        """Return whether the file was deleted, replaced or truncated since it was last read."""
         if self._identity is None:
             return False
         path = inside(self._folder, self._name)
@@ -69,13 +69,13 @@ class JsonLines:
         return status is None or (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects that were appended since the last call."""
+        """Yield the JSON objects that were appended to the file since the last call."""
         path = inside(self._folder, self._name)
         if path is None:
             return
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
-        except OSError:  # the file was deleted since, or is not readable
+        except OSError:  # the file was deleted meanwhile, or is not readable
             return
         with file:
             status = os.fstat(file.fileno())
@@ -83,12 +83,13 @@ class JsonLines:
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line this long, so skip the rest of it
+                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line this long: skip the rest of the line
                     while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
-                if found is None and not is_whole:  # the line is still being written, or was cut off; the next call decides
+                # The line is incomplete, perhaps because it is still being written; the next call reads it again.
+                if found is None and not is_whole:
                     break
                 self._offset = file.tell()
                 if found is not None:
@@ -110,7 +111,7 @@ def _brackets(line: bytes) -> int:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether no list or mapping in `value` is nested so deeply that code that descends into it could fail.
+    """Return whether the nesting of lists and mappings in `value` is shallow enough for recursive code.
 
     An object that occurs several times, because of a YAML anchor, is checked once.
     """
@@ -130,7 +131,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with a question mark for each control character, because a terminal would obey these."""
+    """Return the text with control characters, which a terminal would execute, replaced by question marks."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -143,7 +144,7 @@ def number(value: Any) -> float:
 
 
 def moment(value: Any) -> float:
-    """Return `value` if it is a time in seconds since 1970, otherwise NaN."""
+    """Return `value` as a float if it is a valid Unix time in seconds, otherwise NaN."""
     found = number(value)
     return found if abs(found) < _LATEST else math.nan
 

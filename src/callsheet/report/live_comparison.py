@@ -1,4 +1,4 @@
-"""Several runs that are running: the new data for the page that compares them."""
+"""Provides the data of a page that compares several runs while they are running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from callsheet.report.run_folder import RunFolder
 
 
 class LiveComparison:
-    """The folders of several runs, read again when they have changed. Threads may share it.
+    """Several runs for a page that compares them. A folder is read again when it has changed. Threads may share this object.
 
     All runs share one `ReadingBudget`. A run keeps its number, which is its place in `runs`: new runs are added at the end, and a
     run whose folder is gone stays, with what was read before. `notice` says why the runs are not grouped, if they cannot be yet.
@@ -51,11 +51,11 @@ class LiveComparison:
         self._comparison: Comparison | None = None
         self._content: dict[str, Any] = {}
         self._body = b""
-        self._number = 0  # of the content
+        self._number = 0  # version number of `_content`
         self._read()
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's data as JSON. Return None if `since` is the current version."""
+        """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
         with self._lock:
             self._look()
             if self._content["version"] == since:
@@ -66,7 +66,7 @@ class LiveComparison:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; see `Live`."""
+        """Return the whole page as HTML; `Live` describes the arguments."""
         with self._lock:
             self._look()
             content = self._content
@@ -78,15 +78,16 @@ class LiveComparison:
                 self._read()
 
     def _read(self) -> None:
-        """Read all runs that have changed, and compare them again if there are any."""
+        """Read all runs that have changed, and compare the runs again if any has changed."""
         known = {run.folder for run in self.runs}
         for folder in self._find_new():
             if folder in known:
                 continue
-            with suppress(FileNotFoundError):  # deleted since it was found
+            with suppress(FileNotFoundError):  # the folder was deleted after it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        state = [(id(run), is_there) for run, is_there in found]  # an object that `self._comparison` holds keeps its id
+        # The ids are unique, because `self._comparison` keeps the objects alive.
+        state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state
             self._compare([run for run, _ in found], [is_there for _, is_there in found])
@@ -95,7 +96,7 @@ class LiveComparison:
         try:
             self._comparison = Comparison(runs, group_by=self._group_by, before=self._comparison)
             self.notice = ""
-        except ConfigError as error:  # no run has the setting; a run that has just begun has none yet
+        except ConfigError as error:  # no run has the setting yet: a run that has just begun has no settings
             self._comparison = Comparison(runs, before=self._comparison)
             self.notice = f"{error}; the runs are not grouped"
         self._number += 1

@@ -1,4 +1,4 @@
-"""A run that is running: its new data for the page, and requests to it."""
+"""Provides the data of a run's page while the run is running, and sends requests to the run."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from callsheet.report.run_folder import ENDED, LOST, RUNNING, RunFolder, RunRead
 
 logger = logging.getLogger("callsheet")
 
-_MAX_CORE_SHARE = 0.1  # the fraction of one core that reading may take
+_MAX_CORE_SHARE = 0.1  # fraction of one core's time that reading may take
 _MAX_TRIGGER_BYTES = 2**20
-_PENDING_WARN_SECONDS = 30.0  # the page mentions a request that is pending for longer
+_PENDING_WARN_SECONDS = 30.0  # seconds after which the page mentions a pending request
 
 
 class ReadingBudget:
-    """Delays reading so that it takes at most a tenth of a core, because the job may need the processor. Runs may share it."""
+    """Delays reading so that it takes at most a tenth of a core's time, which the training may need. Runs may share a budget."""
 
     def __init__(self) -> None:
         self.not_before = 0.0
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing may be read yet."""
+        """Whether nothing may be read at present."""
         return time.monotonic() < self.not_before
 
     @contextmanager
     def spend(self) -> Iterator[None]:
-        """Measure the processor time of the block, and delay the next reading accordingly."""
+        """Measure the processor time of a `with` block, and delay the next reading accordingly."""
         began = time.thread_time()
         try:
             yield
@@ -48,7 +48,7 @@ class ReadingBudget:
 
 
 class LiveRun:
-    """A run's folder, read again when it has changed. Threads may share it.
+    """A run for a live page. Its folder is read again when it has changed. Threads may share this object.
 
     `ask` writes a request to the trigger file of the job's `SaveOnTrigger`. If the run ends before it has read the request, the
     request is removed, so that a resumed run does not find it.
@@ -66,13 +66,13 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[Path, float]] = {}  # by line of a trigger file: the file, and when the line was written
+        self._pending: dict[str, tuple[Path, float]] = {}  # line of a request -> the trigger file, and when the line was written
         self._run = self._reader.read()
         self._read_version = self._run.version
         self._body, self._body_version = b"", ""
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's data as JSON. Return None if `since` is the current version."""
+        """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
         with self._lock:
             no_acts = self._look()
             if self._run.version == since:
@@ -84,13 +84,13 @@ class LiveRun:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; see `Live`."""
+        """Return the whole page as HTML; `Live` describes the arguments."""
         with self._lock:
             no_acts = self._look()
             return page(self._run, live=Live(token, no_acts=no_acts, nonce=nonce)).encode()
 
     def ask(self, act: str) -> str:
-        """Ask the job to `save`, `evaluate` or `stop`, and return a message for the page.
+        """Send a request to the running job (`save`, `evaluate` or `stop`), and return a message for the page.
 
         Raises:
             ConfigError: there is no such act.
@@ -108,7 +108,7 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def content(self) -> tuple[RunFolder, bool]:
-        """Read the folder if it has changed, whatever is left of the budget. Return its content, and whether the folder is there.
+        """Read the folder if it has changed, even if the budget is spent. Return its content, and whether the folder exists.
 
         The content is the same object until the folder is read again.
         """
@@ -118,7 +118,7 @@ class LiveRun:
             return self._run, is_there
 
     def _look(self) -> str:
-        """Read the new content of the folder, if enough time has passed since the last read. Return what `_update_acts` returns."""
+        """Read the folder's new content unless the budget is spent. Return why the run accepts no requests; empty if it does."""
         if self.budget.is_spent:
             is_there = self.folder.is_dir()
         else:
@@ -127,19 +127,19 @@ class LiveRun:
         return self._update_acts(is_there)
 
     def _update_acts(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, which is also part of the version. Withdraw requests that came too late."""
+        """Return why the run accepts no requests, and add the reason to the version. Withdraw requests that came too late."""
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
         return no_acts
 
     def _read_new(self) -> bool:
-        """Read the folder if it has changed. Return whether it is there."""
+        """Read the run's folder if it has changed. Return whether the folder exists."""
         if not self.folder.is_dir():
             return False
         if self._reader.version() != self._read_version:
             try:
                 self._run = self._reader.read()
-            except FileNotFoundError:  # the folder was renamed since the check
+            except FileNotFoundError:  # the folder was renamed after the check
                 return False
             self._read_version = self._run.version
         return True
@@ -155,7 +155,7 @@ class LiveRun:
         return ""
 
     def _withdraw(self) -> None:
-        """Remove the requests that the run had not read before its end."""
+        """Remove requests that the run had not read when it ended."""
         for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)
@@ -167,11 +167,12 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()  # no lines if the run has read them
+    # The file is gone if the run has read its requests.
+    return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()
 
 
 def why_not(run: RunFolder) -> str:
-    """Return as a sentence why the run accepts no requests.
+    """Return a sentence that says why the run accepts no requests.
 
     Return an empty string if, according to its folder, it accepts them.
     """
@@ -194,7 +195,7 @@ def trigger_of(run: RunFolder) -> Path:
             another place.
     """
     listeners = listeners_in(run.path)
-    if run.call_sheet:  # a listener that is not on the call sheet is left over from a job that was killed
+    if run.call_sheet:  # ignore listeners of an earlier job that was killed, which are not on the call sheet
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:
         if "SaveOnTrigger" in run.call_sheet:
@@ -207,7 +208,7 @@ def trigger_of(run: RunFolder) -> Path:
         try:
             if path.name not in ("", "..") and path.parent.resolve() == run.path.resolve():
                 return path
-        except (OSError, ValueError, RuntimeError):  # raised for a zero byte in the name and for a loop of links
+        except (OSError, ValueError, RuntimeError):  # the name has a zero byte, or links form a loop
             continue
     raise ConfigError(
         f"the run's SaveOnTrigger reads {next(iter(listeners.values()))!r}, outside its folder: write to it by hand"

@@ -1,4 +1,4 @@
-"""What a user has noted about a run: tags, a note, and whether the run is archived. It is in the file `notes.json` of the run's folder."""
+"""Reads and changes `notes.json` in a run's folder: the user's tags and note, and whether the run is archived."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAG = re.compile(r"[\w.:/+@#-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The tags of a run, sorted, a note of any length, and whether the run is archived: left out of lists of runs."""
+    """What a user has noted about a run: sorted tags, a note, and whether the run is archived (left out of lists of runs)."""
 
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -28,7 +28,7 @@ class Notes:
 
 
 def read_notes(folder: str | os.PathLike[str]) -> Notes:
-    """Return what is noted about the run in `folder`. A file that is missing or has another form counts as empty."""
+    """Return the notes about the run in `folder`. If the file is missing or invalid, return empty notes."""
     try:
         found = json.loads(text_of(Path(folder), NOTES, at_most=_MOST_BYTES))
     except (ValueError, RecursionError):
@@ -49,7 +49,7 @@ def change_notes(
     note: str | None = None,
     is_archived: bool | None = None,
 ) -> Notes:
-    """Change what is noted about the run in `folder`, and return all of it. None leaves the note, or the archive, as it is.
+    """Change the notes about the run in `folder`, and return the new notes. An argument of None changes nothing.
 
     Raises:
         ConfigError: a tag is not 1 to 64 letters, digits and `. : / + @ # - _`, the note is too long, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""The page of a run: one self-contained HTML file."""
+"""Renders the page of a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "acts.js", "main.js")  # fmt: skip
-_MOST_IMAGE_BYTES = 24 * 2**20  # the most bytes of images in one page
+_MOST_IMAGE_BYTES = 24 * 2**20  # most bytes of images in one page
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The settings of a live page, which a server updates.
+    """The settings of a live page, whose data is updated from a server.
 
     The page requests `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows. The answer is
     the JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to
@@ -46,13 +46,13 @@ class Live:
 
 
 def data(run: RunFolder) -> dict[str, Any]:
-    """Return the data that the page draws, as plain JSON values. Numbers that are not finite become None."""
+    """Return the data that the scripts of a run's page draw, as plain JSON values. Numbers that are not finite become None."""
     content: dict[str, Any] = plain(contents(run))
     return content
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """Return the whole page as HTML. It contains everything it needs, including plotly.js (4.8 MB).
+    """Return the whole page of a run as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
 
     With `live`, the page polls its server.
 
@@ -113,9 +113,9 @@ def html_page(
         "SCRIPT": texts[1],
     }
     text = _asset("page.html")
-    pieces = text.split("@@")  # text, NAME, text, NAME, ...; inserted text is not searched for names
+    pieces = text.split("@@")  # pieces alternate: text, NAME, text, NAME, ...; inserted text is not searched for names
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
-    return whole.encode("utf-8", "replace").decode()  # replace half surrogate pairs, which UTF-8 cannot encode
+    return whole.encode("utf-8", "replace").decode()  # replace lone surrogates, which UTF-8 cannot encode
 
 
 def plotly_js() -> str:
@@ -125,7 +125,7 @@ def plotly_js() -> str:
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page to `report.html` in the run's folder, or to `out`, and the trace next to it. Return the page's path.
+    """Write a run's page to `report.html` in its folder, or to `out`, and a trace next to it. Return the page's path.
 
     The trace, for Perfetto, is `trace.json`; if `out` has another name, it is `<stem of out>.trace.json`. Each file is written
     atomically.
@@ -145,7 +145,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
 
 def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *, room: int) -> tuple[dict[str, str], int]:
-    """Return images as data URIs by file, as many as fit, the latest first. Also return the number of images that are left out.
+    """Return images as data URIs by file, as many as fit, starting with the latest. Also return the number of other images.
 
     Args:
         images: by name, entries with `files`, in the order of their steps.
@@ -173,7 +173,7 @@ def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with None for numbers that JSON does not have."""
+    """Return `value` as plain JSON values, with None for NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -184,7 +184,7 @@ def plain(value: Any) -> Any:
 
 
 def json_in_html(value: Any) -> str:
-    """Return JSON that cannot close the script element that contains it."""
+    """Return `value` as JSON that is safe inside an HTML script element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -198,7 +198,7 @@ def _asset(name: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically, so that no reader sees half of it."""
+    """Write a file atomically, so that no reader sees an incomplete file."""
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8", newline="\n") as file:

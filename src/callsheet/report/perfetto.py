@@ -13,13 +13,13 @@ from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
 _PROCESS = 1
-_STEPS, _EVENTS = 1, 2  # numbers of the trace's two threads: nested spans, and events
+_STEPS, _EVENTS = 1, 2  # thread ids in the trace: one for nested spans, one for events
 _MOST_COUNTERS, _MOST_POINTS = 60, 1_000
 _LONGEST = 2_000
 
 
 def trace(run: RunFolder) -> dict[str, Any]:
-    """Return the trace as plain data. Times are microseconds since the start of the run, which `otherData` has in seconds since 1970."""
+    """Return a run's trace as plain data. Times are microseconds since the start of the run, which is in `otherData`."""
     began = min(
         [run.started, *(window.began for window in run.windows)], key=lambda time: time if math.isfinite(time) else math.inf
     )
@@ -40,12 +40,12 @@ def trace(run: RunFolder) -> dict[str, Any]:
 
 
 def trace_json(run: RunFolder) -> str:
-    """Return the trace as the text of a file."""
+    """Return a run's trace as JSON text."""
     return json.dumps(trace(run), allow_nan=False, separators=(",", ":"))
 
 
 def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
-    """Yield a slice for a timing window, and the slices in it. Times are rounded to nanoseconds so that slices stay nested."""
+    """Yield a slice for a timing window, and the slices inside it. Times are rounded to nanoseconds so that they nest."""
     start = round((window.began - began) * 1e9)
     title = f"steps {window.first_step} to {window.last_step}"
     yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})
@@ -82,7 +82,7 @@ def _instants(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
 
 
 def _counters(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
-    """Yield the metrics at the times at which they were logged."""
+    """Yield counter events for the metrics, at the times at which they were logged."""
     points: dict[str, tuple[list[float], list[float]]] = {}
     for record, moment in zip(run.records, run.times, strict=True):
         if math.isfinite(moment):

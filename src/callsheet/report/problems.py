@@ -1,4 +1,4 @@
-"""The problems of a run: what failed, was dropped, or looks wrong."""
+"""Finds the problems of a run: what failed, was dropped, or looks wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # fraction of a step above which a callback is reported, as in the run itself
-_COSTLY_SECONDS = 50e-6  # time per step below which a callback is never reported
+_COSTLY_SHARE = 0.05  # fraction of a step's time above which a callback is reported as costly, as in the run itself
+_COSTLY_SECONDS = 50e-6  # seconds per step below which a callback is never reported as costly
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600
@@ -25,7 +25,7 @@ _MARKED = re.compile(r"\b(CRITICAL|ERROR|WARNING|WARN)\b|Traceback \(most recent
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem; `detail` is one or more lines of plain text."""
+    """One problem of a run; `detail` is one or more lines of plain text."""
 
     level: Literal["error", "warning", "note"]
     title: str
@@ -126,7 +126,7 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
 
 def _resumes(run: RunFolder) -> Iterator[Problem]:
     for resume in run.resumes:
-        if resume.dropped and resume.dropped_to_step > resume.step:  # if not, only the record of an evaluation was repeated
+        if resume.dropped and resume.dropped_to_step > resume.step:  # otherwise only the record of an evaluation was repeated
             title = (
                 f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were repeated"
             )

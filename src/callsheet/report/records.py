@@ -1,4 +1,4 @@
-"""The metrics records in a run's folder.
+"""Collects the metrics records in a run's folder that are still valid.
 
 Records that a resume has undone are left out, and the number of records is limited to what fits into memory.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # the most metric values to hold; beyond that, records are left out
-_LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
-_RARE = 2_000  # a metric with no more values than this keeps all of them
+_MOST_VALUES = 6_000_000  # most metric values to keep in memory; beyond that, records are left out
+_LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
+_RARE = 2_000  # a metric with at most this many values keeps all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A resume of a run after `step`. It undid `dropped` records, the last of them of step `dropped_to_step`."""
+    """One resume of a run, from `step`. It invalidated `dropped` later records, up to step `dropped_to_step`."""
 
     step: int
     time: float
@@ -29,7 +29,7 @@ class Resume:
 
 
 class RecordLines:
-    """The records that no resume has undone. They are read line by line."""
+    """The metrics records that no resume has invalidated, read line by line."""
 
     def __init__(self) -> None:
         self.kept: list[MetricsRecord] = []
@@ -37,14 +37,14 @@ class RecordLines:
         self.resumes: list[Resume] = []
         self.counted = 0
         self._numbers: list[int] = []  # the index of each kept record among all records
-        self._names: dict[str, str] = {}  # shared strings: one object for each metric name
-        self._rare: set[str] | None = None  # metrics that few records have, which are never left out
+        self._names: dict[str, str] = {}  # metric name -> the same name, so that equal names share one string object
+        self._rare: set[str] | None = None  # names of metrics with few values, whose records are never left out
         self._values = 0
         self._most_values = _MOST_VALUES
         self._stride = 1
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the file: a record, or a resume."""
+        """Add a line of `metrics.jsonl`, which is a metrics record or a resume."""
         if "resumed_from_step" in line:
             self._resume(line)
             return
@@ -108,5 +108,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # If all records are needed, do not try again at every line to leave some out.
+        # Raise the limit, so that thinning is not tried at every line if no record can be left out.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

@@ -39,12 +39,10 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-_LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (
-    300.0,
-    10,
-)  # a run counts as lost after so many seconds without a write, or so many of its median gaps between writes
+# A run counts as lost after so many seconds without a write, or after so many median gaps between its records if that is longer.
+_LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
-_LARGEST_STEP = 2**53  # above it, a JSON reader that uses doubles cannot distinguish neighbouring steps
+_LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -92,7 +90,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Read the run in the folder `path`, finished or not.
+        """Read the folder `path` of a run, which may still be running.
 
         To read one run repeatedly, use a `RunReader`, which reads only what is new.
 
@@ -103,12 +101,12 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """How the run ended, or that it is running or lost; the same as `outcome`."""
+        """How the run ended, or `running` or `lost`; the same as `outcome`."""
         return self.outcome
 
     @property
     def last_step(self) -> int:
-        """The step of the last record or event."""
+        """The step of the last metrics record or event."""
         steps = [record.step for record in self.records[-1:]]
         steps += [whole(event.get("step")) for event in self.events[-1:]]
         return max(steps, default=0)
@@ -142,7 +140,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return the version of the folder's content: it changes when a file's size or time changes. No file is read."""
+        """Return a version of the folder's content, which changes when the size or time of a file changes. No file is read."""
         with self._lock:
             return self._version(self._state())
 
@@ -157,7 +155,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            state = self._state()  # taken before reading, so that what the run appends meanwhile changes the version
+            state = self._state()  # taken before reading, so that lines that the run appends meanwhile change the version
             self._add_new()
             return self._run(self._version(state))
 
@@ -211,8 +209,8 @@ class RunReader:
 
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
-        name = path.resolve().name  # the folder may have been renamed since
-        if not is_marked(path):  # a logger with a name writes to a subfolder of the run's
+        name = path.resolve().name  # the folder may have been renamed since training
+        if not is_marked(path):  # this may be the subfolder to which a logger with a name writes
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
@@ -258,7 +256,7 @@ class RunReader:
     # --- outcome and version ---
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the files that are read, and those that only show that the run is alive."""
+        """Yield the run's files with their status: those that are read, and those that only show that the run is alive."""
         names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
         for name in names:
             try:
@@ -293,21 +291,21 @@ class RunReader:
         return RUNNING if self._is_running() else ENDED if self._has_results() or self._has_released_lock() else LOST
 
     def _is_running(self) -> bool:
-        """Return whether a process trains in the folder, judging by its lock and the times of its files."""
+        """Return whether a process is training in the folder, judging by the run's lock and the times of its files."""
         claim = claim_of(self._path)
         if claim is not None and claim.is_of_dead_process:
             return False
         # Without a JSONLLogger's files, only the lock shows that the run is running.
         if not self._events and is_marked(self._path):
             return claim is not None and claim.is_alive
-        return not self._is_silent()  # a run that hangs keeps its lock, but writes nothing
+        return not self._is_silent()  # the lock is not enough: a run that hangs keeps its lock, but writes nothing
 
     def _has_released_lock(self) -> bool:
-        """Return whether the run had no JSONLLogger, and released its lock. A killed process does not."""
+        """Return whether the run has no JSONLLogger and has released its lock, which a killed process does not do."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
-        """Return whether `results.json` was written after the run's last start, at which `config.yaml` was written."""
+        """Return whether `results.json` is newer than `config.yaml`, which is written when the run starts."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:
@@ -315,7 +313,7 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """Return the PNG `file` that `images.jsonl` names.
+    """Return the content of the PNG `file` that `images.jsonl` names.
 
     Return None if it is not a PNG below the folder's `images`, or is too large to show.
     """
@@ -324,7 +322,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
         return None
     try:
         content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
-    except OSError:  # the image was deleted since
+    except OSError:  # the image was deleted meanwhile
         return None
     return content if content.startswith(_PNG) else None
 
@@ -333,7 +331,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
 
 
 def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
-    """Return the events of one kind from the log of events.
+    """Return the events of one kind, such as `checkpoint`, from the run's log of events.
 
     Each has `is_undone`, which says whether the run was later resumed from before its step.
     """
@@ -341,7 +339,7 @@ def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            at = [resume.step for resume in resumes if resume.time <= moment]  # a resume is written before its `run_start`
+            at = [resume.step for resume in resumes if resume.time <= moment]  # a resume is written before its `run_start` event
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
         elif event["event"] == kind:
@@ -392,7 +390,7 @@ def _window(line: dict[str, Any]) -> Window | None:
 
 
 def _is_usable(part: Slice) -> bool:
-    """Return whether the times of the slice could come from a clock.
+    """Return whether the times and the step of the slice are within valid limits.
 
     A trace converts them to whole nanoseconds, which fails for other numbers.
     """
@@ -410,7 +408,7 @@ def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
 
 
 def _built(kind: type[Any], values: dict[str, Any]) -> Any:
-    """Return a named tuple of plain fields. Each field gets its type; a missing one gets its default, and an unknown one is ignored."""
+    """Make a named tuple from plain values, converted to the fields' types. Missing fields get their defaults."""
     return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class can be hashed
 
 
@@ -425,7 +423,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _yaml(text: str) -> dict[str, Any]:
     try:
         import yaml
-    except ModuleNotFoundError:  # without a YAML reader, the page shows the text itself
+    except ModuleNotFoundError:  # without PyYAML, the page shows only the text of the configuration
         return {}
     try:
         found = yaml.safe_load(text)

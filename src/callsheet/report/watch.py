@@ -1,4 +1,4 @@
-"""A small server that shows the page of a run, or of several, live on this machine.
+"""A small HTTP server that shows the live page of one run, or of several runs, on this machine.
 
 It listens on 127.0.0.1, serves the page, its data and the run's images, and answers only requests that carry its token. Of several
 runs, each has its own page below `/run/<number>/`.
@@ -30,11 +30,12 @@ from callsheet.report.run_folder import image_bytes
 logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
-_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)  # any port: ssh may forward another
+# Accept any port, because ssh may forward another one.
+_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
-_LONGEST_REQUEST = 1024  # bytes of a button's request
+_LONGEST_REQUEST = 1024  # most bytes in the body of a request that a button of the page sends
 _IDLE_SECONDS = 60.0  # a connection without a complete request is closed after this time
-_MOST_CONNECTIONS = 32  # open at once, each with a thread; a browser opens six
+_MOST_CONNECTIONS = 32  # most open connections, each of which has a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """The answer to the address with the token.
@@ -44,23 +45,23 @@ It loads `/` at once from this page's own origin, so that the browser sends the 
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the page of `watched` on `port`. If the port is 0, a free one is used.
+    """An HTTP server for the page of `watched` on `port`. If the port is 0, a free port is used.
 
     Raises:
         ConfigError: the server cannot listen on the port.
     """
 
     daemon_threads = True
-    block_on_close = False  # a browser keeps its connections open
-    allow_reuse_address = sys.platform != "win32"  # on Windows it would let two servers use one port
+    block_on_close = False  # do not wait for open connections at the end, because browsers keep theirs open
+    allow_reuse_address = sys.platform != "win32"  # on Windows, this option would let two servers use one port
 
     def __init__(self, watched: LiveRun | LiveComparison, port: int = 0) -> None:
         self.watched = watched
         self.token = secrets.token_urlsafe(32)
-        self.form_token = secrets.token_urlsafe(32)  # part of the page, for its buttons
+        self.form_token = secrets.token_urlsafe(32)  # token inside the page, which its buttons send
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # connections that wait for a request or read one, and since when
+        self.waiting: dict[socket.socket, float] = {}  # connection without a complete request -> since when
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -72,7 +73,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._with(self.token)
 
     def ticket_url(self) -> str:
-        """Return an address that can be opened once.
+        """Return an address of the page that can be opened once.
 
         Other users may see the address in the list of processes.
         """
@@ -81,7 +82,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._with(ticket)
 
     def lets_in(self, word: str) -> bool:
-        """Return whether `word` is the token or an unused one-time ticket. This call uses up the ticket."""
+        """Return whether `word` is the server's token or an unused one-time ticket. This call uses up the ticket."""
         if same(word, self.token):
             return True
         ticket = next((each for each in self._tickets if same(word, each)), None)
@@ -90,11 +91,11 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie. It contains the port, because a browser shares cookies between all ports of a host."""
+        """The name of the page's cookie. It contains the port, because a browser shares cookies between all ports of a host."""
         return f"callsheet-{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread, or reject the connection if there are too many."""
+        """Serve the connection in a new thread, or reject it if there are too many connections."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError):
                 request.settimeout(1.0)
@@ -103,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread could be started. After a KeyboardInterrupt a thread may serve, and release it
+        except RuntimeError:  # no thread was started that would release `_room`
             self._room.release()
             raise
 
@@ -121,11 +122,11 @@ class WatchServer(ThreadingHTTPServer):
         now = time.monotonic()
         for request, since in list(self.waiting.items()):
             if now - since > _IDLE_SECONDS and self.waiting.pop(request, None) is not None:
-                with suppress(OSError):  # already closed
+                with suppress(OSError):  # the connection is already closed
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, and keep serving. A browser that disconnects is not an error."""
+        """Log an error of a request, and keep serving. A browser that disconnects is not an error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             logger.exception("callsheet watch: a request failed")
 
@@ -134,7 +135,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def same(given: str, right: str) -> bool:
-    """Compare two secrets in a time that does not reveal where they differ."""
+    """Compare two secrets in constant time, so that the time does not reveal where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
 
 
@@ -172,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/data.json":
             news = watched.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
-        elif isinstance(watched, LiveComparison):  # its runs have the rest
+        elif isinstance(watched, LiveComparison):  # a comparison has no other paths; its runs have
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         elif path == "/act":
             raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")
@@ -203,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
     def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
-        """Return what the path is about, and the rest of the path: of several runs, `/run/3/act` is the run with the number 3, and `/act`."""
+        """Return the run that a path addresses, and the rest: of several runs, `/run/3/act` gives run number 3 and `/act`."""
         watched = self.server.watched
         if isinstance(watched, LiveComparison) and (found := _OF_RUN.fullmatch(path)):
             number = int(found[1])
@@ -220,10 +221,10 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _request_is_whole(self) -> None:
-        """Stop the idle timer, because the request is complete and the connection now waits for the answer."""
+        """Stop the connection's idle timer, because the request is complete."""
         self.server.waiting.pop(self.connection, None)
 
-    # --- access ---
+    # --- access control ---
 
     def _check_host(self) -> None:
         """Reject a request whose `Host` header is not the name of this machine.
@@ -240,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         raise _Rejected(HTTPStatus.FORBIDDEN, "open the address that callsheet watch printed: it has the token")
 
-    # --- answering ---
+    # --- sending answers ---
 
     def _answer(self, what: Callable[[str, dict[str, list[str]]], None]) -> None:
         try:
@@ -254,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
         except _Rejected as rejected:
             self.close_connection = True  # the request may not have been read completely
             self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
-        except CallsheetError as error:  # such as a missing package
+        except CallsheetError as error:  # for example a missing package
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
         finally:
             self.server.waiting[self.connection] = time.monotonic()
@@ -289,11 +290,11 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects: one that is invalid or has an unknown method."""
         self.close_connection = True
-        # An invalid request line has no version, and then the answer would have no status line.
+        # If the request line is invalid, the version of HTTP is unknown, and without it the answer would have no status line.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log at debug level, and without the query, which may contain the token."""
+        """Log the request at debug level, without the query, which may contain the token."""
         path = getattr(self, "path", "").partition("?")[0]
         logger.debug("callsheet watch: %s %s", getattr(self, "command", None), path)

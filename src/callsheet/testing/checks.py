@@ -1,4 +1,4 @@
-"""The conformance checks (what every callback must fulfil) that need only one rank.
+"""The conformance checks, which every callback must pass, that need only one rank.
 
 Each takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
 """
@@ -49,7 +49,7 @@ def constructs(subject: Subject, folder: Path) -> None:
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
-    CallbackManager([callback])  # raises an error if `subject.make` does not return a callback
+    CallbackManager([callback])  # CallbackManager raises an error if `subject.make` does not return a callback
     kind = type(callback)
     by_place = [
         name
@@ -74,7 +74,7 @@ def constructs(subject: Subject, folder: Path) -> None:
 
 
 def registers(subject: Subject, folder: Path) -> None:
-    """Check that a manager accepts the callback, and two callbacks with different names.
+    """Check that a CallbackManager accepts the callback, and two such callbacks with different names.
 
     If the callback has no state, the manager must also accept two callbacks without names.
     """
@@ -175,7 +175,7 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
     with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=preempt) as scene:
         scene.fit()
-    if not scene.moments.has_come:  # the run had stopped before the step at which it should be preempted
+    if not scene.moments.has_come:  # the run stopped before the step at which it should have been preempted
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
@@ -187,7 +187,7 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
 
 def resumes(subject: Subject, folder: Path) -> None:
-    """Check that after a save and a resume, the callback acts bit for bit as in a run without interruption.
+    """Check that a run that is saved and resumed gives bit for bit the same results as a run without interruption.
 
     It must also be possible to add a new callback to a resumed run.
     """
@@ -211,7 +211,8 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     if callback.phase in ACTS:
         return
     what = _changed(watched, _bare(subject.trainer))
-    if what and _changed(watched, _made_bare(subject.trainer)):  # the cached run may have been made under other settings of torch
+    # Compare with a new run too, because the cached run may have been made under other settings of torch.
+    if what and _changed(watched, _made_bare(subject.trainer)):
         if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
             raise ConfigError("two runs of the given trainer differ; give it a seed")
         hint = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
@@ -222,7 +223,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
     """Check that a run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
-    # The first run is not compared: it triggers imports and caches that stay.
+    # Make a run that is not compared, because the first run triggers imports and fills caches, which stay.
     _things_after(subject, folder, subject.make(), fails=False)
     settled = Surroundings.now()
     for fails in (False, True):
@@ -247,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks, to compare with. Its checkpoint was saved after step `SAVED_AT`."""
+    """The results of a run without callbacks, for comparison. Its checkpoint was saved after step `SAVED_AT`."""
 
     weights: dict[str, Tensor]
     losses: list[str]
@@ -291,7 +292,7 @@ def _new(folder: Path) -> Path:
 
 
 def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
-    """Return the callback's class and arguments as JSON, and its state as it would be read from a checkpoint."""
+    """Return the callback's class and arguments as JSON text, and its state as it would be read from a checkpoint."""
     data = CallbackSpec.of(callback).to_dict()
     state = data.pop("state", {})
     try:
@@ -314,7 +315,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Check that a run with the callback ends as it should if `error` is raised at this event and step."""
+    """Check that `error`, raised at this event and step of a run with the callback, reaches the caller."""
 
     def fail(ctx: Context) -> None:
         raise error
@@ -373,7 +374,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """Make a run, and return what is attached to the model after it, and a weak reference to the model."""
+    """Make a run, and return what is attached to the model afterwards, and a weak reference to the model."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

@@ -23,7 +23,7 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """A conformance check: a function of a factory or `Subject`, and of a folder to write to."""
+    """The type of a conformance check: a function of a callback's factory or `Subject`, and of a folder to write to."""
 
     __name__: str
 
@@ -33,14 +33,15 @@ class Check(Protocol):
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Limit torch to one thread while the `with` block runs, because more threads are slower for so small a model.
+    """Within this context, limit torch to one thread, which is faster for so small a model.
 
     Restore the random states of the process after the block.
     """
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
-        gc.freeze()  # the many garbage collections of the checks then skip the program's existing objects
+        # `gc.freeze` makes the checks' many garbage collections fast, because they skip the program's existing objects.
+        gc.freeze()
     try:
         yield
     finally:
@@ -51,7 +52,7 @@ def _apart() -> Iterator[None]:
 
 
 def _check(check: Callable[[Subject, Path], None]) -> Check:
-    """Return a check whose errors name the callback and the check."""
+    """Wrap a check function so that its errors name the callback and the check."""
 
     @wraps(check)
     def run(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:

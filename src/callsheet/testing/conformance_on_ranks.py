@@ -30,7 +30,7 @@ from callsheet.testing.scene import (
 from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
 
 _LENGTH = "6ba"
-_GRACE = 10.0  # seconds for the other ranks to report, after the first one has
+_GRACE = 10.0  # seconds that other ranks have to report, after one rank has reported a failure
 _CHECK = "runs_on_ranks"
 _HINT = "limit only writing to one rank, let every rank reach each collective, and reduce what goes into a metrics record"
 
@@ -61,14 +61,14 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Return the conformance error of each callback on several ranks, in the order of `factories`, or None if it passes.
+    """Run the conformance check on several ranks. Return a list with each callback's error, or None if the callback passes.
 
     Each callback can then have its own test.
     """
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
-    while len(found) < len(subjects):  # start again, since the processes end when a callback fails
+    while len(found) < len(subjects):  # start new processes, since they end when a callback fails
         first = len(found)
         own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
         crash = _run(packed, own, first, world_size, timeout)
@@ -82,7 +82,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """The results of a run with one callback on one rank. `found` says why the callback does not pass."""
+    """The results of a run with one callback on one rank. `found` says why the callback fails the check."""
 
     found: str = ""
     steps: int = 0
@@ -109,7 +109,7 @@ def _packed(subject: Subject) -> bytes:
 
 
 def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
-    """Start the ranks, and wait as long as they keep finishing callbacks. Return the error message if the ranks crashed."""
+    """Start the ranks, and wait as long as they keep finishing callbacks. Return an error message if a rank crashed."""
     last, moment, failed_at = 0, time.monotonic(), 0.0
     with RankProcesses(_on_this_rank, world_size, packed, str(folder), first) as ranks:
         while any(process.exitcode is None for process in ranks.processes):

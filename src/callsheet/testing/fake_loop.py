@@ -26,7 +26,7 @@ ROWS, INPUTS = 4, 2
 
 
 class FakeLoop:
-    """Fires every event of a run in the lifecycle's order, within milliseconds. Use it to test what a callback decides.
+    """Fires every event of a run in the lifecycle's order, within milliseconds, to test what a callback decides.
 
     Each step's loss is the next item of `losses`, and each evaluation's result the next item of `validation`. Every gradient
     equals the loss, and a plain SGD with learning rate 0.1 applies it, so that the values of a monitor can be computed by hand.
@@ -200,7 +200,7 @@ class FakeLoop:
         self._optimizer.step()
         driver.end("optimizer_step")
 
-    # --- what is due between steps ---
+    # --- evaluations and checkpoints between steps ---
 
     def _ask_for_checkpoint(self, requests: tuple[Request, ...]) -> None:
         self._wants_checkpoint = True
@@ -254,7 +254,7 @@ class FakeLoop:
         info: CheckpointInfo = parts["info"]
         return info
 
-    # --- after training ---
+    # --- test and prediction after training ---
 
     def _test(self, loss: float) -> None:
         ctx, driver = self._run.eval.ctx, self._run.eval.driver

@@ -19,7 +19,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 class GrammarError(CallsheetError, AssertionError):
-    """A sequence of events that the lifecycle does not allow. The message names the event, its place, and the events possible there."""
+    """Raised for a sequence of events that the lifecycle does not allow. The message names the event and those possible there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Order:
         return self.kind in ("empty", "many")
 
     def after(self, name: str) -> Order:
-        """Return the expression for what may follow after `name`."""
+        """Return the expression for what may follow `name` (the derivative of the regular expression)."""
         if self.kind == "name":
             return EMPTY if self.name == name else NONE
         if self.kind == "or":
@@ -57,7 +57,7 @@ class Order:
         return NONE
 
     def first(self) -> set[str]:
-        """Return the names that may come first in a sequence that matches."""
+        """Return the names with which a matching sequence may begin."""
         if self.kind == "name":
             return {self.name}
         if self.kind == "then" and not self.parts[0].may_be_empty:
@@ -157,17 +157,14 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        self._windows: dict[
-            str, tuple[str, int]
-            # By available field: the event after which it is not available any more, and the depth of spans at which it became
-            # available.
-        ] = {}
+        # Available field -> the event after which it is not available any more, and the depth of spans at which it became available.
+        self._windows: dict[str, tuple[str, int]] = {}
         self._past = ""
         self._failed = False
         self._count = 0
 
     def check(self, event: str) -> None:
-        """Check that the event may come next.
+        """Check that the lifecycle allows `event` as the next event.
 
         Raises:
             GrammarError: the event cannot come here.

@@ -43,7 +43,7 @@ class Surroundings:
     @classmethod
     def now(cls) -> Surroundings:
         """Return a snapshot of this process now."""
-        gc.collect()  # free objects to which nothing refers, which do not count as left behind
+        gc.collect()  # free unreachable objects, which do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
@@ -54,7 +54,7 @@ def settings_left(before: Surroundings) -> list[str]:
 
 
 def more_left(before: Surroundings) -> list[str]:
-    """Return the threads, processes, open files and environment variables that did not exist in the snapshot `before`.
+    """Return the threads, processes, open files and environment variables that are not in the snapshot `before`.
 
     This waits a while for them to end.
     """
@@ -146,7 +146,7 @@ def _files() -> Counter[str]:
     except OSError:
         return found
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # raised for the descriptor of the listing itself, which is closed already
+        with contextlib.suppress(OSError):  # raised for the descriptor of `listdir` itself, which is closed already
             found[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return found
 

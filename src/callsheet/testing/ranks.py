@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in torch's annotations
 
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"]
 
@@ -32,7 +32,7 @@ class RankEnd:
 
 
 class RanksFailed(AssertionError):
-    """A rank raised an error, was killed, or did not end in time. The message holds the tracebacks."""
+    """Raised if a rank raised an error, was killed, or did not end in time. The message contains the tracebacks."""
 
 
 class RankProcesses:
@@ -52,7 +52,7 @@ class RankProcesses:
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-        # Ranks are forked from a process that has imported torch and has no threads.
+        # Fork the ranks from a server process that has imported torch and has no threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -116,7 +116,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,  # the current environment; the fork server has that of its start
+        **os.environ,  # this process's present environment; that of the fork server is older
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -124,14 +124,15 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # says that the launcher hosts the rendezvous store, so rank 0 does not
+        # Tells torch that this process hosts the rendezvous store, so that rank 0 does not.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # so that a dataloader's workers start as in an ordinary program
+    multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers are started as in an ordinary program
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:

@@ -38,7 +38,7 @@ class Recorder(Callback):
 
     @property
     def events(self) -> list[str]:
-        """The names of the events, in the order in which they were fired."""
+        """The names of the recorded events, in the order in which they were fired."""
         return [each.event for each in self.recorded]
 
     def on_event(self, ctx: Context) -> None:

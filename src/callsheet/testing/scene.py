@@ -1,4 +1,4 @@
-"""Makes a run with a callback under test, and keeps its results for the conformance checks (tests for every callback)."""
+"""Makes a run with a callback under test, and keeps its results for the conformance checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """A function that returns equal trainers at all calls: they train for at least 10 steps, evaluate, and make metrics records.
+    """The type of a function that returns equal trainers at all calls, which train for at least 10 steps and evaluate.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -62,7 +62,7 @@ class Subject:
             return self.make.__name__
         try:
             return type(self.make()).__name__
-        except Exception:  # ignored here, because the check calls `make` again and reports the error
+        except Exception:  # ignore the error, because the check calls `make` again and reports it
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class Subject:
 
 
 class ConformanceError(AssertionError):
-    """A callback does not pass a check. Attributes: `callback`, the `check`, what was `found`, and a `hint`."""
+    """Raised if a callback does not pass a check. Attributes: `callback`, the `check`, what was `found`, and a `hint`."""
 
     def __init__(self, callback: str, check: str, found: str, hint: str) -> None:
         super().__init__(f"{callback} does not pass {check}: {found}; {hint}")
@@ -79,7 +79,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """Raised by a check: what is wrong with the callback, and a hint."""
+    """Raised by a check if a callback does not pass, with what is wrong and a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -146,12 +146,12 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
-            with self.trainer:  # closes the trainer even if a state cannot be read
+            with self.trainer:  # close the trainer even if a state cannot be read
                 if error is not None:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # reading the states also waits for callbacks in other threads
+                    self._manager.state_dict()  # also waits for callbacks that run in other threads
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)
@@ -160,11 +160,11 @@ class Scene:
 
     @property
     def comes_to(self) -> tuple[int, str]:
-        """Return how many steps the run made, and its outcome."""
+        """The number of steps that the run made, and its outcome."""
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train until the duration `until`. Without it, train to the end."""
+        """Train until the duration `until`, or to the end if it is None."""
         self.trainer.fit(until or self._longest)
         return self
 
@@ -214,7 +214,7 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 
 
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the first name that is missing in one mapping or has different values.
+    """Return, as text, the first name that is missing in one of two mappings or has different values.
 
     With a `subject`, only the values that it compares count.
 

@@ -91,7 +91,7 @@ def small_batches() -> DataLoader[tuple[Tensor, ...]]:
 
 
 class Moments:
-    """Triggers things at fixed events of a small run, before all other callbacks: requests a checkpoint, and logs values.
+    """Acts at fixed events of a small run, before all other callbacks: requests a checkpoint, logs values, and calls `act`.
 
     Its method `record` is called at every event.
 
@@ -109,7 +109,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """At each event: call `act`, request a checkpoint or log values, if this is planned for the event and step."""
+        """Call `act`, request a checkpoint or log values, if this is planned for the present event and step."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
@@ -129,12 +129,10 @@ class Moments:
 
 
 class Watch:
-    """Records the results of a run bit for bit.
+    """Records the results of a run exactly, for comparison bit for bit.
 
     The results are its events, each step's loss, every metrics record and evaluation, and the paths of its checkpoints. The
     method `record` is called at every event.
-
-    It is called at every event.
     """
 
     def __init__(self) -> None:
@@ -145,7 +143,7 @@ class Watch:
         self.outcome = ""
 
     def record(self, ctx: Context) -> None:
-        """Record the event, with the values that are compared between runs."""
+        """Record the present event, with the values that are compared between runs."""
         event = str(ctx.event)
         self.events.append(event)
         if event == "on_train_step_end":
@@ -172,5 +170,5 @@ def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def steps_of(records: Sequence[tuple[int, dict[str, str]]], *, after: int) -> list[tuple[int, dict[str, str]]]:
-    """Return the metrics records that were made after step `after`."""
+    """Return those of the metrics records that were made after step `after`."""
     return [record for record in records if record[0] > after]

@@ -97,7 +97,7 @@ def written(
         NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
     with undisturbed(model, seed) as is_sharded, finite_outputs(model):
-        # all ranks of a sharded model must run equally many steps
+        # All ranks of a sharded model must run equally many steps.
         words = {**words, "synced_gpus": is_sharded and world_size > 1}
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)

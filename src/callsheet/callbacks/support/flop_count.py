@@ -142,7 +142,7 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # if another dispatch mode is active, wait: the two might be closed in the wrong order
+            # If another dispatch mode is active, wait: the two might be closed in the wrong order.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]

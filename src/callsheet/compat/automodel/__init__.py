@@ -1,4 +1,7 @@
-"""NeMo AutoModel's names: its callbacks, and its four recipes, which run callsheet's. NeMo AutoModel need not be installed."""
+"""NeMo AutoModel's names: its callbacks, and its four recipes, implemented by callsheet's recipes.
+
+NeMo AutoModel need not be installed.
+"""
 
 from callsheet.core.optional import needed_by
 

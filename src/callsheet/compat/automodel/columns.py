@@ -1,4 +1,4 @@
-"""Rows whose columns have other names, as in AutoModel's `column_mapping`."""
+"""Rows whose columns are renamed, as by AutoModel's `column_mapping`."""
 
 from __future__ import annotations
 

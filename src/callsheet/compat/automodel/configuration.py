@@ -1,4 +1,4 @@
-"""Converts AutoModel's configurations to those of callsheet's recipes. Keys that these do not support are rejected by name."""
+"""Converts AutoModel's configurations to those of callsheet's recipes. Unsupported keys raise an error that names them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Schedule:
 
 
 def load_yaml_config(path: str | Path) -> ConfigNode:
-    """Return the configuration in a YAML file."""
+    """Read an AutoModel configuration from a YAML file."""
     return ConfigNode(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
 
 
 def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence[str] | None = None) -> ConfigNode:
-    """Return the configuration that `-c` or `--config` names on the command line, or `default`, overridden by `--section.key value`.
+    """Read the configuration file that `--config` names on the command line, with overrides such as `--section.key value`.
 
     Raises:
         ConfigError: no file is named, or an option has no value.
@@ -91,7 +91,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Return an AutoModel configuration as one of callsheet's, of the class `kind`, and AutoModel's schedule.
+    """Convert an AutoModel configuration to one of callsheet's class `kind`, and AutoModel's schedule of evaluations and saves.
 
     Raises:
         ConfigError: a key or value is not supported; the message names it and the nearest supported one.
@@ -105,7 +105,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
         **_optimizer(cfg),
         **_data(cfg, kind),
         "model": _model(cfg, "model", kind),
-        "eval_interval": None,  # evaluations follow AutoModel's schedule instead
+        "eval_interval": None,  # evaluations follow AutoModel's schedule, through `_AsScheduled`
         "log_interval": 1,
         "stop_on_nan": False,
     }
@@ -121,7 +121,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the fields under the key `callsheet`: those of callsheet's configuration for which AutoModel has no key."""
+    """Return the values under the key `callsheet`, for fields of callsheet's configuration that AutoModel does not have."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)
@@ -153,7 +153,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     seed = cfg.number("seed", 42)
     found["seed"] = rng.number("seed", seed)
     ranks = cfg.part("dist_env")
-    ranks.ignore("backend")  # the backend follows from the device
+    ranks.ignore("backend")  # the backend of the process group follows from the device
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")
@@ -235,7 +235,7 @@ def _model(cfg: Section, name: str, kind: type[JobConfig]) -> LanguageModel:
         "attention": section.take("attn_implementation"),
         "config": section.take("config"),
     }
-    section.ignore("num_labels")  # there are as many classes as the rows have
+    section.ignore("num_labels")  # the number of classes follows from the rows
     named = section.first("torch_dtype", "dtype")
     if named is not None:
         found["dtype"] = _DTYPES.get(str(named), str(named).removeprefix("torch."))
@@ -280,7 +280,7 @@ def _distillation(cfg: Section, schedule: Schedule, kind: type[JobConfig]) -> di
     return {"teacher": _model(cfg, "teacher_model", kind), "mix": 1.0 - ratio, "kd_temperature": temperature}
 
 
-# --- data ---
+# --- converting the configuration of the data ---
 
 
 def _data(cfg: Section, kind: type[JobConfig]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""AutoModel's four recipes, which run callsheet's: `Recipe(cfg, callbacks=[...])`, `setup()`, `run_train_validation_loop()`."""
+"""AutoModel's four recipe classes, with AutoModel's constructor and methods, implemented by callsheet's recipes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from callsheet.recipes.recipe import Recipe
 
 
 class StepScheduler(Scheduled):
-    """The progress of training, and the steps at which AutoModel validates and saves."""
+    """AutoModel's `step_scheduler`: the progress of training, and the steps at which it validates and saves."""
 
     def __init__(self, ctx: Context, schedule: Schedule) -> None:
         super().__init__(ctx)
@@ -32,17 +32,17 @@ class StepScheduler(Scheduled):
 
     @property
     def ckpt_every_steps(self) -> int | None:
-        """The steps between checkpoints; None saves at the end of each epoch, or of training."""
+        """The steps between checkpoints, besides those at the end of each epoch and of training; None for only these."""
         return self._schedule.ckpt_every_steps
 
     @property
     def val_every_steps(self) -> int | None:
-        """The steps between validations, beside those at checkpoints."""
+        """The steps between validations, besides those before checkpoints; None for only these."""
         return self._schedule.val_every_steps
 
     @property
     def grad_acc_steps(self) -> int:
-        """The number of batches per step."""
+        """The number of gradient accumulation steps."""
         return self._schedule.grad_acc_steps
 
     @property
@@ -64,7 +64,7 @@ class StepScheduler(Scheduled):
 
 
 class _AsScheduled(Callback):
-    """Makes the requests that AutoModel's step scheduler plans: evaluations, checkpoints, and the end after `num_epochs`."""
+    """A callback that requests the evaluations, the checkpoints and the end of training that AutoModel's step scheduler plans."""
 
     phase = "decide"
 
@@ -72,7 +72,7 @@ class _AsScheduled(Callback):
         self.schedule = schedule
         self.scheduler: StepScheduler
         self.best: float | None = None
-        self.best_yet = ""  # the loss whose value at this step is the lowest so far; empty if none
+        self.best_yet = ""  # name of the monitored loss if its value at this step is the lowest so far, otherwise empty
 
     def on_data_init_end(self, ctx: Context) -> None:
         self.scheduler = StepScheduler(ctx, self.schedule)
@@ -108,7 +108,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The object that AutoModel's callbacks receive as the recipe. Its step scheduler has the recipe's intervals."""
+    """The object that AutoModel's callbacks receive as the recipe, with a step scheduler that has the configured intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -169,7 +169,7 @@ class BaseRecipe:
         self._guest.facade_for(self.recipe.trainer.ctx)
 
     def run_train_validation_loop(self) -> None:
-        """Train, validate and save. Write the weights at the end if `checkpoint.save_consolidated` is set."""
+        """Train, validate and save checkpoints. Export the weights at the end if `checkpoint.save_consolidated` is set."""
         recipe = self.recipe
         with recipe.trainer as trainer:
             recipe.begin()
@@ -177,7 +177,7 @@ class BaseRecipe:
             if recipe.config.export and not trainer.preempted:
                 recipe.export(recipe.folder / "export")
 
-    # --- what callbacks read ---
+    # --- attributes that AutoModel's callbacks read ---
 
     @property
     def _facade(self) -> RecipeFacade:
@@ -187,66 +187,66 @@ class BaseRecipe:
 
     @property
     def dist_env(self) -> DistEnv:
-        """The ranks of this process, as an attribute of AutoModel's recipe."""
+        """The rank, world size and device of this process, in the form of AutoModel's recipes."""
         return self._facade.dist_env
 
     @property
     def step_scheduler(self) -> Scheduled:
-        """The progress of training."""
+        """The progress of training, as AutoModel's step scheduler."""
         return self._facade.step_scheduler
 
     @property
     def model_parts(self) -> list[Any]:
-        """The model, in a list."""
+        """A list with the model."""
         return self._facade.model_parts
 
     @property
     def model(self) -> Any:
-        """The model."""
+        """The model that is trained."""
         return self._facade.model
 
     @property
     def optimizer(self) -> list[Any]:
-        """The optimizer, in a list."""
+        """A list with the optimizer."""
         return self._facade.optimizer
 
     @property
     def lr_scheduler(self) -> list[Any] | None:
-        """The learning rate scheduler, in a list; empty if there is none."""
+        """A list with the learning-rate scheduler; None if there is no scheduler."""
         return self._facade.lr_scheduler
 
 
 class _TellsRecipe(AutoModelGuest):
-    """Calls the recipe's AutoModel callbacks, with the recipe itself and not a stand-in as the argument."""
+    """A guest adapter that calls AutoModel's callbacks with the AutoModel recipe itself as the argument."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return the object that callbacks receive as the recipe, with AutoModel's intervals if the recipe has them."""
+        """Make the object through which callbacks read the recipe, with AutoModel's intervals if there is a schedule."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 
 class TrainFinetuneRecipeForNextTokenPrediction(BaseRecipe):
-    """Fine-tuning of a causal language model, over `callsheet.recipes.finetune`."""
+    """AutoModel's recipe for fine-tuning a causal language model, implemented by `callsheet.recipes.finetune`."""
 
     OURS = Finetune
 
 
 class TrainFinetuneRecipeForSequenceClassification(BaseRecipe):
-    """Sequence classification, over `callsheet.recipes.classify`."""
+    """AutoModel's recipe for sequence classification, implemented by `callsheet.recipes.classify`."""
 
     OURS = Classify
 
 
 class KnowledgeDistillationRecipeForNextTokenPrediction(BaseRecipe):
-    """Distillation of a causal language model, over `callsheet.recipes.distill`."""
+    """AutoModel's recipe for distilling a causal language model, implemented by `callsheet.recipes.distill`."""
 
     OURS = Distill
 
 
 class FinetuneRecipeForVLM(BaseRecipe):
-    """Fine-tuning of a vision-language model, over `callsheet.recipes.finetune_vlm`."""
+    """AutoModel's recipe for fine-tuning a vision-language model, implemented by `callsheet.recipes.finetune_vlm`."""
 
     OURS = FinetuneVLM

@@ -1,4 +1,4 @@
-"""A part of a configuration from which keys are read. Keys that are never read are rejected by name."""
+"""Reads keys from a part of a configuration, and rejects the keys that were never read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class Section:
-    """Keys and values under a path, such as `step_scheduler`.
+    """One section of a configuration, such as `step_scheduler`, that keeps track of the keys that were read.
 
     Args:
         values: the mapping that was given; None is an empty one.
@@ -29,31 +29,31 @@ class Section:
         self._parts: list[Section] = []
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a key's value, or `default`."""
+        """Read a key, and return its value or `default`."""
         self._known.append(name)
         return self._left.pop(name, default)
 
     def number(self, name: str, default: Any = None) -> Any:
-        """Return a key's value, which must be a number or None."""
+        """Read a key whose value must be a number or None, and return the value."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of one of several keys that have the same meaning. At most one of them may be given."""
+        """Read several keys that have the same meaning, of which at most one may be given, and return its value."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
         return given[0][1] if given else None
 
     def ignore(self, *names: str) -> None:
-        """Accept keys that have no effect here."""
+        """Accept keys that have no effect in callsheet."""
         for name in names:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the last part of `_target_`, or "" if it is not given. Reject one that is not in `allowed`."""
+        """Return which of the `allowed` names the key `_target_` ends with, or "" if it is not given. Reject other names."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""
@@ -75,15 +75,15 @@ class Section:
         return self._left.get(name) is not None
 
     def names(self, beginning: str) -> list[str]:
-        """Return the keys with this prefix that have not been read."""
+        """Return the keys that begin with `beginning` and have not been read."""
         return [name for name in self._left if name.startswith(beginning)]
 
     def reject(self, name: str, why: str) -> NoReturn:
-        """Raise ConfigError for a key."""
+        """Raise ConfigError for a key of the section."""
         raise ConfigError(f"{self._called(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:
-        """Reject keys that have not been read, here and in the sections below. `hints` say what to use instead.
+        """Reject keys that have not been read, in this section and its subsections. `hints` say what to use instead.
 
         Raises:
             ConfigError: the message names the key, and the nearest known one.

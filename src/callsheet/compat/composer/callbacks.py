@@ -1,4 +1,4 @@
-"""`composer.callbacks`: callbacks with Composer's names and options. They are implemented by callsheet's callbacks.
+"""`composer.callbacks`: callbacks with Composer's names and options, implemented by callsheet's callbacks.
 
 The metrics that they log have callsheet's names, and are part of the Trainer's records; see the page "Built-ins", "Coming from
 Composer".
@@ -51,7 +51,7 @@ _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
-    """Saves at an interval and when training ends. `num_checkpoints_to_keep=-1` keeps all checkpoints."""
+    """Saves checkpoints at an interval and when training ends. `num_checkpoints_to_keep=-1` keeps all checkpoints."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class OptimizerMonitor(callbacks.OptimizerMonitor):
 
 
 class MemoryMonitor(callbacks.MemoryMonitor):
-    """Logs the memory in use."""
+    """Logs how much memory the process and the device use."""
 
     def __init__(self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None) -> None:
         reject(
@@ -134,7 +134,7 @@ class MemoryMonitor(callbacks.MemoryMonitor):
 
 
 class MemorySnapshot(callbacks.MemorySnapshot):
-    """Takes a snapshot of the device's memory, once."""
+    """Writes a snapshot of the allocations on the device, once per run."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
 
 
 class OOMObserver(callbacks.OOMObserver):
-    """Takes a snapshot of the device's memory when an allocation fails."""
+    """Writes a snapshot of the allocations on the device when it runs out of memory."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class MLPerfCallback(callbacks.MLPerfCallback):
 
 
 class ThresholdStopper(callbacks.ThresholdStopper):
-    """Stops when a metric reaches a value."""
+    """Stops training when a metric reaches a value."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class ThresholdStopper(callbacks.ThresholdStopper):
 
 
 class EarlyStopper(callbacks.EarlyStopper):
-    """Stops when a metric has not improved for longer than `patience`. A whole number means epochs."""
+    """Stops training when a metric has not improved for longer than `patience`. A whole number means epochs."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class EarlyStopper(callbacks.EarlyStopper):
 
 
 class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
-    """Writes the model for inference when training ends."""
+    """Exports the model to a file for inference when training ends."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ def _in_batches(who: str, interval: Any) -> int:
 
 
 def _mode(who: str, comp: Any, monitor: str) -> str:
-    """Return `min` or `max`, from the word, from `torch.less` or `torch.greater`, or guessed from the metric's name."""
+    """Return the mode `min` or `max` for Composer's argument `comp`; if that is None, guess it from the metric's name."""
     if comp is None:
         return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
     modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}

@@ -31,7 +31,7 @@ class CrossEntropy(Metric):
         self.add_state("total_batches", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, targets: Tensor) -> None:
-        """Add the cross entropy of a batch."""
+        """Add the cross entropy of a batch to the mean."""
         self.sum_loss += nn.functional.cross_entropy(preds, targets, ignore_index=self.ignore_index)
         self.total_batches += 1
 

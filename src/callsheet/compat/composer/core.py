@@ -1,4 +1,4 @@
-"""`composer.core`: events, times, data and base classes.
+"""`composer.core`: Composer's events, times, data classes and base classes.
 
 They can also be imported from the submodules of Composer that have them.
 """

@@ -1,4 +1,4 @@
-"""`composer.core.DataSpec`: a dataloader and how its batches are prepared."""
+"""`composer.core.DataSpec`: a dataloader with a function that prepares its batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DataSpec:
 
 
 def loader_of(given: Any, batches: int = -1) -> Any:
-    """Return the dataloader of a `DataSpec` (callsheet's or Composer's), of a dictionary of its arguments, or the given one.
+    """Return the dataloader in a `DataSpec` (callsheet's or Composer's) or in a dict of its arguments, or the dataloader itself.
 
     If `batches` is 0 or more, only as many batches are used.
     """
@@ -51,7 +51,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
     if loader is not given:
-        if not isinstance(given, DataSpec):  # a DataSpec of Composer itself, whose defaults are functions
+        if not isinstance(given, DataSpec):  # a DataSpec of the package composer, whose defaults are functions
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
@@ -60,7 +60,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether an element of a list is a dataloader and not a batch."""
+    """Return whether an object in a list is a dataloader (or evaluator), and not a batch."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):
@@ -69,7 +69,7 @@ def is_loader(given: Any) -> bool:
 
 
 class _Cut:
-    """A dataloader cut to its first batches."""
+    """A dataloader that yields only the first batches of another one."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -82,7 +82,7 @@ class _Cut:
 
 
 class _CollatedAndTransformed:
-    """A `collate_fn` followed by a transform. Workers can unpickle it."""
+    """A `collate_fn` that calls another one and then a transform. Worker processes can unpickle it."""
 
     def __init__(self, collate: Callable[[Any], Any], transform: Callable[[Any], Any]) -> None:
         self._collate, self._transform = collate, transform
@@ -92,7 +92,7 @@ class _CollatedAndTransformed:
 
 
 class _Transformed:
-    """An iterable that is no torch DataLoader, with a transform applied to each batch."""
+    """Applies a transform to each batch of an iterable that is not a DataLoader."""
 
     def __init__(self, loader: Any, transform: Callable[[Any], Any]) -> None:
         self._loader, self._transform = loader, transform
@@ -107,13 +107,14 @@ class _Transformed:
 def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
-    changed = copy.copy(loader)  # a new DataLoader, so that the Trainer can split and resume it, and the caller's is unchanged
+    # A copy is still a DataLoader, which the Trainer can split and resume, and leaves the caller's unchanged.
+    changed = copy.copy(loader)
     changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
     return changed
 
 
 def _own(function: Any) -> Any:
-    """Return the function if the user passed one of their own. Return None for a default of Composer's DataSpec."""
+    """Return the function if it is the user's; None if it is a default of Composer's DataSpec."""
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 

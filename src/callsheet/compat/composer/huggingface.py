@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError, NotSupported
 
 
 class HuggingFaceModel(ComposerModel):
-    """A model of transformers, which takes dictionaries and computes its loss from `labels`.
+    """Wraps a model of transformers, which takes dictionaries and computes its loss from `labels`, as a ComposerModel.
 
     Args:
         metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
@@ -76,7 +76,7 @@ class HuggingFaceModel(ComposerModel):
         return self.model(**{name: value for name, value in batch.items() if name in self.model_forward_args})
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss that the model computed."""
+        """Return the loss that the model computed itself."""
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise ConfigError(f"the model computed no loss: the batch needs 'labels' (it has {', '.join(map(str, batch))})")
@@ -101,7 +101,7 @@ class HuggingFaceModel(ComposerModel):
         return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """Return the metrics by their classes' names."""
+        """Return the torchmetrics by their classes' names."""
         return (self.train_metrics if is_train else self.val_metrics) or {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
@@ -115,7 +115,7 @@ class HuggingFaceModel(ComposerModel):
             metric.update(outputs, labels)
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """Generate text with the model; the padding token is that of the tokenizer."""
+        """Generate text with the model, padded with the tokenizer's padding token."""
         if self.tokenizer is not None:
             options.setdefault("pad_token_id", self.tokenizer.pad_token_id)
         model: Any = self.model

@@ -1,4 +1,4 @@
-"""Composer's logger that keeps everything by name, with the timestamps at which it was logged."""
+"""Composer's `InMemoryLogger`, which keeps everything that is logged, with the timestamps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InMemoryLogger(LoggerDestination):
         self._state: Any = None
 
     def init(self, state: Any, logger: Any) -> None:
-        """Store Composer's state object; each logged value gets the timestamp that it has then."""
+        """Store Composer's state object, whose timestamp is stored with each logged value."""
         self._state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """Return a metric's values, and their times in each unit. Raise ValueError if the metric was not logged."""
+        """Return a metric's values with their times in each unit. Raise ValueError if the metric was not logged."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}

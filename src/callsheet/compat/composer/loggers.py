@@ -1,4 +1,4 @@
-"""`composer.loggers`: loggers with Composer's names and options. They are implemented by callsheet's loggers."""
+"""`composer.loggers`: loggers with Composer's names and options, implemented by callsheet's loggers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ offer(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):  # imported only when used, since they need other packages
+    # Import these only when they are used, since they need other packages.
+    if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
     if name in _NOT_SUPPORTED:
 

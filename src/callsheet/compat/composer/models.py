@@ -40,14 +40,14 @@ _LAZY = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
 
 
 class ComposerModel(nn.Module):
-    """A model that takes a whole batch and has its own loss and metrics. Override `forward` and `loss`, and the rest as needed."""
+    """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """Return the loss of the outputs: a tensor, several tensors, or losses by name, of which `total` is trained on."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(outputs, batch)")
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return the values to update the metrics with. `outputs` are those of the training step, if there is one."""
+        """Return the outputs from which metrics are updated. `outputs` are those of the training step, if there is one."""
         return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ComposerModel(nn.Module):
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric for a batch. By default, pass it the outputs and the batch's second part (the targets)."""
+        """Update a metric with a batch's outputs and targets. By default, the targets are the batch's second part."""
         metric.update(outputs, batch[1])
 
 
@@ -87,23 +87,23 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs and the batch, with which `ModelMetric.update` calls the model's `update_metric`."""
+        """Return the outputs and the batch, which are the arguments of `ModelMetric.update`."""
         return outputs, batch
 
 
 class ModelMetric:
-    """Wraps a torchmetric, so that the model's `update_metric` updates it."""
+    """Wraps a torchmetric so that it is updated through the model's `update_metric`."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_metric", metric)
 
     def update(self, outputs: Any, batch: Any) -> None:
-        """Call the model's `update_metric`."""
+        """Update the metric by calling the model's `update_metric`."""
         self._model.update_metric(batch, outputs, self._metric)
 
     def to(self, device: Any) -> ModelMetric:
-        """Move the metric to a device."""
+        """Move the wrapped metric to a device."""
         self._metric.to(device)
         return self
 
@@ -115,12 +115,12 @@ class ModelMetric:
 
 
 class TrainMetrics(Callback):
-    """The model's training metrics over each batch.
+    """A callback that computes and logs the model's training metrics for each batch.
 
     They are logged as `train/<name>`, and are available as `state.train_metrics`.
     """
 
-    phase = "change"  # so that the metrics are available to all other callbacks of the same event
+    phase = "change"  # called first, so that the metrics are available to all other callbacks at the same event
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)
@@ -155,7 +155,7 @@ class EpochScheduler(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
-        self.optimizer = optimizer  # the base's constructor is not called, because it would make a first step
+        self.optimizer = optimizer  # do not call the base class's constructor, which would step the scheduler
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
 
@@ -184,7 +184,7 @@ class EpochScheduler(LRScheduler):
 
 
 class StepsSchedulers(Callback):
-    """Steps schedulers at the end of every whole epoch, before the other callbacks of that event."""
+    """A callback that steps the learning-rate schedulers at the end of every complete epoch, before other callbacks."""
 
     phase = "change"
 

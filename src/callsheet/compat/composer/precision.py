@@ -1,4 +1,4 @@
-"""`composer.core.precision`: the precisions by Composer's names."""
+"""`composer.core.precision`: the precisions under Composer's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """The precision of the computation; the case of a value does not matter. The Trainer raises an error for `AMP_FP8`."""
+    """The precision of the computation, by Composer's names in upper or lower case. The Trainer rejects `AMP_FP8`."""
 
     FP32 = "fp32"
     AMP_FP16 = "amp_fp16"

@@ -9,7 +9,7 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Reject arguments that differ from Composer's defaults.
+    """Raise NotSupported for arguments that are given with another value than Composer's default.
 
     For each name, `given` has the value, the default, and what to do instead.
 

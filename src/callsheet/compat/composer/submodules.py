@@ -1,4 +1,4 @@
-"""Composer's submodule paths, such as `core.time` and `callbacks.early_stopper`: modules without files, made here."""
+"""Makes modules for Composer's submodule paths, such as `callbacks.early_stopper`, which have no files of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.compat.not_offered import not_offered
 
 
 def offer(package: str, submodules: Mapping[str, str]) -> None:
-    """Make modules `package.<submodule>` importable, with these names in them.
+    """Make modules `package.<submodule>` importable, which contain the given names.
 
     Each submodule has the names of the package that are listed for it, separated by blanks.
     """

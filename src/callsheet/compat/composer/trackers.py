@@ -1,4 +1,4 @@
-"""Composer's loggers for trackers. Importing this module needs the trackers' packages."""
+"""Composer's loggers for experiment trackers. Importing this module requires the trackers' packages."""
 
 from __future__ import annotations
 

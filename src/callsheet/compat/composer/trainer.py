@@ -83,7 +83,7 @@ _INSTEAD = {
 
 
 class Evaluator:
-    """One dataset to evaluate, with its own label and interval."""
+    """One dataset for evaluation, with its own label and interval."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Evaluator:
 
 
 class Trainer:
-    """Composer's Trainer, with everything that callsheet's Trainer supports.
+    """Composer's Trainer, with the arguments that callsheet's Trainer supports.
 
     The model gets whole batches in `model(batch)` and `model.loss(outputs, batch)`, and also in `eval_forward`, `get_metrics` and
     `update_metric` if it has them. Callbacks and loggers may be those of Composer, of `callsheet.compat.composer`, or of
@@ -159,9 +159,8 @@ class Trainer:
         self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
         self.state: State = run.state
         self.logger: Logger = run.logger
-        keeper = ComposerGuest(
-            ComposerCallback(), name="composer", phase="change", run=run
-        )  # it updates Composer's counts of samples and tokens, even if the user gives no Composer callback
+        # Updates Composer's counts of samples and tokens, even if the user gives no Composer callback.
+        keeper = ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run)
         own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
             logger.warning("no optimizers were given: SGD with a learning rate of 0.1, as Composer's default")
@@ -169,7 +168,7 @@ class Trainer:
         scheduler = self._scheduler(schedulers, optimizer, step_schedulers_every_batch)
         if scheduler is not None and not scheduler.every_batch:
             own.append(StepsSchedulers(scheduler))
-        whole: Any = model  # typed as Any, because a ComposerModel has more methods than a Module
+        whole: Any = model  # annotated as Any, because a ComposerModel has more methods than a Module
         train_metrics = whole.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
         if train_metrics:
             own.append(measuring := TrainMetrics(model, train_metrics))
@@ -197,7 +196,7 @@ class Trainer:
             microbatch_size=_microbatch_size(device_train_microbatch_size),
             precision=_precision(precision),
             eval_interval=None if eval_interval == 0 else _interval("eval_interval", eval_interval),
-            log_interval=1,  # Composer's loggers get every batch
+            log_interval=1,  # Composer's loggers receive a record of every batch
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
             loggers=all_loggers,
@@ -212,7 +211,7 @@ class Trainer:
         run.ctx = self._trainer.ctx
 
     def fit(self, *, duration: Any = None, **others: Any) -> None:
-        """Train until `max_duration`. With `duration`, train for that long from the current point.
+        """Train until `max_duration` or, if `duration` is given, for that long from the current point.
 
         Raises:
             NotSupported: any other argument is given; pass it to the Trainer instead.
@@ -225,7 +224,7 @@ class Trainer:
         self._trainer.fit(longest)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
-        """Evaluate, and set `state.eval_metrics` to the results."""
+        """Evaluate the model, and set `state.eval_metrics` to the results."""
         given = self._named(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
         self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
 
@@ -235,11 +234,11 @@ class Trainer:
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
-        """Write a checkpoint, which is a folder, to the run's folder or to the given path. Return its path."""
+        """Write a checkpoint folder to the run's folder or to the given path, and return the checkpoint's path."""
         return self._trainer.save_checkpoint(name).path
 
     def close(self) -> None:
-        """End the run: every callback is closed."""
+        """End the run, and close every callback."""
         self._trainer.close()
 
     def __enter__(self) -> Self:
@@ -253,7 +252,7 @@ class Trainer:
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
-        # Numbered, so that several callbacks of one class each keep their own state.
+        # Number the names, so that several callbacks of one class each keep their own state.
         self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
         name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
         return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
@@ -262,7 +261,7 @@ class Trainer:
         several = _several(schedulers)
         if not several:
             return None
-        if every_batch is None:  # by default, torch's schedulers count epochs, and Composer's count batches
+        if every_batch is None:  # by default, step torch's schedulers every epoch and Composer's every batch
             every_batch = not any(isinstance(each, LRScheduler) for each in several)
         return EpochScheduler(
             optimizer,
@@ -271,14 +270,14 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """Return a scheduler made from a function of the state (and possibly of a ratio) that returns the factor of the learning
+        """Make a torch scheduler from a function of the state (and possibly of a ratio) that returns a factor for the learning
         rates.
         """
         takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
 
         def factor(_: int) -> float:
             if self._shared.ctx is None:
-                return 1.0  # the Trainer is still being made; the factor is computed when training begins
+                return 1.0  # the Trainer is still being constructed; the factor is computed when training begins
             return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
 
         return LambdaLR(optimizer, factor)
@@ -286,7 +285,7 @@ class Trainer:
     def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
         found: dict[str, callsheet_trainer.Evaluator] = {}
         for number, each in enumerate(_evaluators(given), 1):
-            # Numbered, because without labels Composer would keep only the last.
+            # Number the labels; Composer itself keeps only the last of several evaluators without a label.
             label = "eval" if number == 1 else f"eval-{number}"
             evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
             if evaluator.label in found:
@@ -300,14 +299,14 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """Return the objects as a list. They may be given as None, one object or several."""
+    """Return objects that are given as None, one object or several objects as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _evaluators(given: Any) -> list[Any]:
-    """Return a list of evaluators, for None, one dataloader or Evaluator, or a list of either.
+    """Return what is given for evaluation (None, a dataloader, an Evaluator, or a list of these) as a list.
 
     A list of batches is one dataloader.
     """
@@ -330,7 +329,7 @@ def _one(what: str, given: Any) -> Any:
 
 
 def _interval(what: str, given: Any) -> str:
-    """Return an interval in callsheet's form. A whole number means epochs."""
+    """Convert an interval to callsheet's format. A whole number means epochs."""
     if callable(given):
         raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
     return str(Time.from_input(given, "ep"))

@@ -1,4 +1,4 @@
-"""InstructLab's arguments: the supported ones, and those that accept only their default."""
+"""InstructLab's argument classes. Some fields are supported, and the others accept only their default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 
 
 class DistributedBackend(Enum):
-    """The backend that shards the model, as in InstructLab.
+    """The names of InstructLab's backends that shard the model.
 
     The recipe decides instead: it uses DDP, or FSDP if `parallel` is `fsdp`.
     """
@@ -24,7 +24,7 @@ class DistributedBackend(Enum):
 
 @dataclass(kw_only=True)
 class LoraOptions(HasModelFields):
-    """Low-rank adapters: their rank, scale and dropout, and the modules that get them.
+    """The options of low-rank adapters (LoRA): rank, scale, dropout, and the modules that get adapters.
 
     None means every linear layer except the last.
     """
@@ -42,7 +42,9 @@ class LoraOptions(HasModelFields):
 
 @dataclass(kw_only=True)
 class TorchrunArgs(HasModelFields):
-    """The number of ranks, all on this machine. The rendezvous arguments have no effect: the ranks meet on 127.0.0.1, at a free port.
+    """The number of ranks, which all run on this machine. The rendezvous arguments have no effect.
+
+    The ranks meet on 127.0.0.1, at a free port.
 
     Raises:
         ConfigError: several machines are given, or two addresses for the rendezvous.
@@ -169,7 +171,7 @@ class TrainingArgs(HasModelFields):
     )
     parallel: str = "auto"
     allow_pickle: bool = False
-    # fields of InstructLab that are not supported
+    # The following fields of InstructLab are not supported: they accept only their default.
     use_legacy_tmpl: bool = False
     process_data: bool = True
     pretraining_config: Any = None

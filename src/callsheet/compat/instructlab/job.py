@@ -32,7 +32,7 @@ RUN = "training"
 
 
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
-    """Return the recipe with its callbacks. Those of InstructLab are wrapped so that callsheet can call them (as guests)."""
+    """Make the recipe with its callbacks. InstructLab's callbacks are wrapped as guests, so that callsheet can call them."""
     job = Training(_config(args, train, validation, read_ranks().world_size))
     job.args = args
     known = Counter[str]()
@@ -40,7 +40,7 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
     for each in callbacks:
         given = each if isinstance(each, Callback) else _Guest(each, args)
         known[label := label_of(given)] += 1
-        if given is not each and known[label] > 1:  # there are several callbacks of one class, so number them
+        if given is not each and known[label] > 1:  # number several callbacks of one class
             given.name = f"{label}-{known[label]}"
         here.append(given)
     job.callbacks.add([*_savers(args), _Exports(job, args), *here])
@@ -48,13 +48,13 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
 
 
 class Training(Finetune):
-    """The recipe, with a learning rate schedule over all steps of the training."""
+    """The recipe `finetune`, with a learning-rate schedule over all steps of the training."""
 
     args: TrainingArgs | None = None
     """None if an existing run is only opened, for example to export it, and not trained."""
 
     def read_data(self) -> None:
-        """Read the data, and set the scheduler from the number of steps."""
+        """Read the data, and configure the scheduler for the resulting number of steps."""
         super().read_data()
         if (args := self.args) is None:
             return
@@ -83,12 +83,12 @@ class _Guest(InstructLabGuest):
         return self._args.ckpt_output_dir
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the folder from which transformers loads the model."""
+        """Return the folder of a checkpoint from which transformers can load the model."""
         return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
 
 
 class _Exports(Callback):
-    """Writes the model of every checkpoint for transformers, to the place where InstructLab writes it.
+    """A callback that exports the model of every checkpoint as a Hugging Face folder, at the path that InstructLab uses.
 
     A preempted run has no time for this.
     """
@@ -101,7 +101,7 @@ class _Exports(Callback):
         self._group: Any = None
 
     def on_train_start(self, ctx: Context) -> None:
-        """Create the process group through which the ranks write together."""
+        """Create the process group through which the ranks coordinate writing."""
         if ctx.run.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")
 
@@ -154,19 +154,19 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
         stop_on_nan=False,  # as in InstructLab, do not stop at a NaN loss
         batch_size=args.effective_batch_size // ranks,
         microbatch_size=min(args.effective_batch_size // ranks, args.max_batch_len // args.max_seq_len),
-        optimizer=partial(torch.optim.AdamW, **adamw),  # type: ignore[arg-type]  # of several types
+        optimizer=partial(torch.optim.AdamW, **adamw),  # type: ignore[arg-type]  # the values have several types
         precision="bf16" if torch.cuda.is_available() else "fp32",
         parallel=args.parallel,
     )
 
 
 def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
-    """Return the files to train and to validate on.
+    """Return the paths of the files with the training rows and with the validation rows.
 
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """
     rows = Rows(args.data_path).read(())
-    assert not isinstance(rows, Stream)  # rows are streamed only if that is requested
+    assert not isinstance(rows, Stream)  # `read` streams rows only if that is requested
     for number, row in enumerate(rows, 1):
         if row.get("unmask"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The attributes of InstructLab's pydantic models that other code reads, for callsheet's dataclasses.
+"""Gives callsheet's dataclasses those attributes of pydantic models that code for InstructLab reads.
 
 These are `model_fields` and `model_dump()`. pydantic is not needed.
 """
@@ -21,11 +21,11 @@ class FieldInfo:
     required: bool = False
 
     def is_required(self) -> bool:
-        """Return whether the constructor needs the field."""
+        """Return whether the constructor requires a value for the field."""
         return self.required
 
     def get_default(self) -> Any:
-        """Return the default; `...` for a field without one."""
+        """Return the field's default, or `...` if the field has no default."""
         return self.default
 
 

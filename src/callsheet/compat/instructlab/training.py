@@ -45,10 +45,10 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported here because it needs torch, and callbacks alone do not
+    from callsheet.launcher import launch  # imported here because the launcher needs torch, which callbacks alone do not
     from callsheet.transport import payload
 
-    if payload.is_opening:  # do nothing if a rank or the preflight check is importing the user's script
+    if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again
         return {}
     train_args.check()
     ranks = torch_args.ranks
@@ -56,9 +56,8 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         raise ConfigError(
             f"effective_batch_size={train_args.effective_batch_size} does not divide over {ranks} ranks; give a multiple of it"
         )
-    from callsheet.compat.instructlab.job import (
-        rows_of,
-    )  # imported late: it imports all recipes, which the preflight check of the callbacks does not need
+    # Imported late, because that module imports all recipes, which the preflight check of the callbacks does not need.
+    from callsheet.compat.instructlab.job import rows_of
 
     rows = rows_of(train_args)
     callbacks = [each if isinstance(each, Callback) else Carried.of(each) for each in train_args.callbacks or ()]
@@ -74,14 +73,14 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
 
 
 class Carried(Callback):
-    """A callback of InstructLab in the form in which it is sent to a rank: its class and its constructor's arguments."""
+    """Wraps one of InstructLab's callbacks for sending to a rank, as its class and its constructor's arguments."""
 
     def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.foreign = kind(*args, **kwargs)
 
     @classmethod
     def of(cls, foreign: Any) -> Carried:
-        """Wrap an existing callback. The preflight check compares its current state with that of the rebuilt one."""
+        """Wrap an existing callback. The preflight check compares its current state with that of the rebuilt callback."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         carried.foreign, carried.name = foreign, type(foreign).__name__
@@ -98,7 +97,7 @@ class Carried(Callback):
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
     """Run the training on one rank; `run_training` starts this function on each."""
-    from callsheet.compat.instructlab.job import job_of  # imported here because it imports all recipes
+    from callsheet.compat.instructlab.job import job_of  # imported here because that module imports all recipes
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
     job = job_of(args, train, validation, [each.foreign if isinstance(each, Carried) else each for each in callbacks])

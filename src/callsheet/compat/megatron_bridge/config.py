@@ -1,4 +1,4 @@
-"""Megatron Bridge's configuration, with the settings that the recipe supports. Unknown settings are rejected by name."""
+"""Megatron Bridge's configuration classes, with the settings that the recipe supports. Other settings are rejected."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Section = TypeVar("Section")
 
 @dataclass_transform()
 def _section(kind: type[Section]) -> type[Section]:
-    """Make the class a dataclass that rejects reading and writing of unknown fields."""
+    """A class decorator that makes a dataclass, which rejects reading and writing unknown fields."""
     made = dataclass(kind)
-    names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # the class is a dataclass now
+    names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # `made` is a dataclass
 
     def reject(name: str) -> NotOnTheList:
         return NotOnTheList(f"{kind.__name__}.{name} is not supported; the supported fields are {', '.join(names)}")
 
-    def read(self: Any, name: str) -> Any:  # as `__getattr__`, called only for unknown attributes
+    def read(self: Any, name: str) -> Any:  # used as `__getattr__`, which Python calls only for unknown attributes
         raise AttributeError(name) if name.startswith("__") else reject(name)
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -35,7 +35,7 @@ def _section(kind: type[Section]) -> type[Section]:
 
 @_section
 class ModelConfig:
-    """The model: Qwen 2's architecture with random weights.
+    """The configuration of the model, which has Qwen 2's architecture and random weights.
 
     The parallel sizes must be 1, because only the data is divided among the ranks.
     """
@@ -71,7 +71,7 @@ class TrainingConfig:
 
 @_section
 class OptimizerConfig:
-    """The optimizer AdamW and its settings."""
+    """The settings of the optimizer, AdamW."""
 
     lr: float = 3e-4
     min_lr: float = 3e-5
@@ -93,7 +93,7 @@ class SchedulerConfig:
 
 @_section
 class DatasetConfig:
-    """The training data: its files, and how they are read.
+    """The files of the training data, and how they are read.
 
     If `blend` is None, Megatron Bridge generates data. Here, the data is then the text files of `folder`, byte by byte; if
     `folder` is None, Python's own library.
@@ -127,7 +127,7 @@ class CheckpointConfig:
 
 @_section
 class LoggerConfig:
-    """The log interval and the trackers. Each tracker that is configured here is available at `context.state`."""
+    """The log interval and the trackers. Each configured tracker is available at `context.state`."""
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
@@ -163,7 +163,7 @@ class ConfigContainer:
     mixed_precision: str | None = "bf16_mixed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain data."""
+        """Return the configuration as nested dictionaries of plain data."""
         return asdict(self)
 
 

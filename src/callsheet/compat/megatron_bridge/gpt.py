@@ -1,4 +1,4 @@
-"""Megatron's forward step. The model returns each token's loss, and a loss function returns the loss and the reported values."""
+"""A model and a forward step in Megatron's style: the model returns each token's loss, and a loss function reduces them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class GPTModel(nn.Module):
-    """A causal language model of transformers with the call signature of Megatron's.
+    """Wraps a causal language model of transformers in the call signature of Megatron's `GPTModel`.
 
     With labels it returns each token's loss, without labels the logits.
 
@@ -48,7 +48,7 @@ class GPTModel(nn.Module):
 
 
 def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
-    """Return the model's outputs for the next microbatch, and the loss function.
+    """Run the model on the next microbatch. Return its outputs and the loss function.
 
     The loss function returns `(loss, tokens, {"lm loss": both})`, which are sums over the tokens that are counted.
     """
@@ -66,7 +66,7 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 
 
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
-    """Return `forward_step_func` as the function of model and batch that the recipe expects.
+    """Convert a Megatron forward step to the function of model and batch that callsheet's recipe expects.
 
     The function may take Megatron's state as its first argument, before the iterator.
     """
@@ -87,7 +87,7 @@ def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) ->
 
 
 def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tokens, their labels (the next tokens), and the loss mask. The last token has no label."""
+    """Convert a batch to Megatron's format: tokens, labels (the next tokens), and the loss mask. The last token has no label."""
     tokens = batch["input_ids"]
     labels = batch["labels"].roll(-1, dims=1)
     labels[:, -1] = IGNORED
@@ -103,7 +103,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss and the other reported values. A reported pair is a sum and its count."""
+    """Return the mean loss and the reported values from a loss function's result. A reported pair is a sum and its count."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"

@@ -1,4 +1,4 @@
-"""`pretrain` of Megatron Bridge, implemented by callsheet's recipe.
+"""Megatron Bridge's function `pretrain`, implemented by callsheet's recipe of that name.
 
 It has the same configuration, and fires the same events in the same order.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch has it
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in torch's annotations
 
 from callsheet.bridges.megatron_bridge.guests import MegatronBridgeGuest
 from callsheet.bridges.megatron_bridge.names import Callback, CallbackManager, normalize_callbacks
@@ -42,7 +42,7 @@ def pretrain(
     forward_step_func: Callable[..., Any],
     callbacks: list[Callback] | CallbackManager | None = None,
 ) -> Pretrain:
-    """Train, validate and test as `config` says. Call the callbacks in the same way as Megatron Bridge.
+    """Train, validate and test as `config` specifies, and call the callbacks as Megatron Bridge does.
 
     At an interval there is a validation and then a checkpoint. After training come `on_train_end`, another validation, and the
     test. If there is only one process and no process group, a temporary one is made, so that `torch.distributed.get_rank()`
@@ -104,14 +104,14 @@ class BridgePretrain(Pretrain):
         model = GPTModel(super().make_model())
         size = sum(parameter.numel() for parameter in model.parameters())
         length = (self.config.rows or self.config.data).sequence_length
-        # FLOPs per sample, forward and backward (Kaplan et al. 2020).
+        # FLOPs per sample for forward and backward pass: 6 per parameter and token (Kaplan et al. 2020).
         self.state.train_state.__dict__["flops_per_sample"] = 6.0 * size * length
         self.state.__dict__["tokenizer"] = self.tokenizer
         return model
 
 
 class _Plan(OwnCallback):
-    """Requests the validations and checkpoints of the configuration, and keeps Megatron's timers."""
+    """A callback that requests the configured validations and checkpoints, and runs Megatron's timers."""
 
     phase = "save"
 
@@ -183,7 +183,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
         max_duration=f"{train.train_iters}ba",
         eval_interval=None,
         log_interval=config.logger.log_interval,
-        stop_on_nan=False,  # as in Megatron Bridge, none of callsheet's own callbacks is added
+        stop_on_nan=False,  # do not add callsheet's NaNMonitor, which Megatron Bridge does not have
         batch_size=train.global_batch_size // ranks,
         microbatch_size=train.micro_batch_size,
         clip_grad_norm=optimizer.clip_grad or None,
@@ -246,14 +246,14 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """Return the folder of runs and the run's name. Its checkpoints are in its folder `checkpoints`."""
+    """Return the folder of runs and the run's name for Megatron's path `save`. Checkpoints are in its folder `checkpoints`."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name
 
 
 def _resume(load: str | None, folder: Path) -> str:
-    """Return the run to resume. `load` is the folder of this run or of another one."""
+    """Return the recipe's `resume` option for Megatron's path `load`, the folder of this run or of another run."""
     if load is None:
         return "new"
     if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):

@@ -1,5 +1,6 @@
-"""TensorBoard, Weights & Biases and MLflow as in Megatron Bridge: available at `context.state` on the last rank, with its metric
-names.
+"""Logs to TensorBoard, Weights & Biases and MLflow as Megatron Bridge does: on the last rank, with its metric names.
+
+The trackers are available at `context.state`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
 
 
 class Trackers(Callback):
-    """Opens the trackers that the configuration names, and writes each record to them until `close`."""
+    """A callback that opens the configured trackers, and writes each metrics record to them until `close`."""
 
     phase = "report"
     on_error = "isolate"
@@ -92,7 +93,7 @@ class Trackers(Callback):
         return mlflow
 
     def on_log(self, ctx: Context) -> None:
-        """Log the losses, the learning rate and the gradient norm."""
+        """Log the record's losses, learning rate and gradient norm to the trackers."""
         values = {named: value for name, value in ctx.record.values.items() if (named := _named(name)) is not None}
         for write in self._write if values else ():
             write(values, ctx.record.step)

@@ -1,4 +1,4 @@
-"""Text files as training data, with bytes as tokens: split into training and validation, cut into windows; and baselines."""
+"""Text files as data for a language model, with bytes as tokens: splits into datasets, windows, and baselines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 @dataclass
 class ByteFiles:
-    """The text files of a folder, as windows of bytes.
+    """The text files of a folder as datasets of byte windows.
 
     Args:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
@@ -58,7 +58,7 @@ class ByteFiles:
 
     @cached_property
     def files(self) -> tuple[list[Path], list[Path], list[Path]]:
-        """Return the files for training, for validation and for the test.
+        """The lists of files for training, for validation and for the test.
 
         Raises:
             ConfigError: one of the three is empty.
@@ -80,24 +80,24 @@ class ByteFiles:
 
     @cached_property
     def train_bytes(self) -> NDArray[np.uint8]:
-        """All training files, one after another."""
+        """The bytes of all training files, concatenated."""
         return _read(self.files[0])
 
     @cached_property
     def validation_bytes(self) -> NDArray[np.uint8]:
-        """All validation files, one after another."""
+        """The bytes of all validation files, concatenated."""
         return _read(self.files[1])
 
     def train(self) -> Windows:
-        """Windows of the training bytes: `input_ids` and `labels`, int64, (sequence_length,)."""
+        """Return windows of the training bytes as samples: `input_ids` and `labels`, int64, (sequence_length,)."""
         return Windows(self.train_bytes, self.sequence_length)
 
     def validation(self) -> Windows:
-        """Some windows of the validation bytes, in order."""
+        """Return up to `validation_windows` evenly spaced windows of the validation bytes."""
         return self._some(self.validation_bytes)
 
     def test(self) -> Windows:
-        """Some windows of the test bytes, in order."""
+        """Return up to `validation_windows` evenly spaced windows of the test bytes."""
         return self._some(_read(self.files[2]))
 
     def about(self) -> str:
@@ -110,7 +110,7 @@ class ByteFiles:
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
-        """Return the cross-entropy of the validation bytes in nats per byte, once by unigram and once by bigram counts of the
+        """Return the cross-entropies of the validation bytes, in nats per byte, under unigram and under bigram counts of the
         training bytes.
 
         Counts start from one (Laplace's rule), so that no byte has probability 0.
@@ -124,7 +124,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """A token sequence as windows of `length` tokens. Every `step`-th window is used, and at most `most` of them."""
+    """A dataset of windows of `length` tokens from one token sequence: every `step`-th window, and at most `most` windows."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

@@ -1,4 +1,4 @@
-"""The classes of a classification: their names, numbers and weights."""
+"""The classes of a classification task: their names, numbers and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = ("none", "balanced")
 
 
 class ClassLabels:
-    """Converts the labels of rows, names or numbers, to the model's class numbers, counted from 0.
+    """Converts the labels of rows, which are names or numbers, to class indices, which count from 0.
 
     Args:
         names: the names of the classes, in the order of their numbers.
@@ -38,7 +38,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, labels: Iterable[tuple[str, Any]]) -> ClassLabels:
-        """Return the classes of the given (place, label) pairs: names in alphabetical order, or numbers up to the greatest.
+        """Make the classes from all (place, label) pairs of the data: names in alphabetical order, or numbers up to the greatest.
 
         Raises:
             ConfigError: a label is neither a name nor a number, some are names and others numbers, or there is only one class.
@@ -64,7 +64,7 @@ class ClassLabels:
         return len(self.names)
 
     def number(self, label: Any, place: str) -> int:
-        """Return the number of the class.
+        """Return the class index of a label.
 
         Raises:
             ConfigError: there is no such class; the message names the place.
@@ -85,7 +85,7 @@ class ClassLabels:
 
 
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
-    """Return the labels in the numbering of the model's existing classification head.
+    """Return the labels, numbered like the classes of the pretrained model's classification head if it has one.
 
     If the head has the same names, the labels get its order. If the labels are only numbers, they get the head's names.
 
@@ -122,7 +122,7 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
 
 
 def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Sequence[str]) -> list[float] | None:
-    """Return the weight of a sample of each class.
+    """Return the loss weight of a sample of each class; None for equal weights.
 
     The result is `given`, or None for `none`. For `balanced`, it is rows / (classes * rows of the class).
 

@@ -26,14 +26,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each token whether it counts in the loss."""
+    """One tokenized row: its token ids, and for each token whether it counts in the loss."""
 
     ids: list[int]
     is_target: list[bool]
 
 
 class Conversations:
-    """Converts rows to the tokens that a model sees, and marks the tokens that it learns.
+    """Converts rows to tokens, and marks the target tokens, which count in the loss.
 
     A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
     are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
@@ -88,7 +88,7 @@ class Conversations:
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
-        """Return the tokens that the model continues: the row without its last answer, followed by the template's start of an
+        """Return the tokens of a row's prompt: the row without its last answer, followed by the template's start of an
         answer.
 
         Raises:
@@ -125,7 +125,7 @@ class Conversations:
         return Example(ids, is_target)
 
     def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
-        """Return the whole text, and the spans of the assistant's messages in it, in order."""
+        """Return the rendered text of the messages, and the spans of the assistant's messages in the text, in order."""
         if self._has_template and _GENERATION.search(template := str(self._tokenizer.get_chat_template(None, tools=tools))):
             return self._marked(messages, tools, template, place)
         text = self._rendered(messages, tools, place)
@@ -184,7 +184,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """Return the rendered chat template, and reject the row at `place` if the template raises an error."""
+    """Call `render`, which renders the chat template. Raise ConfigError for the row at `place` if it fails."""
     from jinja2 import TemplateError
 
     try:
@@ -194,7 +194,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
-    """Return the messages of a row, and its tools."""
+    """Return the chat messages of a row, and its tools."""
     parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
     messages: list[Message] = []
     for column, value in parts:
@@ -236,7 +236,7 @@ def _text(row: Row, column: str, place: str) -> str:
 
 
 def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages without None values, because templates check whether a key exists."""
+    """Return the messages without keys whose value is None, because templates check whether a key exists."""
     return [dict(_there(message)) for message in messages]
 
 

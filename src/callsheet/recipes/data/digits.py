@@ -18,7 +18,7 @@ PARTS = ("train", "validation", "test")
 
 
 class Digits(Table):
-    """Some of the 1,797 images of 8 by 8 pixels (Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits).
+    """A part of scikit-learn's 1,797 images of handwritten digits (Alpaydin and Kaynak 1998), as rows of a table.
 
     Args:
         part: `train`, `validation` or `test`; the last two are a tenth of the images each. The part of an image depends only on
@@ -36,7 +36,7 @@ class Digits(Table):
 
         images, names = _digits()
         number = self._numbers[index]
-        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scaled to 255, since the pixels are 0 to 16
+        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scale the pixels, which are 0 to 16, to 0 to 255
         return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
 
     def place(self, index: int) -> str:

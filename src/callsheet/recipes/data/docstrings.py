@@ -1,4 +1,4 @@
-"""Questions and answers from Python source: what does this function do? The files are parsed, not run."""
+"""Makes questions and answers about Python functions from their docstrings. The files are parsed, not run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """Functions with a docstring, as rows of a conversation.
+    """A table of functions with a docstring. Each row is a conversation: a question about the function, and the docstring.
 
     The user gives the module and the signature, and the assistant answers with the docstring's first line.
     """
@@ -36,7 +36,7 @@ class Documented(Table):
         return self._rows[index][1]
 
     def place(self, index: int) -> str:
-        """File and line of the function."""
+        """Return the file and the line of the function in a row."""
         return self._rows[index][0]
 
 
@@ -62,7 +62,7 @@ class Docstrings:
 
     @property
     def train(self) -> Documented:
-        """Return the training rows: functions and methods."""
+        """Return the training rows: the functions and methods of files that are not held out."""
         return self._tables["train"]
 
     @property
@@ -99,7 +99,7 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Yield each function of the file that is not nested in another function.
+    """Yield each documented function of the file that is not nested in another function.
 
     With it, yield the name of its class and a dot, or an empty string.
     """
@@ -108,7 +108,7 @@ def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
             warnings.simplefilter("ignore")  # hide warnings of invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # it cannot be parsed: a template, or source for another version of Python
+        return  # the file cannot be parsed: it is a template, or source for another version of Python
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         owner, node = stack.pop()

@@ -1,4 +1,4 @@
-"""The datasets of a job, by name, as tokenized examples that are padded or packed."""
+"""The datasets of a fine-tuning job as tokenized examples that are padded or packed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ExampleSets:
         return Packed(examples, self._longest) if isinstance(examples, Examples) else PackedStream(examples, self._longest)
 
     def __str__(self) -> str:
-        """Return the number of examples of each dataset, and of those that were too long."""
+        """Return a text with the number of examples of each dataset, and of examples that were too long."""
         parts = []
         for name, examples in self.examples.items():
             count = "a stream"

@@ -1,4 +1,4 @@
-"""Tokenized examples to train on.
+"""Datasets of tokenized examples with target tokens, from tables and from streams.
 
 They come from a table in memory, or from a stream as its rows arrive. No example exceeds the length limit.
 """
@@ -30,7 +30,7 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Checks or cuts examples, so that none is longer than `longest` tokens, and each has a token to learn.
+    """Checks, cuts or drops examples, so that each has at most `longest` tokens and at least one target token.
 
     Attributes:
         truncated: how many examples were cut.
@@ -44,7 +44,7 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """Return the example, or its first `longest` tokens if it is too long. Return None if it is dropped.
+        """Return the example, cut to `longest` tokens if it is too long, or None if it is dropped.
 
         Raises:
             ConfigError: the example is too long and `too_long` is `reject`, or it has no target token; the message names the place.
@@ -61,7 +61,7 @@ class Fit:
                 self.dropped += 1
                 return None
             self.truncated += 1
-        if not any(example.is_target[1:]):  # the first token does not count, since no logits predict it
+        if not any(example.is_target[1:]):  # the first token is no target, since no logits predict it
             reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
         return example
 
@@ -71,7 +71,7 @@ class Fit:
 
 
 class Examples(Dataset[Sample]):
-    """The examples of a table's rows, in memory: five bytes per token. Every row is checked here, before training."""
+    """A dataset of the tokenized rows of a table, in memory (five bytes per token). All rows are checked before training."""
 
     def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
         ids, is_target, ends = array("i"), array("b"), array("q", [0])
@@ -116,7 +116,7 @@ class Examples(Dataset[Sample]):
 
 
 class ExampleStream(IterableDataset[Sample]):
-    """The examples of a stream's rows, as they arrive. A row that cannot be used stops the run when it is read."""
+    """A dataset of the rows of a stream, tokenized as they are read. A row that cannot be used stops the run when it is read."""
 
     def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
         self._rows, self._encode, self._fit = rows, encode, fit
@@ -128,7 +128,7 @@ class ExampleStream(IterableDataset[Sample]):
 
 
 def sample(ids: Any, is_target: Any) -> Sample:
-    """Return `input_ids` and `labels` as int64 of shape (length,).
+    """Return an example as a sample: `input_ids` and `labels` as int64 of shape (length,).
 
     The labels of the first token, and of tokens that are not targets, are ignored by the loss.
     """

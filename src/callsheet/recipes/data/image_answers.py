@@ -16,7 +16,7 @@ from callsheet.trainer import Trainer
 def answered(
     trainer: Trainer, questions: Sequence[Example], batches: ImageBatches, tokenizer: Any, most: int, *, batch_size: int
 ) -> Iterator[str]:
-    """Return the most likely answer to each question.
+    """Yield the text that the model generates for each question, by greedy decoding.
 
     With sharded weights every rank must call this; each gets all answers.
 

@@ -1,4 +1,4 @@
-"""Batches of images and text: the output of the model's processor, with labels for the tokens to learn."""
+"""Makes batches of images and text: the output of the model's processor, with labels for the target tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOO_LONG = ("reject", "truncate")
 
 
 class ImageBatches:
-    """Makes a batch of examples: a DataLoader's `collate_fn`.
+    """A DataLoader's `collate_fn` that makes a batch of examples with images.
 
     The batch has the processor's output (such as `input_ids`, `attention_mask` and `pixel_values`), padded to its longest row, and
     `labels`: the ids of the target tokens, and -100 elsewhere.
@@ -35,7 +35,7 @@ class ImageBatches:
         self._truncates = too_long == "truncate"
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return the processor's output for the examples as one batch, with labels for the tokens to learn.
+        """Return the processor's output for the examples as one batch, with labels for the target tokens.
 
         Raises:
             ConfigError: a row is too long, or the processor rejects it; the message names its place.
@@ -53,7 +53,7 @@ class ImageBatches:
         return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
 
     def check_length(self, example: Example) -> None:
-        """Reject a row that is too long even without its images; this needs no image to be read.
+        """Raise ConfigError if a row is too long even without its images. No image is read for this.
 
         Raises:
             ConfigError: the row is too long; the message names its place.
@@ -73,7 +73,7 @@ class ImageBatches:
                 made = self._called(examples)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
-                self.encoded([example], side=side)  # process each row alone, to find out which one fails
+                self.encoded([example], side=side)  # process each row alone, to find the row that fails
             reject(examples[0].place, f"the processor rejects this row: {error}")
         return dict(made)
 
@@ -87,15 +87,15 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """Return the tokens of a text.
+        """Return keyword arguments for the tokenizer, so that it adds no second start token to a text.
 
-        If the template has already added the start token, no second one is added.
+        The chat template may have added one.
         """
         begin = self._processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of target tokens in the row's `length` ids.
+        """Yield the spans of target tokens in a row of `length` token ids.
 
         The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
         """
@@ -110,7 +110,7 @@ class ImageBatches:
             yield start + more, end + more
 
     def _length(self, example: Example) -> int:
-        """Return the number of token ids of an example when it is not padded in a batch."""
+        """Return the number of token ids of an example without padding."""
         if not example.images:
             return len(self._plain(example.text, example.text))
         return int(self.encoded([example], side="right")["input_ids"].shape[1])

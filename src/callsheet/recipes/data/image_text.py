@@ -1,6 +1,4 @@
-"""Converts rows of images and text to the input of a processor: the rendered text, the spans of it to learn, and the images in
-order.
-"""
+"""Converts rows of images and text to the input of a processor: the rendered text, its target spans, and the images."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A span of the text on which the loss is computed: the characters from `start` up to `end`, and the number of images before it."""
+    """A span of text (characters `start` up to `end`) on which the loss is computed, and the number of images before it."""
 
     start: int
     end: int
@@ -31,7 +29,7 @@ class TargetSpan:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row of images and text, in the form that the processor takes."""
+    """One row of images and text, as input for the processor."""
 
     place: str
     text: str
@@ -41,7 +39,7 @@ class Example:
     """The text of the last answer."""
 
     def question(self) -> Example:
-        """Return the example up to the place where the last answer begins."""
+        """Return the example without its last answer."""
         if not self.targets:
             return self
         last = self.targets[-1]
@@ -49,7 +47,7 @@ class Example:
 
 
 class ImageText:
-    """Converts rows to examples, with the processor's chat template or, if it has none, with the image's token before the text.
+    """Converts rows of images and text to examples, with the processor's chat template if it has one.
 
     A row has `messages`, whose contents are a text or a list of parts of the types `image` and `text`, and `images` for the parts of
     the type `image` in order (a part may also contain its image, as `image` or `path`); or `image` (or `images`), `prompt` and
@@ -68,7 +66,7 @@ class ImageText:
         self._rows = rows
 
     def __call__(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the row as an example: its rendered text, the spans of it to learn, and its images.
+        """Convert a row to an example: its rendered text, the target spans of the text, and its images.
 
         Raises:
             ConfigError: the row cannot be used; the message has its place and a hint.
@@ -76,11 +74,11 @@ class ImageText:
         return self._example(row, place, pixels=True, is_question=False)
 
     def look(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the same example as `__call__`, but read only the headers of its image files."""
+        """Convert a row like `__call__`, but read only the headers of its image files."""
         return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """Return the example of a row without its last answer, for a model to answer. The row need not have an answer."""
+        """Convert a row without its last answer, for a model to answer. The row need not have an answer."""
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
@@ -99,7 +97,7 @@ class ImageText:
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return the messages, with their contents in parts, and the images in the order of their parts."""
+        """Return the messages of a row, with contents split into parts, and the images in the order of these parts."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:
@@ -145,7 +143,7 @@ class ImageText:
                     f"messages[{number}]: its text cannot be located: the processor's chat template renders the messages before it "
                     "differently when more follow; split the row, so that the answer is its last message",
                 )
-            bare = through.rstrip("\n")  # some templates add a line break after the token that ends a turn
+            bare = through.rstrip("\n")  # leave out the line break that some templates add after the token that ends a turn
             end = len(bare) if bare.endswith(self._specials()) else len(through)
             targets.append(TargetSpan(len(before), max(end, len(before)), _count_images(messages[:number])))
         return text, images, tuple(targets)
@@ -155,7 +153,7 @@ class ImageText:
             return self._plain(messages, place, asks)
         try:
             return str(self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
-        except Exception as error:  # templates raise many kinds of errors
+        except Exception as error:  # chat templates raise many kinds of errors
             reject(place, f"the processor's chat template rejects these messages: {error}")
 
     def _plain(self, messages: list[dict[str, Any]], place: str, asks: bool) -> str:
@@ -178,7 +176,7 @@ class ImageText:
         """Return the folder to which the row's image paths are relative."""
         if self._folder is not None:
             return self._folder
-        file = Path(place.rpartition(":")[0])  # the place of a row in JSON lines is `file:line`
+        file = Path(place.rpartition(":")[0])  # the place of a row in a file of JSON lines is `file:line`
         if file.is_file():
             return file.parent
         path = Path(self._rows.path if self._rows is not None else ".")
@@ -213,7 +211,8 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
-    return {name: value for name, value in part.items() if value is not None}  # Parquet and Arrow give every part all of the keys
+    # Parquet and Arrow give every part all keys, with None for missing values
+    return {name: value for name, value in part.items() if value is not None}
 
 
 def _text(value: Any, name: str, place: str) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Image:
-    """Return the image, upright and in RGB.
+    """Open an image of a row, and return it upright and in RGB.
 
     Args:
         value: a path, absolute or relative to `folder`; the bytes of a file; a dictionary with one of these, as `datasets` writes
@@ -26,7 +26,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     """
     from PIL import Image, ImageOps
 
-    if isinstance(value, Mapping):  # an image in the form {"bytes": ..., "path": ...}
+    if isinstance(value, Mapping):  # an image in the format of the library `datasets`: {"bytes": ..., "path": ...}
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if not isinstance(value, (Image.Image, bytes, str, Path)):
         reject(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")
@@ -46,7 +46,8 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
         upright: Image.Image = ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
         reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder if it is given")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises these for broken files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow raises these errors for broken files
         reject(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
     return upright
 

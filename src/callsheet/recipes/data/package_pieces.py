@@ -1,4 +1,4 @@
-"""Pieces of source code that are labelled with their package.
+"""Data for a classifier: pieces of source code that are labelled with the package they come from.
 
 They are real text with real classes, which every Python installation has.
 """
@@ -16,12 +16,12 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # fewest files of a package that is chosen automatically, so that each of the three parts has some
+_FEWEST_FILES = 10  # a package is chosen automatically if it has this many files, enough for training, validation and test
 
 
 @dataclass
 class PackagePieces:
-    """The files of packages as rows of `text` and `label`, the package's name.
+    """The source files of Python packages as rows of `text` and `label` (the package's name).
 
     Args:
         folder: the folder whose subfolders are the packages; None is the standard library of the running Python, without its tests.
@@ -56,7 +56,7 @@ class PackagePieces:
 
     @cached_property
     def files(self) -> dict[str, list[Path]]:
-        """Return the files of each package, in an order that does not depend on their content.
+        """The files of each package, in an order that does not depend on their content.
 
         Raises:
             ConfigError: there is no such folder or package, or too few files to hold some out.
@@ -108,13 +108,13 @@ class PackagePieces:
 
     def _pieces(self, path: Path) -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
-        # A rest of the text that is shorter than a piece is left out.
+        # Leave out the end of the text if it is shorter than a piece.
         starts = range(0, max(1, len(text) - self.characters + 1), self.characters)
         return [(text[start : start + self.characters], f"{path}, character {start}") for start in starts]
 
 
 class Pieces(Table):
-    """Rows of `text` and `label`, made from triples of label, text and place."""
+    """A table of rows with `text` and `label`, made from triples of label, text and place."""
 
     def __init__(self, pieces: list[tuple[str, str, str]]) -> None:
         self._pieces = pieces
@@ -127,5 +127,5 @@ class Pieces(Table):
         return {"text": text, "label": label}
 
     def place(self, index: int) -> str:
-        """Return the place of a row for messages: its file, and the character at which it begins."""
+        """Return the place of a row for messages: its file, and the character at which the piece begins."""
         return self._pieces[index][2]

@@ -1,4 +1,4 @@
-"""Packs several examples into one row, which needs little padding. Each example has its own positions and attention."""
+"""Packs several examples into one row, to avoid padding. Each example keeps its own positions and attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
     The longest examples come first. Each is put into the row where it leaves the least room.
     """
     rows: list[list[int]] = []
-    with_left: dict[int, list[int]] = defaultdict(list)  # rows by the number of tokens for which they have room left
+    with_left: dict[int, list[int]] = defaultdict(list)  # number of tokens of free space -> rows with this much free space
     lefts = 0  # a bit mask: bit k is set if `with_left[k]` has rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
@@ -48,7 +48,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def packed(samples: Iterable[Sample]) -> Sample:
-    """Return one row of several examples; `position_ids` start from 0 in each."""
+    """Concatenate several samples to one row, in which the `position_ids` of each sample start from 0."""
     given = list(samples)
     return {
         "input_ids": torch.cat([one["input_ids"] for one in given]),
@@ -58,7 +58,7 @@ def packed(samples: Iterable[Sample]) -> Sample:
 
 
 class Packed(Dataset[Sample]):
-    """The examples of a table, packed into rows of up to `room` tokens; the rows are the same in every epoch."""
+    """A dataset of a table's examples, packed into rows of up to `room` tokens, which are the same in every epoch."""
 
     def __init__(self, examples: Examples, room: int) -> None:
         self.rows = plan(examples.lengths, room)
@@ -72,7 +72,7 @@ class Packed(Dataset[Sample]):
 
 
 class PackedStream(IterableDataset[Sample]):
-    """The examples of a stream, packed in order into rows of up to `room` tokens."""
+    """A dataset of a stream's examples, packed in their order into rows of up to `room` tokens."""
 
     def __init__(self, examples: ExampleStream, room: int) -> None:
         self._examples, self._room = examples, room
@@ -91,7 +91,7 @@ class PackedStream(IterableDataset[Sample]):
 
 
 class Pack:
-    """Makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
+    """A `collate_fn` that makes a batch of packed rows: `input_ids`, `labels` and `position_ids`, int64, (rows, length).
 
     There is no attention mask. Without one, models of transformers separate examples where positions start again from 0. The
     padding of a shorter row is one more such example, which does not count in the loss.

@@ -12,7 +12,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 
 
 class Padding:
-    """Makes a batch of samples, which are padded to the longest of them. It is used as a DataLoader's `collate_fn`.
+    """A DataLoader's `collate_fn` that pads the samples of a batch to the longest of them.
 
     A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or as many as ids, which
     are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as int64,
@@ -39,6 +39,6 @@ class Padding:
 
 
 def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
-    """Return the rows stacked as int64, with shorter ones padded at the end."""
+    """Stack rows of different lengths as int64, with shorter rows padded at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

@@ -32,7 +32,7 @@ It rejects a row by calling `reject(place, why)`.
 
 @dataclass
 class Rows:
-    """Where rows come from: files, a folder, or a dataset on the hub, and which split of it.
+    """A source of rows: files, a folder, or a dataset on the Hugging Face hub, and the split to use.
 
     Args:
         path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
@@ -52,7 +52,9 @@ class Rows:
     limit: int | None = None
 
     def read(self, columns: Collection[str]) -> Table | Stream:
-        """Return the rows, after all checks that are possible without reading streamed rows.
+        """Return the rows as a table or, if `streaming` is set, as a stream.
+
+        All checks are made that are possible without reading streamed rows.
 
         Raises:
             ConfigError: there are no rows, a line is not a JSON object, or a column is missing.
@@ -67,7 +69,7 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the files of JSON lines in a folder; only those of the split, if files are named after splits."""
+        """Return the files of JSON lines in the folder `path`; if files are named after splits, only those of the split."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
@@ -97,7 +99,7 @@ class Rows:
                 found = datasets.load_dataset(
                     self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
                 )
-        except Exception as error:  # the library and the hub raise many kinds of errors
+        except Exception as error:  # `datasets` and the hub raise many kinds of errors
             raise ConfigError(
                 f"no rows could be read from {self.path}: {type(error).__name__}: {error}; give a file of JSON lines or a Parquet file, "
                 "a folder of them, or the name of a dataset on the hub"
@@ -113,7 +115,7 @@ class Rows:
 
 
 class Table(Sequence[Row]):
-    """Rows with random access."""
+    """A sequence of rows with random access."""
 
     def place(self, index: int) -> str:
         """Return the place of a row for messages, such as `train.jsonl:17`."""
@@ -128,7 +130,7 @@ class Table(Sequence[Row]):
 
 
 class LineTable(Table):
-    """JSON lines, read from the files on demand. All lines are read once at the start, so that invalid ones are rejected before training."""
+    """A table of the rows in files of JSON lines. All lines are checked at the start; later, rows are read on demand."""
 
     def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
         self._files = files
@@ -169,11 +171,11 @@ class LineTable(Table):
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # leave out the open files, which a worker process opens again
+        return {**self.__dict__, "_maps": {}}  # leave out the open files when pickling, because a worker process opens them again
 
 
 class DatasetTable(Table):
-    """The rows of a dataset of the library `datasets`."""
+    """A table of the rows of a dataset of the library `datasets`."""
 
     def __init__(self, dataset: Any, path: str) -> None:
         self._dataset = dataset
@@ -209,7 +211,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Prepared(Dataset[Any]):
-    """The rows of a table, each converted when it is read."""
+    """A dataset of a table's rows, each of which is converted when it is read."""
 
     def __init__(self, table: Table, transform: Transform) -> None:
         self.table = table
@@ -223,7 +225,7 @@ class Prepared(Dataset[Any]):
 
 
 class PreparedStream(IterableDataset[Any]):
-    """The rows of a stream, each converted when it is read."""
+    """A dataset of a stream's rows, each of which is converted when it is read."""
 
     def __init__(self, stream: Stream, transform: Transform) -> None:
         self._stream = stream
@@ -234,17 +236,17 @@ class PreparedStream(IterableDataset[Any]):
 
 
 def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
-    """Return the rows as a dataset, each converted by `transform`."""
+    """Return a dataset of the rows, each of which is converted by `transform` when it is read."""
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
 def reject(place: str, why: str) -> NoReturn:
-    """Raise ConfigError for the row at `place`. `why` contains a hint, too."""
+    """Raise ConfigError for the row at `place`. The reason `why` includes a hint."""
     raise ConfigError(f"{place}: {why}")
 
 
 def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -> None:
-    """Check that all wanted columns exist.
+    """Raise ConfigError unless all columns in `wanted` are in `there`.
 
     Raises:
         ConfigError: a column is missing; the message names the closest existing one.
@@ -257,7 +259,7 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # the line is not JSON, or its bytes are not UTF-8
+    except ValueError as error:  # the line is not JSON or not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")

@@ -1,4 +1,4 @@
-"""Rows of text as one long sequence of tokens, which is cut into windows, to pretrain a language model."""
+"""Data for pretraining a language model: rows of text, concatenated to one sequence of tokens that is cut into windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.recipes.data.rows import Rows, Stream, Table, reject
 
 @dataclass
 class TextRows:
-    """Rows with a text each, for training, validation and the test.
+    """Sources of text rows for training, validation and the test.
 
     Args:
         train: rows to train on; may be streamed.
@@ -40,7 +40,7 @@ class TextRows:
             raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
 
     def sets(self, tokenizer: Any) -> TextSets:
-        """Return all datasets as windows of tokens.
+        """Tokenize all rows, and return the datasets as windows of tokens.
 
         Raises:
             ConfigError: a row has no text (the message names its place), or there are not enough tokens for one window.
@@ -52,7 +52,7 @@ class TextRows:
 
 
 class TextSets:
-    """The datasets by name. Rows that are not streamed are tokenized at once, with four bytes per token."""
+    """The datasets of token windows by name. Rows that are not streamed are tokenized at once, with four bytes per token."""
 
     def __init__(self, rows: Mapping[str, Table | Stream], column: str, tokenizer: Any, length: int) -> None:
         self._tokenizer = tokenizer
@@ -72,12 +72,12 @@ class TextSets:
             self.datasets[name] = Windows(tokens, length)
 
     def __str__(self) -> str:
-        """Return the size of each dataset."""
+        """Return a text with the size of each dataset."""
         counts = (f"{len(self._tokens[name]):,} tokens" if name in self._tokens else "a stream" for name in self.datasets)
         return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
 
     def unigram(self, name: str) -> float | None:
-        """Return the unigram baseline: the cross-entropy of a dataset's tokens under the counts of the training tokens.
+        """Return the unigram baseline: the cross-entropy of a dataset's tokens under the frequencies of the training tokens.
 
         One is added to each count (Laplace's rule). Return None for a stream.
         """
@@ -96,7 +96,7 @@ class TextSets:
 
 
 class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
-    """Windows of a stream's tokens, as these arrive.
+    """A dataset of token windows that are cut from a stream as it is read.
 
     If there are several workers, each reads its own shards of the stream.
     """

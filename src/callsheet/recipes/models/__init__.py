@@ -1,1 +1,1 @@
-"""Models of the recipes."""
+"""The models, tokenizers and processors of the recipes."""

@@ -1,4 +1,4 @@
-"""A processor that needs no download: the byte tokenizer, and an image processor that needs only Pillow."""
+"""A processor for vision-language models that needs no download: the byte tokenizer, and an image processor with Pillow."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
     """
     import transformers
 
-    # In newer versions of transformers, the class that uses Pillow is `...Pil`, and the plain name is the class that uses
-    # torchvision.
+    # In newer versions of transformers, the class with the plain name uses torchvision, and that with the suffix `Pil` uses Pillow.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(
         image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
-        vision_feature_select_strategy="default",  # the model gets the patches, but not the vision tower's class token
-        num_additional_image_tokens=1,  # the vision tower's class token
+        vision_feature_select_strategy="default",  # pass patches to the language model, but not the vision tower's class token
+        num_additional_image_tokens=1,  # the only one is the vision tower's class token
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,
     )

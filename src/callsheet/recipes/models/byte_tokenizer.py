@@ -1,4 +1,4 @@
-"""A tokenizer that needs no download: bytes, and a few special tokens for chats and images."""
+"""A tokenizer that needs no download. Its tokens are the 256 bytes, and a few special tokens for chats and images."""
 
 from __future__ import annotations
 

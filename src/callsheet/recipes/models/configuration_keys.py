@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Check the keyword arguments from which a configuration was made.
+    """Raise ConfigError for unknown keyword arguments from which a transformers configuration was made.
 
     Raises:
         ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.
@@ -27,7 +27,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
 
 
 def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Check the values that override those of a configuration.
+    """Raise ConfigError for unknown keys among the values that override those of a transformers configuration.
 
     Raises:
         ConfigError: a key is unknown to the configuration or to its part.
@@ -55,7 +55,8 @@ def _read(kind: Any) -> set[Any]:
     """Return the keys that the class reads from its keyword arguments by name, such as those of older versions."""
     from transformers import PreTrainedConfig
 
-    own = (one for one in kind.__mro__ if one is not PreTrainedConfig)  # the base class names keys that it does not use itself
+    # Leave out the base class, which names keys without using them.
+    own = (one for one in kind.__mro__ if one is not PreTrainedConfig)
     functions = [vars(one).get(name) for one in own for name in ("__init__", "__post_init__")]
     return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}
 

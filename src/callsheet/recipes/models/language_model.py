@@ -91,7 +91,7 @@ class LanguageModel:
         return tokenizer
 
     def build(self, auto: Any, *, vocabulary: int, longest: int, **values: Any) -> nn.Module:
-        """Return the model, with weights from a folder or the hub, or with random weights.
+        """Build the model, with weights from a folder or the hub, or with random weights.
 
         Args:
             auto: the transformers class that makes the model, such as `AutoModelForCausalLM`.
@@ -109,7 +109,7 @@ class LanguageModel:
             config = self._configuration(vocabulary, longest, values)
             try:
                 model = auto.from_config(config, dtype=_DTYPES[self.dtype])
-            except ValueError as error:  # raised if the configuration is for another type of model
+            except ValueError as error:  # the configuration is for another type of model
                 raise ConfigError(f"this recipe cannot train a model of model.config: {error}") from error
         self._check(model, vocabulary, longest)
         self._freeze(model)
@@ -183,7 +183,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether a weight belongs to a classification head, or the pooler before it, that the loaded folder does not contain."""
+    """Return whether a missing weight belongs to a new classification head, or to the pooler before it."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
@@ -212,7 +212,7 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         KeyError,
         ImportError,
         RuntimeError,
-    ) as error:  # raised for missing packages, and weights that do not fit
+    ) as error:  # also raised if packages are missing or weights do not fit
         raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
 
 
@@ -229,13 +229,13 @@ def _hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:  # which error is raised depends on the version of the hub's client, and on its offline mode
+    except Exception:  # the type of the error depends on the version of the hub's client, and on its offline mode
         return False
     return True
 
 
 def _copy_of(name: str, revision: str | None) -> str:
-    """Return the folder with the copy of a model from an earlier download. Raise an OSError if there is none."""
+    """Return the folder with the copy of a model from an earlier download. Raise OSError if there is no copy."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, local_files_only=True)
@@ -243,7 +243,7 @@ def _copy_of(name: str, revision: str | None) -> str:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Suppress the hub's log lines about retries. If the last retry fails too, its error is raised anyway."""
+    """Within this context, suppress the hub client's log lines about retries; an error of the last retry is raised anyway."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)
@@ -267,7 +267,7 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
     causes, cause = set(), error
     while cause is not None and type(cause).__name__ not in causes:
         causes.add(type(cause).__name__)
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # the loop ends there
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]  # None ends the loop
     if "GatedRepoError" in causes:
         return "it is gated on the hub; request access on its page, and log in with `hf auth login`"
     if "RevisionNotFoundError" in causes:
@@ -280,7 +280,7 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match.
+    """Freeze the parameters whose names match one of the patterns.
 
     Raises:
         ConfigError: a pattern matches no parameter.

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): training them next to frozen weights, checkpoints, and export."""
+"""Low-rank adapters (LoRA): adding them to a model, checkpoints of the adapters alone, and export of the merged model."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Lora:
                 )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # hide peft's warning about how it treats types of layers
+                warnings.simplefilter("ignore")  # hide peft's warnings about types of layers
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
-                # Adapters in float32, since optimizer steps are smaller than the resolution of bf16.
+                # Keep the adapters in float32, since optimizer steps are smaller than the resolution of bf16.
                 parameter.data = parameter.data.float()
         model.register_state_dict_post_hook(_leave_out_frozen)
         model.register_load_state_dict_post_hook(_need_no_frozen)
@@ -96,7 +96,7 @@ class Lora:
 
             def write() -> None:
                 try:
-                    if writes:  # the weights are cloned because merging changes them in place
+                    if writes:  # copy the weights, because merging changes them in place
                         self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
                 finally:
                     for _ in turns:  # take part in gathering the remaining weights, because the other ranks wait for this rank
@@ -106,9 +106,8 @@ class Lora:
 
     def _write(self, model: Any, whole: dict[str, Tensor], path: str | Path, processor: Any) -> None:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
-        kind = next(
-            kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
-        )  # take the model's own class, not that of FSDP's wrapper
+        # Take the model's own class, not the class that FSDP has put before it.
+        kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore", FutureWarning)  # hide a warning: peft imports a deprecated name of transformers
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
@@ -129,7 +128,7 @@ class Lora:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """Yield a process group of all ranks through which they coordinate the writing. Yield None for a single process."""
+    """Within this context, provide a process group through which all ranks coordinate writing; None for a single process."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return
@@ -152,7 +151,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the state.
+    """Remove the frozen weights from the model's state dict.
 
     They can be loaded again from their source. Without them, a checkpoint is a hundredth of the model's size.
     """

@@ -88,7 +88,7 @@ class VisionLanguageModel(LanguageModel):
         return processor
 
     def make_model(self, processor: Any, longest: int) -> nn.Module:
-        """Return the model. `longest` is the most tokens of a sequence, including those of its images.
+        """Build the model. `longest` is the maximum number of tokens of a sequence, including those of its images.
 
         Raises:
             ConfigError: the model cannot be loaded or made, or does not fit the processor or the length.
@@ -143,9 +143,8 @@ class VisionLanguageModel(LanguageModel):
             if word not in TOWERS:
                 freeze(model, [word])
                 continue
-            inside = (
-                tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
-            )  # leave out the projector, which some models have inside the vision tower
+            # Leave out the projector, which some models have inside the vision tower.
+            inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():
                 if name.startswith(prefixes) and not name.startswith(inside):
@@ -153,7 +152,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def image_token_id(owner: Any) -> int | None:
-    """Return the id of the token that represents a patch of an image in a processor or configuration.
+    """Return the id of the token that stands for an image patch, as a processor or configuration defines it.
 
     Return None if there is none.
     """
@@ -162,7 +161,7 @@ def image_token_id(owner: Any) -> int | None:
 
 
 def check_images(model: Any, batch: Mapping[str, Any]) -> None:
-    """Run the vision tower on the images of one row. Check that it returns as many vectors as the processor has image tokens.
+    """Check, on one row's images, that the vision tower returns as many vectors as the processor makes image tokens.
 
     Parameters of the tower that do not affect these vectors, such as layers after `vision_feature_layer`, are frozen. They would
     get no gradient, which DistributedDataParallel does not support.
@@ -222,7 +221,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the prefixes of the names of the parameters to which `word`, such as `vision_tower`, refers."""
+    """Return the prefixes of parameter names to which a word such as `vision_tower` refers."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

@@ -1,1 +1,1 @@
-"""Tasks, baselines and text generation of the recipes."""
+"""The recipes' tasks (losses and metrics), baselines and text generation."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ByteCounts:
-    """Counts of each class and of each byte in its texts, for both baselines.
+    """Counts of rows per class, and of bytes per class, from which both baselines are computed.
 
     Args:
         classes: the number of classes.
@@ -27,11 +27,11 @@ class ByteCounts:
         self.bytes[label] += _histogram(text)
 
     def majority(self) -> int:
-        """The number of the most frequent class."""
+        """The index of the most frequent class."""
         return int(self.rows.argmax())
 
     def naive_bayes(self, texts: Iterable[str]) -> Tensor:
-        """Return the most likely class of each text, as int64 of shape (texts,).
+        """Return the most likely class of each text by naive Bayes, as int64 of shape (texts,).
 
         Naive Bayes assumes that the bytes of a text are independent draws from the frequencies of its class.
 

@@ -38,7 +38,7 @@ class ClassificationTask(Task):
         return model(**{name: value for name, value in batch.items() if name != "labels"})
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the cross entropy, in float32."""
+        """Return the weighted cross entropy of a batch, computed in float32."""
         labels = batch["labels"]
         return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
 

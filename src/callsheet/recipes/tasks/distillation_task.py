@@ -13,14 +13,13 @@ from callsheet.trainer.tasks import IGNORED_LABEL, Losses
 
 
 class DistillationTask(CausalTask):
-    """The loss is `mix * ce_loss + (1 - mix) * kd_loss`.
+    """A task with the loss `mix * ce_loss + (1 - mix) * kd_loss`, from the labels and from a teacher's logits.
 
     All three are means over the labelled tokens (Hinton, Vinyals and Dean 2015).
 
-    `ce_loss` is the model's own loss, in nats. `kd_loss` is KL(teacher
-
-    model), where the logits of both are divided by the temperature. It is multiplied by the square of the temperature, so that
-    the size of its gradients does not depend on the temperature. In evaluation, `teacher_loss` is the teacher's cross entropy.
+    `ce_loss` is the model's own loss, in nats. `kd_loss` is the Kullback-Leibler divergence KL(teacher || model),
+    where the logits of both are divided by the temperature. It is multiplied by the square of the temperature, so that the size of
+    its gradients does not depend on the temperature. In evaluation, `teacher_loss` is the teacher's cross entropy.
 
     Args:
         teacher: a causal language model over the same tokens.
@@ -43,10 +42,10 @@ class DistillationTask(CausalTask):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the losses by name."""
+        """Return the total loss and its parts by name."""
         own = super().loss(outputs, batch)
-        assert isinstance(own, Tensor)  # the model's own loss is a single tensor
-        labels = batch["labels"][:, 1:]  # the first token is left out, since no logits predict it
+        assert isinstance(own, Tensor)  # a model of transformers returns a single tensor as its own loss
+        labels = batch["labels"][:, 1:]  # leave out the first token, since no logits predict it
         says, teaches = (logits[:, :-1, : self._vocabulary].float() for logits in (outputs.logits, outputs.teacher_logits))
         says_softly, teaches_softly = (log_softmax(logits / self._temperature, dim=-1) for logits in (says, teaches))
         apart = kl_div(says_softly, teaches_softly, reduction="none", log_target=True).sum(-1)

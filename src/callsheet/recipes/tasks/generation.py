@@ -18,7 +18,9 @@ FINAL_TABLE = "generations/final"
 def log_continuations(
     trainer: Trainer, prompts: Sequence[Prompt], tokenizer: Any, most: int, *, temperature: float = 0.0, seed: int = 0
 ) -> list[tuple[str, str]]:
-    """Return each prompt with the model's continuation, and log them as a table. With sharded weights every rank must call this.
+    """Let the model continue the prompts, and log and return each prompt with its continuation.
+
+    With sharded weights, every rank must call this.
 
     If the model's outputs are NaN or infinite, log a warning and return nothing.
 
@@ -51,7 +53,7 @@ def continuations(
     seed: int = 0,
     batch_size: int = 8,
 ) -> list[tuple[str, str]]:
-    """Return each prompt with the model's continuation, as `log_continuations` does, but do not log them.
+    """Let the model continue the prompts, like `log_continuations`, but only return the results.
 
     Raises:
         NonFiniteError: the model's outputs are NaN or infinite.
@@ -74,5 +76,5 @@ def continuations(
 
 
 def passages(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return prompts with their continuations as text to print."""
+    """Return prompts with their continuations as texts to print."""
     return [f"--- {prompt!r} continued ---\n{prompt}{written}\n" for prompt, written in rows]

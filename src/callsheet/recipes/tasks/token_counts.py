@@ -1,4 +1,4 @@
-"""Token counts as baselines for a language model."""
+"""Baselines for a language model, computed from counts of tokens and of pairs of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenCounts:
         self._followers = np.bincount(self._pairs // vocabulary, minlength=vocabulary)
 
     def cross_entropies(self, examples: Examples) -> tuple[float, float]:
-        """Return two cross-entropies of the target tokens, in nats per token.
+        """Return the unigram and the bigram cross-entropy of the target tokens, in nats per token.
 
         The first uses the counts of single tokens, the second those of pairs.
         """
@@ -51,7 +51,7 @@ class TokenCounts:
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for each target token, the token before it and the token itself.
 
-    Every target token has one before it, because the first token of an example is never one.
+    There always is a token before, because the first token of an example is never a target.
     """
     is_target = examples.is_target.copy()
     is_target[examples.starts] = False

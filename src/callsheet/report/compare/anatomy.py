@@ -23,7 +23,7 @@ Kind = Literal["span", "callback"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A span or callback of one run.
+    """The time that one span or one callback of a run takes in a step.
 
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback the mean.
@@ -38,14 +38,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """The timed steps of one run: how many there are, and the parts of a step by kind and name."""
+    """Where the time of a run's step goes: the number of timed steps, and the parts of a step by kind and name."""
 
     steps: int
     parts: Mapping[tuple[Kind, str], Part]
 
 
 def _spans_of_a_step() -> list[str]:
-    """Return the spans of a step in the order of the lifecycle."""
+    """Return the names of the spans of a step in the order of the lifecycle."""
     found = list(_STEP)
     for name in found:  # the loop also reads the names that it appends
         found += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in found]
@@ -53,23 +53,22 @@ def _spans_of_a_step() -> list[str]:
 
 
 def anatomy_of(run: RunFolder) -> Anatomy:
-    """Return the parts of a step in this run. A run without timed steps has none.
+    """Return the times of the parts of a step in this run. A run without timed steps has no parts.
 
     The median is used for spans, because a single slow step would decide the mean of a few.
     """
     steps: dict[int, dict[tuple[Kind, str], float]] = {}
     names = _spans_of_a_step()
     for window in run.windows:
-        if not window.is_whole:  # some of its timed slices were left out, so sums would be too small
+        if not window.is_whole:  # some timed slices of the window are missing, so sums would be too small
             continue
         for each in window.slices:
             if each.callback or each.name in names:
                 found = steps.setdefault(each.step, {})
                 part: tuple[Kind, str] = ("callback", each.callback) if each.callback else ("span", each.name)
                 found[part] = found.get(part, 0.0) + each.seconds
-    timed = [
-        found for found in steps.values() if ("span", "train_step") in found
-    ]  # a window ends within the fetch of the next step
+    # Leave out incomplete steps: a timing window ends while the batch of the next step is fetched.
+    timed = [found for found in steps.values() if ("span", "train_step") in found]
     whole = statistics.median(sum(found.get(("span", name), 0.0) for name in _STEP) for found in timed) if timed else 0.0
     if not whole:
         return Anatomy(0, {})
@@ -84,8 +83,9 @@ def anatomy_of(run: RunFolder) -> Anatomy:
 
 
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
-    """Return one row for each span and callback of a step, with its `kind`, `name` and a cell for each group, of which the first is the
-    baseline.
+    """Return one row for each span and callback of a step: its `kind`, its `name`, and a cell for each group.
+
+    The first group is the baseline.
 
     A cell has the mean `seconds` and `share` over the group's runs, `change` from the baseline's seconds as a fraction, and `mark`,
     which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
@@ -121,7 +121,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
-    """Return whether a difference may be noise, by the spread over the runs.
+    """Return whether the difference between two groups' times of a part may be noise, judging by the spread over the runs.
 
     With one run on each side, the timed steps of the two are compared by ranks (Mann and Whitney, 1947), since a few slow steps would
     decide their means.
@@ -137,7 +137,7 @@ def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
 
 
 def _callbacks(found: Sequence[Anatomy]) -> list[tuple[Kind, str]]:
-    """Return the callbacks in these runs, those that take the most time first."""
+    """Return the kind and name of the callbacks in these runs, those that take the most time first."""
     most: dict[tuple[Kind, str], float] = {}
     for each in found:
         for name, part in each.parts.items():

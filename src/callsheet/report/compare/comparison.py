@@ -1,4 +1,4 @@
-"""A comparison of runs, as plain data: which runs, in which groups, what differs, their values, and where a step's time goes."""
+"""Compares runs: their groups, their different settings, their values, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_NAMES = ("settings", "callbacks")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison: its name in the comparison, its group, and the data that was read from its folder.
+    """One run of a comparison: its name there, its group, and the data that was read from its folder.
 
     `parts` keeps what `once` computed.
     """
@@ -34,14 +34,14 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Compute a part of the page from the run's data and `limit` alone, or return it if it was computed before."""
+        """Return a part of the page that depends only on the run's data and `limit`. It is computed once and then cached."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]
 
 
 class Comparison:
-    """A comparison of runs, which are in groups. The first group is the baseline.
+    """A comparison of groups of runs. The first group is the baseline.
 
     Args:
         runs: the data that was read from each run's folder, in the order in which the runs are shown.
@@ -72,14 +72,14 @@ class Comparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of all values that some run has: losses first, then evaluations, then the rest by name."""
+        """The names of the metrics that at least one run has, losses first, then evaluations, then the rest by name."""
         names = dict.fromkeys(name for each in self.runs for name in each.values)
         return sorted(
             names, key=lambda name: ("/" not in name, not name.endswith("/loss"), not name.startswith("validation/"), name)
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row for each metric and group: mean, spread and number of runs, best value, and the difference from the baseline."""
+        """Return one row for each metric and group: mean, spread, number of runs, best value, difference from the baseline."""
         found = []
         for metric in self.metrics:
             baseline = [each.values[metric] for each in self.members(self.groups[0]) if metric in each.values]
@@ -102,7 +102,7 @@ class Comparison:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return each problem once, the most serious first, with the runs that have it (their places) and its detail in each."""
+        """Return each problem once, the most serious first, with the indices of the runs that have it and each run's detail."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
@@ -178,7 +178,7 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
 
 
 def run_facts(each: Compared) -> dict[str, Any]:
-    """Return the facts of a run that a comparison shows: its name, outcome, steps, times, and how many evaluations and the like it had."""
+    """Return a run's row in the table of compared runs: its name, outcome, steps, times, number of restarts and so on."""
     run = each.run
     starts = sum(event["event"] == "run_start" for event in run.events)
     return {
@@ -230,7 +230,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, which is enough to name a group."""
+    """Return the last part of a setting's dotted name, as the short name for a group."""
     return setting.rpartition(".")[2]
 
 

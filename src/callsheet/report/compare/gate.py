@@ -1,4 +1,4 @@
-"""Conditions such as `step_seconds > +5%`, under which a comparison fails."""
+"""Conditions such as `step_seconds > +5%`, under which `callsheet compare --fail-if` fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Return the condition that `text` describes. Raise ConfigError, with an example, if it cannot be read."""
+        """Return the condition that `text` describes. Raise ConfigError if the text is not a condition."""
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(
@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a condition fails for one run or group, and the line that says so."""
+    """The result of checking a condition for one run or group: whether it fails, and a line of text about it."""
 
     condition: Condition
     fails: bool
@@ -64,7 +64,7 @@ class Verdict:
 def judge(
     condition: Condition, baseline: Sequence[Mapping[str, Value]], other: Sequence[Mapping[str, Value]], name: str
 ) -> Verdict:
-    """Compare the other runs with the baseline's. A difference fails only if all of its 95 % confidence interval is beyond the limit.
+    """Check a condition: it fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
 
     A last value that is not finite fails, if those of the baseline are finite.
 

@@ -29,7 +29,7 @@ _TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what the page draws, as plain JSON values. Runs and groups are numbers: their places in `runs` and `groups`.
+    """Return the data that the page's scripts draw, as plain JSON values. Runs and groups are indices into `runs` and `groups`.
 
     Args:
         comparison: the runs.
@@ -60,18 +60,18 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # Curves and axes have no NaN or infinity, which JSON lacks, so they need no conversion. They are most of the page.
+    # Curves and axes, the largest part, are added after `plain`: they have no NaN or infinity, which JSON lacks.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
 def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
-    """Return the page as HTML, with the images that fit into 10 MB.
+    """Return the page of a comparison as HTML, with the images that fit into 10 MB.
 
     Raises:
         MissingPackage: plotly is not installed.
     """
     content = data(comparison, metrics)
-    # A byte of an image is 4/3 characters in the page.
+    # Base64 turns each byte of an image into 4/3 characters of the page.
     room = max(0, _PAGE_BYTES - len(plotly_js()) - len(json_in_html(content)) - 200_000) * 3 // 4
     by_run = {
         f"{each['run']}/{name}": [{"files": entry["files"]} for entry in each["entries"]]
@@ -89,7 +89,7 @@ def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
 
 
 def live_comparison_page(content: Mapping[str, Any], live: Live) -> str:
-    """Return the page as HTML for a server, which updates it and has the images.
+    """Return the page of a comparison as HTML for a server, which provides new data and the images.
 
     Args:
         content: what `data` returned, with the additions of `LiveComparison`.
@@ -103,7 +103,7 @@ def live_comparison_page(content: Mapping[str, Any], live: Live) -> str:
 
 
 def write_comparison(comparison: Comparison, out: str | os.PathLike[str], metrics: Sequence[str] = ()) -> Path:
-    """Write the page to the file `out`, atomically. Return its path.
+    """Write the page of a comparison to the file `out`, atomically. Return its path.
 
     Raises:
         MissingPackage: plotly is not installed.
@@ -130,7 +130,7 @@ def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
 
 
 def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return the curves of each metric (one per run that has it), their charts by family, and how many metrics do not fit."""
+    """Return the curves of each metric (one per run), their charts by family, and the number of metrics that do not fit."""
     runs = comparison.runs
     points = [_points(each) for each in runs]
     names = dict.fromkeys(name for each in runs for name in _names(each) if not name.startswith("time/"))
@@ -152,7 +152,7 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         ]
         for name in shown
     }
-    # One chart for each metric: several metrics of many runs in one chart could not be told apart.
+    # Each metric has a chart of its own, because several metrics of many runs could not be told apart in one chart.
     charts = [
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped
@@ -184,7 +184,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the table that fit, losses and values of the whole run first, and how many do not fit."""
+    """Return as many rows of the table of values as fit, and the number of other rows. Losses have priority."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []
@@ -200,7 +200,7 @@ def _is_minor(row: Mapping[str, Any]) -> bool:
 
 
 def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]], int]:
-    """Return the settings that differ, as many as fit, and how many do not."""
+    """Return as many of the settings that differ between runs as fit, and the number of other settings."""
     found: dict[str, dict[str, list[str]]] = {}
     room, left_out = _SETTINGS_LENGTH, 0
     for group, rows in comparison.differences.items():
@@ -214,7 +214,7 @@ def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]
 
 
 def _anatomy(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the rows of the anatomy of a step, with the digits that the page shows."""
+    """Return the rows of the table that shows where a step's time goes, rounded to the digits that the page shows."""
     return [
         {**row, "cells": [cell and {name: _short(value) if isinstance(value, float) else value for name, value in cell.items()}
                           for cell in row["cells"]]}
@@ -223,7 +223,7 @@ def _anatomy(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Return the results of evaluations by metric, for each run as steps and values."""
+    """Return the results of evaluations for each metric and run, as pairs of step and value."""
     found: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for place, each in enumerate(runs):
         for evaluation in each.run.evaluations:
@@ -246,7 +246,7 @@ def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
-    """Return a summary of the run's checkpoints, and the latest of them."""
+    """Return a summary of the run's checkpoints, and the rows of the latest checkpoints."""
     kept = [info for info in each.run.checkpoints if not info["is_undone"]]
     sizes = [info["size_bytes"] for info in kept if isinstance(info.get("size_bytes"), (int, float))]
     saving = each.values.get("checkpoint_save_seconds")
@@ -262,9 +262,9 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
 
 
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged tables by name, for each run the latest entries that fit."""
+    """Return the logged tables by name, with as many of the latest entries of each run as fit."""
     found: dict[str, list[dict[str, Any]]] = {}
-    room = _TABLES_LENGTH // len(runs)  # of each run: the first must not take the room of the others
+    room = _TABLES_LENGTH // len(runs)  # an equal share for each run
     for place, each in enumerate(runs):
         left = room
         for name, logged in each.run.tables.items():
@@ -281,7 +281,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images by name, for each run as entries with the step and files; a file's name begins with the run's number."""
+    """Return the logged images of each run by name: entries with step and files, whose names begin with the run's number."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():
@@ -295,7 +295,7 @@ def _share(room: int, runs: int, most: int) -> int:
 
 
 def _short(value: float) -> float:
-    """Return the value with as many digits as the page shows; whole numbers as integers, which are shorter in JSON."""
+    """Return the value rounded to the digits that the page shows. A whole number becomes an int, which is shorter in JSON."""
     if not math.isfinite(value):
         return value
     return int(value) if float(value).is_integer() else float(f"{value:.{_DIGITS + 2}g}")

@@ -1,4 +1,4 @@
-"""The settings of a run as a flat mapping, and which of them differ between runs."""
+"""Reads the settings of a run as a flat mapping, and finds those that differ between runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from callsheet.report.run_folder import RunFolder
 _OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
 """Settings that name the run or its folder. They always differ between two runs, so they are not compared."""
 _DEEPEST = 20
-_LONGEST = 300  # a longer value is cut after this many characters
+_LONGEST = 300  # longer values are truncated to this many characters
 
 GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 """The groups of settings, in the order in which they are shown."""
 
 
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the settings with which the run was started, as text by dotted name, in the groups `GROUPS`."""
-    recorded = {} if run.config else dict(run.settings)  # a recipe's file has it all, with the defaults
+    """Return the settings with which the run was started, in the groups `GROUPS`, each as a dict from dotted name to text."""
+    recorded = {} if run.config else dict(run.settings)  # `config` of a recipe has all settings already
     given = {**run.hyperparameters, **run.config}
     listed = [
         source.pop(name)
@@ -55,7 +55,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ, by group and name: the value of each run, empty where it has none.
+    """Return the settings that differ between the runs, by group and name, as a list of each run's value (empty if it has none).
 
     A run that has recorded nothing of a group, such as its packages, is not compared in this group.
 
@@ -66,7 +66,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # A run with settings and no callbacks has recorded that it has none.
+        # If a run has recorded settings but no callbacks, it has no callbacks, which is compared too.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values
@@ -79,7 +79,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the options of classes that a recipe lists, as `EarlyStopper.patience`; a class without options has the value `yes`."""
+    """Return the options of listed classes under names like `EarlyStopper.patience`; without options, the value is `yes`."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)
@@ -93,7 +93,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if name == "init_args" and isinstance(value, Mapping) and "class_path" in values:
-            found += _flat(value, prefix)  # `optimizer.lr`, as on the command line
+            found += _flat(value, prefix)  # named `optimizer.lr`, as on the command line, without `init_args`
         elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
             found += _flat(value, f"{prefix}{name}.")
         else:
@@ -111,7 +111,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    digest = hashlib.blake2s(
-        text.encode("utf-8", "surrogatepass"), digest_size=4
-    ).hexdigest()  # else two long texts could look the same
+    # The digest distinguishes long texts that begin alike.
+    digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"

@@ -29,7 +29,7 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
-    """Return the tables of a comparison as text. CSV has only the table of values: one row per metric and group, with all digits.
+    """Return the tables of a comparison as text. CSV has only the table of values, with one row per metric and group.
 
     Args:
         comparison: the comparison.
@@ -101,7 +101,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
 
 
 def _is_of_one_parameter(metric: str) -> bool:
-    """Return whether the metric is about one parameter or layer of the model: its last part is a dotted name."""
+    """Return whether the metric is about one parameter or layer of the model, that is, its last part is a dotted name."""
     return "/" in metric and "." in metric.rpartition("/")[2]
 
 
@@ -148,7 +148,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as cells. If long ones begin alike, the cells begin with the word before the first difference."""
+    """Return the values as table cells. If long values begin alike, the cells begin with the word before the first difference."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))
@@ -204,5 +204,5 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
 def _csv_cell(value: Any) -> Any:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
-    # A spreadsheet would run a text that begins like a formula.
+    # A spreadsheet would evaluate a text that begins like a formula, so quote it.
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -1,4 +1,4 @@
-"""The final and best values of runs, the speed and duration of their steps, and how significant differences are."""
+"""Computes the final and best values of runs, the speed of their steps, and how significant the differences are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOWER_IS_BETTER = (
 )
 _NOT_COMPARED = ("time/", "lr/", "system/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
-_SKIPPED_RECORDS = 1  # records at the start that are left out, because the first steps allocate and compile
+_SKIPPED_RECORDS = 1  # metrics records at the start that are left out, because the first steps allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The values of one metric over several runs of one setting: mean, sample standard deviation (NaN for one run), and their number."""
+    """Mean, sample standard deviation (NaN for one run) and number of a metric's values over several runs of one setting."""
 
     mean: float
     deviation: float
@@ -66,7 +66,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much a value differs from the baseline's.
+    """How much a metric's value differs from the baseline's value.
 
     Args:
         baseline: the baseline's value, the mean over its runs.
@@ -92,13 +92,13 @@ class Difference:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether a lower value of this metric is the better one, judged by its name."""
+    """Return whether a lower value of this metric is better, judging by the metric's name."""
     first, _, last = metric.lower().rpartition("/")
     return first == "memory" or (any(word in last for word in _LOWER_IS_BETTER) and "per_second" not in last)
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
-    """Return the values of the run by metric: what it logged, and `step_seconds`, speed, memory, and times of the whole run."""
+    """Return the run's last and best values by metric: logged metrics, `step_seconds`, speed, memory, whole-run times."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in run.records:  # keep this loop fast, since it sees every value of the run
         step = record.step
@@ -124,13 +124,13 @@ def values_of(run: RunFolder) -> dict[str, Value]:
 
 
 def summary(values: Sequence[float]) -> Summary:
-    """Return the mean, the standard deviation and the number of these values."""
+    """Return the mean, the sample standard deviation and the number of these values."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return Summary(statistics.fmean(values), deviation, len(values))
 
 
 def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bool = False) -> Difference:
-    """Return how the other runs differ from the baseline's in one metric.
+    """Return how much the other runs differ from the baseline's runs in one metric.
 
     With two runs or more on each side the spread over the runs decides. If only one side has several runs, the run of the other side is
     taken as one more of the same spread. With a single run on each side, the spread of the measurements within the runs decides, for
@@ -175,7 +175,7 @@ def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
 
 
 def _rates_between_records(run: RunFolder, name: str) -> list[float]:
-    """Return the samples or tokens per second between each two records, from the run's counts.
+    """Return the samples or tokens per second between consecutive metrics records, computed from the run's counts.
 
     The rates that a run logs may be means over a window of records, whose spread is too small. They are used if there are no counts.
     """
@@ -190,7 +190,7 @@ def _rates_between_records(run: RunFolder, name: str) -> list[float]:
 
 
 def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the margin of the 95 % confidence interval of the difference of the means, and the p-value (Welch, 1947)."""
+    """Return the margin of the 95 % confidence interval for the difference of two means, and the p-value, by Welch's t-test."""
     variances = [_variance(side) / len(side) for side in (one, other)]
     error = math.sqrt(sum(variances))
     absolute = statistics.fmean(other) - statistics.fmean(one)
@@ -204,7 +204,7 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
 
 
 def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
-    """Return the margin and the p-value for one value beside several, if its spread is theirs (the t-test with one value on a side)."""
+    """Return the confidence margin and the p-value of a t-test of one value against several, assuming the same variance."""
     error, freedom = math.sqrt(_variance(several) * (1 + 1 / len(several))), len(several) - 1
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0
@@ -213,6 +213,6 @@ def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Return the sample variance. `statistics.variance` computes in fractions, which takes ten times as long."""
+    """Return the sample variance, ten times as fast as `statistics.variance`, which computes in fractions."""
     mean = statistics.fmean(values)
     return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)

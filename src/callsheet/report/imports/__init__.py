@@ -37,7 +37,7 @@ def import_runs(
     name: str | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> list[Imported]:
-    """Write the runs that other tools recorded as folders of runs in `to`, and return what was written.
+    """Convert runs that other tools recorded to run folders in `to`, and return a summary of each.
 
     Importing the same run again replaces its folder. A folder that was not made by an import is never changed. The files of the
     other tools are only read.
@@ -60,7 +60,7 @@ def import_runs(
 def importing(
     given: Sequence[str | os.PathLike[str]], to: Path, *, kind: str | None, name: str | None, rename: Mapping[str, str]
 ) -> Iterator[Imported]:
-    """Import one run after the other. Yield each when its folder is complete. See `import_runs`."""
+    """Import one run after the other, and yield each when its folder is complete. `import_runs` describes the arguments."""
     _check(kind, name, rename, to)
     sources = [(source, _kind_of(source, each, kind)) for each in given for source in [Source.at(each)]]
     if name is not None and len(sources) > 1:
@@ -90,7 +90,7 @@ def importing(
     for line in empty:
         logger.warning("%s", line)
     for old in rename:
-        if old not in used:  # no error, because the runs are imported
+        if old not in used:  # only warn, because the runs have been imported
             logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
@@ -106,7 +106,7 @@ def _check(kind: str | None, name: str | None, rename: Mapping[str, str], to: Pa
 
 
 def _kind_of(source: Source, given: object, kind: str | None) -> str:
-    """Return the kind of the files at the source.
+    """Return the tool (such as `tensorboard`) that wrote the files at the source.
 
     Raises:
         ConfigError: there is nothing that is recognised, or there are several kinds.

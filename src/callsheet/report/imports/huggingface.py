@@ -1,4 +1,4 @@
-"""Hugging Face's `trainer_state.json`, which the Trainer writes to each checkpoint and at the end. Nothing else is read."""
+"""Reads Hugging Face's `trainer_state.json`, which the Trainer writes to each checkpoint and at the end of training."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _SETTINGS = (
     "save_steps",
     "trial_params",
 )
-_NAMES = {"loss": "train/loss", "train_loss": "train/mean_loss"}  # the second is the mean over the training, logged at its end
+# `train_loss` is the mean loss of the whole training, logged at its end
+_NAMES = {"loss": "train/loss", "train_loss": "train/mean_loss"}
 _SPLITS = {"train_": "train/", "eval_": "validation/", "test_": "test/"}
 
 
 def find(source: Source) -> list[Path]:
-    """Return the output folders of the Trainer."""
+    """Return the Trainer's output folders below the source."""
     return list(dict.fromkeys(_output_folder(path) for path in source.files if path.name == _STATE))
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield one run for each output folder, from its newest state."""
+    """Yield one run for each output folder of the Trainer, read from its newest `trainer_state.json`."""
     for folder in find(source):
         files = [path for path in source.files if path.name == _STATE and _output_folder(path) == folder]
         run = ImportedRun(folder.name, str(folder))
@@ -74,8 +75,8 @@ def _name(name: str) -> str:
 
 
 def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
-    """Return the state with the most steps. It is that of the last checkpoint that can be read, or that of the output folder."""
-    numbered = sorted(files, key=_number, reverse=True)  # the one in the output folder itself comes last
+    """Return the state with the most steps: that of the last readable checkpoint, or that of the output folder."""
+    numbered = sorted(files, key=_number, reverse=True)  # the file in the output folder itself comes last
     found: list[dict[str, Any]] = []
     for path in numbered:
         if found and _number(path) >= 0:
@@ -101,6 +102,6 @@ def _output_folder(path: Path) -> Path:
 
 
 def _number(path: Path) -> int:
-    """Return the number of the checkpoint in which the file is, or -1 if it is in none."""
+    """Return the number of the checkpoint folder that contains the file, or -1 if none does."""
     found = _CHECKPOINT.fullmatch(path.parent.name)
     return int(found[1]) if found else -1

@@ -14,8 +14,8 @@ from typing import Any
 MOST_VALUES = 20_000_000
 """How many values of metrics one run may have; further ones are left out."""
 
-_LARGEST_STEP = 2**53  # above it, the reader of runs rejects a step
-_LATEST = 1e11  # seconds since 1970; a larger number is not a time in seconds
+_LARGEST_STEP = 2**53  # `callsheet.report.records` rejects larger steps
+_LATEST = 1e11  # largest number that counts as a Unix time in seconds
 _MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
 _PNG = b"\x89PNG\r\n\x1a\n"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -23,7 +23,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The values of one step. `time` is in seconds since 1970, and NaN if unknown."""
+    """The metric values of one step. `time` is in seconds since 1970, and NaN if unknown."""
 
     step: int
     time: float
@@ -60,7 +60,7 @@ class Metrics:
         return list(self._columns)
 
     def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
-        """Add a value. It is left out, and counted, if its step is not a whole number or if the run has too many values."""
+        """Add a value of a metric. Leave it out and count it if its step is not a whole number or there are too many values."""
         whole = as_step(step)
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1
@@ -76,7 +76,7 @@ class Metrics:
         self.count += 1
 
     def drop_from(self, step: int) -> None:
-        """Delete all values of `step` and later steps."""
+        """Delete all values of the step `step` and of later steps."""
         for name, columns in list(self._columns.items()):
             kept = [place for place, each in enumerate(columns[0]) if each < step]
             if len(kept) < len(columns[0]):
@@ -89,7 +89,7 @@ class Metrics:
                 )
 
     def add_all(self, other: Metrics, prefix: str = "") -> None:
-        """Add all metrics of `other`. Those whose names do not begin with `prefix` get it."""
+        """Add all metrics of `other`, with `prefix` before names that do not begin with it."""
         for name, columns in other._columns.items():
             for step, value, time in zip(*columns, strict=True):
                 self.add(with_prefix(name, prefix), step, value, time)
@@ -132,7 +132,7 @@ class Metrics:
 
 @dataclass(slots=True)
 class ImportedRun:
-    """A run as a source has it.
+    """A run that was read from the files of another tool.
 
     `key` identifies the run among all of its kind: its id, or the path of its folder. `outcome` is empty, and `started`, `ended` (seconds since 1970) and `seconds` (of
     training) are NaN, if the source does not know them. `reason` says why the run ended, or why the outcome is unknown.
@@ -153,7 +153,7 @@ class ImportedRun:
     warnings: list[str] = field(default_factory=list)
 
     def add_image(self, name: str, step: int, time: float, png: bytes) -> None:
-        """Add an image. It is left out, and counted, if it is not a PNG, or if the run has too many images."""
+        """Add an image. If it is not a PNG, or if the run has too many images, leave it out and count it."""
         if not png.startswith(_PNG):
             self.left_out["images that are not PNG"] += 1
         elif len(png) > _LARGEST_IMAGE or len(self.images) >= _MOST_IMAGES or self._image_bytes() + len(png) > _MOST_IMAGE_BYTES:
@@ -162,7 +162,7 @@ class ImportedRun:
             self.images.append(ImportedImage(name, step, time, png))
 
     def add_row(self, values: Mapping[str, Any], step: Any, time: float = math.nan) -> None:
-        """Add the numbers among `values`. A mapping inside it is added with dotted names. All else is left out and counted."""
+        """Add the numbers in `values` as metrics; nested mappings get dotted names. Other values are left out and counted."""
         for name, value in values.items():
             if (found := as_number(value)) is not None:
                 self.metrics.add(name, step, found, time)
@@ -195,7 +195,7 @@ def as_step(value: Any) -> int | None:
 
 
 def with_prefix(name: str, prefix: str) -> str:
-    """Return `name` with `prefix` before it, unless it begins with it."""
+    """Return `name` with `prefix` before it, unless `name` already begins with `prefix`."""
     return name if name.startswith(prefix) else f"{prefix}{name}"
 
 

@@ -1,4 +1,4 @@
-"""Lightning's `CSVLogger`: `metrics.csv` and `hparams.yaml`."""
+"""Reads the files of Lightning's `CSVLogger`: `metrics.csv` and `hparams.yaml`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find(source: Source) -> list[Path]:
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield one run for each `metrics.csv`."""
+    """Yield one run for each `metrics.csv` of Lightning."""
     for folder in find(source):
         run = ImportedRun(run_name(folder), str(folder), reason=f"{_METRICS} does not record how the run ended")
         add_hyperparameters(run, folder, extra="train")
@@ -46,12 +46,12 @@ def read(source: Source) -> Iterator[ImportedRun]:
 
 
 def run_name(folder: Path) -> str:
-    """Return the name for the run in `folder`. For `logs/version_0` it includes the name of the folder above."""
+    """Return the name for the run in `folder`. For `logs/version_0` the name includes that of the parent folder."""
     return f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"version_\d+", folder.name) else folder.name
 
 
 def add_hyperparameters(run: ImportedRun, folder: Path, *, extra: str) -> None:
-    """Add what `hparams.yaml` in `folder` has, if it is there."""
+    """Add the hyperparameters in the folder's `hparams.yaml`, if there is such a file."""
     try:
         run.hyperparameters |= yaml_settings(folder, HYPERPARAMETERS, extra=extra)
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def add_hyperparameters(run: ImportedRun, folder: Path, *, extra: str) -> None:
 
 
 def metric_names(columns: Iterable[str]) -> dict[str, str]:
-    """Return for each column the name of its metric: `train/loss` for `train_loss` or `train_loss_step`, and so on.
+    """Return the metric's name for each column of the CSV file: `train/loss` for `train_loss` or `train_loss_step`, and so on.
 
     If a metric was logged both by step and by epoch, `train/loss` has the values of the steps and `train/loss_epoch` those of the
     epochs. For validation and test it is the other way round: `validation/loss` and `validation/loss_step`.
@@ -109,7 +109,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines of an open file.
+    """Yield the lines of an open CSV file.
 
     Raises:
         ValueError: a line is too long to be a line of metrics, has a zero byte, or is not complete.

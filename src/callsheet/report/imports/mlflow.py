@@ -1,4 +1,4 @@
-"""MLflow's stores: the folder `mlruns`, and SQLite databases.
+"""Reads MLflow's stores of runs: the folder `mlruns`, and SQLite databases.
 
 Both are read without MLflow. MLflow 3 does not open the folder, opens only databases of its own version unless it migrates them, and
 writes to what it opens.
@@ -22,9 +22,9 @@ from callsheet.report.lines import inside, text_of
 LOOKS_FOR = "the folder mlruns, or an SQLite file with MLflow's tables"
 
 _META = "meta.yaml"
-_STATUSES = {1: "RUNNING", 2: "SCHEDULED", 3: "FINISHED", 4: "FAILED", 5: "KILLED"}  # as numbers in the folder store
+_STATUSES = {1: "RUNNING", 2: "SCHEDULED", 3: "FINISHED", 4: "FAILED", 5: "KILLED"}  # status codes in the folder `mlruns`
 _OUTCOMES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted"}
-_INFINITE = 1.7976931348623157e308  # how the database stores an infinite value
+_INFINITE = 1.7976931348623157e308  # MLflow's databases store infinity as this number
 _MOST_FILES, _LONGEST_VALUE, _LONGEST_LINE = 100_000, 2**16, 4096
 _COLUMNS = {
     "runs": {"run_uuid", "status", "start_time", "end_time", "lifecycle_stage"},
@@ -35,12 +35,12 @@ _COLUMNS = {
 
 
 def find(source: Source) -> list[Path]:
-    """Return the databases, and the folders of runs in a folder store."""
+    """Return MLflow's databases, and the folders of runs in `mlruns`."""
     return [*databases(source, _COLUMNS), *_run_folders(source)]
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield the runs in the order in which they started. Deleted runs are left out.
+    """Yield MLflow's runs in the order in which they started. Deleted runs are left out.
 
     Raises:
         ConfigError: a database cannot be read.
@@ -82,7 +82,7 @@ def _seconds(milliseconds: Any) -> float:
     return found / 1000 if found else math.nan
 
 
-# --- the database ---
+# --- SQLite databases ---
 
 
 def _runs_of_database(path: Path) -> Iterator[ImportedRun]:
@@ -116,7 +116,7 @@ def _runs_of_database(path: Path) -> Iterator[ImportedRun]:
             yield run
 
 
-# --- the folder ---
+# --- the folder `mlruns` ---
 
 
 def _run_folders(source: Source) -> list[Path]:
@@ -144,13 +144,13 @@ def _run_of_folder(folder: Path, facts: Mapping[str, Any]) -> ImportedRun:
 
 
 def _add_history(run: ImportedRun, name: str, file: TextIO) -> None:
-    """Add the values of one metric. A line is a time in milliseconds, the value, and the step."""
+    """Add the values in the file of one metric. A line has a time in milliseconds, the value, and the step."""
     damaged = 0
     while line := file.readline(_LONGEST_LINE):
         try:
             if not line.endswith("\n"):
                 raise ValueError("the line is cut off")
-            moment, value, step = [*line.split(), "0"][:3]  # old versions wrote no step
+            moment, value, step = [*line.split(), "0"][:3]  # old versions of MLflow wrote no step
             run.metrics.add(name, int(step), float(value), _seconds(int(moment)))
         except ValueError:
             damaged += bool(line.strip())
@@ -159,7 +159,7 @@ def _add_history(run: ImportedRun, name: str, file: TextIO) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of the files below the folder, with `/` for the folders in it. Links are not followed."""
+    """Return the relative paths of all files below the folder. Symbolic links are not followed."""
     found: list[str] = []
     for place, folders, files in os.walk(folder):
         folders.sort()

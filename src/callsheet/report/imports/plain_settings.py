@@ -1,4 +1,4 @@
-"""Hyperparameters from files of other tools, as plain values of bounded size. No object is built that a file asks for."""
+"""Reads hyperparameters from files of other tools as plain values of limited size, without building arbitrary objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_VALUES, _DEEPEST, _LONGEST_TEXT = 10_000, 16, 10_000
 
 
 def plain_settings(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the settings with all that JSON can express. Beyond 10,000 values, 16 levels or 10,000 characters they are cut off."""
+    """Convert settings to values that JSON can express, with at most 10,000 values, 16 levels, and 10,000 characters per text."""
     left = [_MOST_VALUES]
     found = _plain(values, left, 0)
     return found if isinstance(found, dict) else {}
@@ -35,12 +35,12 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
         return value
     try:
         return str(value)[:_LONGEST_TEXT]
-    except ValueError:  # an integer with too many digits to convert
+    except ValueError:  # Python does not convert integers with so many digits to text
         return "..."
 
 
 def parsed_text(text: str) -> Any:
-    """Return the number or the truth value that `text` spells in Python, otherwise `text`."""
+    """Return `text` as a number, boolean or None if it looks like one in Python, otherwise unchanged."""
     if text in (known := {"True": True, "true": True, "False": False, "false": False, "None": None}):
         return known[text]
     for kind in (int, float):
@@ -52,7 +52,7 @@ def parsed_text(text: str) -> Any:
 
 
 def yaml_settings(folder: Path, name: str, *, extra: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file of `folder`; empty if there is no such file. A value with a tag becomes the plain value.
+    """Return the mapping in a YAML file of `folder`; empty if there is no such file. Tags of values are ignored.
 
     Raises:
         MissingPackage: PyYAML is not installed.
@@ -75,12 +75,12 @@ def yaml_settings(folder: Path, name: str, *, extra: str) -> dict[str, Any]:
 
 @cache
 def _plain_loader() -> Any:
-    """Return a safe YAML loader that reads a value with an unknown tag, such as `!!python/tuple`, as the plain value."""
+    """Return a safe YAML loader that ignores unknown tags, such as `!!python/tuple`, and reads the plain value."""
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Keep merge keys (`<<`) as they are: nested ones could multiply without limit."""
+            """Do not expand merge keys (`<<`), because nested merge keys could expand without limit."""
 
     def construct(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""Finds the files of other tools below a path. Links to folders are not followed, and links to files outside the path are not read."""
+"""Finds the files of other tools below a path, without following symbolic links to other places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTERESTING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A path that the user gave, with all links resolved, and the files below it that may belong to a run of another tool.
+    """A path to import from, with symbolic links resolved, and the files below it that may belong to a run of another tool.
 
     If the path is a file, `folder` is the folder of the file, otherwise the path itself.
     """
@@ -31,7 +31,7 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """The folder below which all files are."""
+        """The folder that contains all files of the source, directly or in subfolders."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @classmethod
@@ -59,7 +59,7 @@ class Source:
 
 def _files_below(folder: Path) -> list[Path]:
     found, entries = [], 0
-    for place, folders, files in os.walk(folder):  # does not follow links to folders
+    for place, folders, files in os.walk(folder):  # `os.walk` does not follow links to folders
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         entries += len(folders) + len(files)
         if entries > _MOST_ENTRIES:

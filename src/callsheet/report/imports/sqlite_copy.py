@@ -1,4 +1,4 @@
-"""Reads SQLite databases of other tools, from a copy: SQLite may write next to a database even if it is only read."""
+"""Reads SQLite databases of other tools from a copy, because SQLite may write files next to a database that it only reads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from callsheet.errors import ConfigError
 from callsheet.report.imports.source import Source
 
 _SUFFIXES = {".db", ".sqlite", ".sqlite3"}
-_LONGEST_VALUE = 64 * 2**20  # bytes
+_LONGEST_VALUE = 64 * 2**20  # most bytes of a text or blob in the database
 _MAGIC = b"SQLite format 3\x00"
 
 
 def databases(source: Source, columns: Mapping[str, set[str]]) -> list[Path]:
-    """Return the SQLite databases of the source that have these tables with these columns."""
+    """Return the SQLite databases of the source that have the tables and columns in `columns`."""
     candidates = [path for path in source.files if path == source.path or path.suffix in _SUFFIXES]
     found = []
     for path in candidates:
@@ -30,7 +30,7 @@ def databases(source: Source, columns: Mapping[str, set[str]]) -> list[Path]:
 
 
 def tables(path: Path) -> dict[str, frozenset[str]]:
-    """Return the names of the columns of each table; empty if the file is not an SQLite database that can be read."""
+    """Return the column names of each table; an empty dict if the file is not a readable SQLite database."""
     try:
         files = [path, *_journals(path)]
         return _tables(path, tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files))
@@ -38,7 +38,7 @@ def tables(path: Path) -> dict[str, frozenset[str]]:
         return {}
 
 
-@lru_cache(maxsize=64)  # several readers ask for the same database
+@lru_cache(maxsize=64)  # the readers of several tools ask for the same database
 def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, frozenset[str]]:
     try:
         with open(path, "rb") as file:
@@ -56,7 +56,7 @@ def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, froz
 
 @contextmanager
 def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a temporary copy of the database, with its journal.
+    """Open a temporary copy of the database and its journal within this context.
 
     Raises:
         ConfigError: the file is not a database that can be read.
@@ -77,5 +77,5 @@ def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _journals(path: Path) -> list[Path]:
-    """Return the files in which SQLite keeps what is not in the database yet."""
+    """Return SQLite's journal files, which hold changes that are not in the database file yet."""
     return [beside for end in ("-wal", "-journal") if (beside := path.with_name(path.name + end)).is_file()]

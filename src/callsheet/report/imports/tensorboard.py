@@ -1,4 +1,4 @@
-"""TensorBoard's event files: scalars, images in PNG format, and hyperparameters of the HParams plugin."""
+"""Reads TensorBoard's event files: scalars, images in PNG format, and hyperparameters of the HParams plugin."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _SPLITS = {
 
 
 def find(source: Source) -> list[Path]:
-    """Return the folders that directly hold event files."""
+    """Return the folders that contain event files (not only in subfolders)."""
     return list(dict.fromkeys(path.parent for path in source.files if EVENTS in path.name))
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield one run for each folder that directly holds event files, together with the folders that belong to it.
+    """Yield one run for each folder that contains event files, together with the subfolders that belong to the run.
 
     Folders such as `train` and `validation` belong to the run of the folder above. So do the folders that PyTorch's
     `add_scalars` and `add_hparams` make inside the folder of their writer.
@@ -76,7 +76,7 @@ def _name(folder: Path, source: Source) -> str:
 
 
 def _add_writer_folder(run: ImportedRun, part: ImportedRun) -> bool:
-    """If PyTorch's `add_scalars` or `add_hparams` made this folder, add the folder to the run to which it belongs. Return whether that is so.
+    """Add `part` to the run if PyTorch's `add_scalars` or `add_hparams` wrote its folder. Return whether it was added.
 
     `add_scalars("loss", {"train": ...})` writes the metric `loss` to the folder `loss_train`, and `add_hparams` writes to a folder
     whose name is a time.
@@ -108,9 +108,9 @@ class _EventReader:
         self._not_parsed: type[Exception] = load("google.protobuf.message").DecodeError
 
     def read_folder(self, run: ImportedRun, source: Source, folder: Path, prefix: str) -> None:
-        """Add the event files that are directly in `folder` to the run, in the order of their names, as TensorBoard does."""
+        """Add the events of the files in `folder` (not in subfolders) to the run, in the order of the files' names."""
         part = ImportedRun(run.name, run.key)
-        plugins: dict[str, str] = {}  # by tag; only the first value of a tag may have it
+        plugins: dict[str, str] = {}  # tag -> plugin, which may be given only at a tag's first value
         for path in source.files:
             if path.parent == folder and EVENTS in path.name:
                 for event in self._events(path, run):
@@ -123,7 +123,7 @@ class _EventReader:
         add_hyperparameters(run, folder, extra="train")
 
     def _events(self, path: Path, run: ImportedRun) -> Iterator[Any]:
-        """Yield the events of a file. A damaged event is skipped; after a damaged length, nothing more can be read."""
+        """Yield the events of a file. Skip damaged events, and stop at a damaged length, after which no event can be found."""
         damaged = 0
         try:
             with open(path, "rb") as file:
@@ -162,7 +162,8 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            if event.session_log.status == self._start and event.step > 0:  # a restart, after which earlier values are not valid
+            # A resume: values written before it for this step and later steps are not valid.
+            if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]
         elif what == "graph_def":
@@ -188,16 +189,15 @@ class _EventReader:
             else:
                 run.metrics.add(value.tag, event.step, number, event.wall_time)
         elif kind == "tensor" and plugin == "images":
-            for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # the first two are the width and the height
+            for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # the first two texts are width and height
                 run.add_image(value.tag, event.step, event.wall_time, png)
         else:
             names = {"histo": "histograms", "histograms": "histograms", "audio": "audio clips", "text": "texts"}
             run.left_out[names.get(plugin) or names.get(str(kind)) or "summaries of other kinds"] += 1
 
     def _scalar(self, tensor: Any) -> float | None:
-        if (
-            math.prod(each.size for each in tensor.tensor_shape.dim) != 1
-        ):  # a tensor may state any shape, which would be allocated
+        # Check the size first, because `make_ndarray` would allocate whatever shape a damaged file states.
+        if math.prod(each.size for each in tensor.tensor_shape.dim) != 1:
             return None
         try:
             return float(self._array(tensor).item())

@@ -1,4 +1,4 @@
-"""Trackio's SQLite databases, one for each project."""
+"""Reads Trackio's SQLite databases, of which each project has one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _COLUMNS = {"metrics": {"id", "run_name", "timestamp", "step", "metrics"}, "conf
 
 
 def find(source: Source) -> list[Path]:
-    """Return the databases."""
+    """Return Trackio's databases below the source."""
     return databases(source, _COLUMNS)
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield the runs of all projects in the order in which they were first logged.
+    """Yield the runs of all Trackio projects, in the order in which they began to log.
 
     Raises:
         ConfigError: a database cannot be read.
@@ -33,7 +33,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
     for path in find(source):
         there = tables(path)
         with copied_database(path) as database:
-            key = "run_id" if "run_id" in there["metrics"] else "run_name"  # before Trackio 0.24, runs had only their names
+            key = "run_id" if "run_id" in there["metrics"] else "run_name"  # before Trackio 0.24, runs had no ids
             runs = database.execute(f"SELECT {key}, max(run_name) FROM metrics GROUP BY {key} ORDER BY min(id)").fetchall()
             for run_key, name in runs:
                 identity = str(run_key) if key == "run_id" else f"{path}/{run_key}"

@@ -1,4 +1,4 @@
-"""The transaction logs of W&B, `run-*.wandb`. W&B writes one for each run, offline and online."""
+"""Reads W&B's transaction logs `run-*.wandb`. W&B writes such a log for each run, offline and online."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOOKS_FOR = "files run-*.wandb in folders offline-run-* or run-*"
 
 _HEADER, _BLOCK, _PIECE = 7, 32768, 7
 _LARGEST_RECORD = 64 * 2**20
-_FULL, _FIRST, _LAST = 1, 2, 4  # kinds of pieces; 3 is one in the middle of a record
+_FULL, _FIRST, _LAST = 1, 2, 4  # types of log fragments; 3 is a fragment in the middle of a record
 _OUTCOMES = {0: "finished", 255: "interrupted"}  # W&B exits with 255 on Ctrl-C
 
 
 def find(source: Source) -> list[Path]:
-    """Return the transaction logs."""
+    """Return W&B's transaction logs below the source."""
     return [path for path in source.files if path.name.endswith(".wandb")]
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield the runs. The parts of a run that was resumed are one run.
+    """Yield W&B's runs. The logs of a run and of its resumes become one run.
 
     Raises:
         MissingPackage: wandb is not installed.
@@ -36,7 +36,8 @@ def read(source: Source) -> Iterator[ImportedRun]:
     records = extras.load("wandb.proto.wandb_internal_pb2", extra="wandb", wanted_by="callsheet import").Record
     not_parsed = extras.load("google.protobuf.message", extra="wandb", wanted_by="callsheet import").DecodeError
     by_run: dict[str, list[Path]] = {}
-    for path in sorted(find(source), key=lambda path: (path.parent.name.removeprefix("offline-"), str(path))):  # by their times
+    # Sorted by their start times, which are in the folders' names.
+    for path in sorted(find(source), key=lambda path: (path.parent.name.removeprefix("offline-"), str(path))):
         by_run.setdefault(path.stem.removeprefix("run-"), []).append(path)
     for run_id, paths in by_run.items():
         run = ImportedRun(run_id, run_id)
@@ -50,8 +51,8 @@ class _Part:
 
     def __init__(self, run: ImportedRun, path: Path, not_parsed: type[Exception]) -> None:
         self._run, self._path, self._not_parsed = run, path, not_parsed
-        self._step_metric = ""  # the metric that the run declared as the step of all others
-        self._step: int | None = None  # its last value
+        self._step_metric = ""  # metric that the run defined as the step of all other metrics
+        self._step: int | None = None  # last value of `_step_metric`
 
     def add(self, record_type: Any) -> None:
         """Read the transaction log, and add its metrics, configuration and outcome to the run."""
@@ -116,7 +117,7 @@ class _Part:
 
 
 class _NotALogError(Exception):
-    """The file is not a transaction log of W&B."""
+    """Raised if a file is not a transaction log of W&B."""
 
 
 def _name(item: Any) -> str:
@@ -131,7 +132,7 @@ def _parsed(text: str) -> Any:
 
 
 def _contents(file: Any) -> Iterator[bytes | None]:
-    """Yield the content of each record, and None for each that is damaged.
+    """Yield the content of each record in a transaction log, and None for each damaged record.
 
     The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record is one piece or several; each has a
     checksum, a length and a kind, and no piece crosses the end of a block.
@@ -145,17 +146,17 @@ def _contents(file: Any) -> Iterator[bytes | None]:
         while place + _PIECE <= len(block):
             checksum, length, kind = struct.unpack_from("<IHB", block, place)
             content = block[place + _PIECE : place + _PIECE + length]
-            if kind == 0 and length == 0:  # padding
+            if kind == 0 and length == 0:  # the rest of the block is padding
                 place = _BLOCK
                 break
             if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST:
-                pieces, place = None, _BLOCK  # the length may be wrong, so the rest of the block is skipped
+                pieces, place = None, _BLOCK  # skip the rest of the block, because the length may be wrong
                 yield None
                 break
             place += _PIECE + length
             if kind in (_FULL, _FIRST):
                 pieces = []
-            if pieces is None:  # the start of the record is damaged
+            if pieces is None:  # skip a record whose start is damaged
                 continue
             pieces.append(content)
             if sum(map(len, pieces)) > _LARGEST_RECORD:

@@ -1,4 +1,4 @@
-"""Writes an imported run as the folder of a run, with the files that `JSONLLogger` writes."""
+"""Writes an imported run as a run folder with the same files as `JSONLLogger`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from callsheet.report.run_folder import ENDED
 from callsheet.run.run_marker import MARKER
 
 _WRITTEN = {MARKER, "metrics.jsonl", "events.jsonl", "hyperparameters.json", "images.jsonl", "images"}
-_DERIVED = {"report.html", "trace.json"}  # `callsheet report` writes them
-_KEPT = NOTES  # what `callsheet mark` has noted stays when the run is imported again
+_DERIVED = {"report.html", "trace.json"}  # files that `callsheet report` writes to the folder
+_KEPT = NOTES  # the user's notes, which stay when the run is imported again
 _VALIDATION = "validation/"
 _MOST_EVALUATIONS = 2000
-_LONGEST_NAME = 120  # bytes
+_LONGEST_NAME = 120  # most bytes in a folder's name
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A run that was imported: its folder, the kind of its source, and how many records, metrics and images it has.
+    """A summary of an imported run: its folder, the tool it comes from, and how many records, metrics and images it has.
 
     `left_out` counts what was not imported, by its kind. `warnings` name files that could not be read completely.
     """
@@ -52,7 +52,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an imported run comes from: the kind of the source, its path, and the run's key.
+    """Where an imported run comes from: the tool, the source's path, and the run's key there.
 
     The marker file of its folder has it, so that the run can be imported again.
     """
@@ -62,12 +62,12 @@ class Origin:
     run: str
 
     def as_json(self) -> dict[str, str]:
-        """Return it as the marker file has it."""
+        """Return the origin in the format of the marker file."""
         return {"from": self.kind, "source": self.source, "run": self.run}
 
 
 def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken: set[str]) -> Imported:
-    """Write the run to a folder below `to`, in the place of an earlier import of the same run. Add its name to `taken`.
+    """Write an imported run to a folder in `to`, replacing an earlier import of the same run. Add the folder's name to `taken`.
 
     Args:
         run: what to write.
@@ -97,20 +97,20 @@ def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken
 
 
 def folder_name(name: str) -> str:
-    """Return `name` as the name of a folder that every file system and every command accepts."""
+    """Return `name` changed to a folder name that every file system and every command accepts."""
     safe = re.sub(r"[^\w.-]", "_", re.sub(r"[/\\]+", "-", name))
-    return _cut(safe.lstrip(".-") or "run")  # a dot hides a folder, and a hyphen begins an option
+    return _cut(safe.lstrip(".-") or "run")  # a leading dot would hide the folder, and a leading hyphen would look like an option
 
 
 def _cut(name: str) -> str:
     return name.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
 
 
-# --- the place ---
+# --- choosing and replacing the folder ---
 
 
 def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[str]) -> Path:
-    """Return the folder to write: a new one, or that of an earlier import of the same run."""
+    """Return the folder to write: a new folder, or that of an earlier import of the same run."""
     number = 1
     while True:
         target = to / (name if number == 1 else f"{name}-{number}")
@@ -124,7 +124,7 @@ def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[s
 
 
 def _imported_from(folder: Path) -> dict[str, Any] | None:
-    """Return the origin of the import in `folder`, or None if there is no such folder.
+    """Return where the imported run in `folder` comes from, or None if there is no such folder.
 
     Raises:
         ConfigError: the folder is not an import, or something else was written to it.
@@ -147,7 +147,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Rename the draft to its name, and delete the earlier import there."""
+    """Rename the draft folder to `target`, and delete an earlier import there."""
     if not target.exists():
         draft.rename(target)
         return
@@ -163,7 +163,7 @@ def _put(draft: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-# --- the files ---
+# --- writing the files ---
 
 
 def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> int:
@@ -183,7 +183,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
                 evaluations.append(event)
-                if len(evaluations) > _MOST_EVALUATIONS:  # validation values of every step are a curve, not a table
+                if len(evaluations) > _MOST_EVALUATIONS:  # so many validation values are a curve; do not log them as evaluations
                     evaluations = None
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))
@@ -210,7 +210,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
 def _date(seconds: float) -> str | None:
     try:
         return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):  # it is unknown, or no date
+    except (ValueError, OverflowError, OSError):  # the time is unknown, or is not a valid date
         return None
 
 
@@ -219,7 +219,7 @@ def _known(**values: float) -> dict[str, float]:
 
 
 def _evaluation(record: Record) -> dict[str, Any] | None:
-    """Return the event of an evaluation if the record has values of the validation data."""
+    """Return an evaluation event if the record has values of the validation data, otherwise None."""
     found = {name.removeprefix(_VALIDATION): value for name, value in record.values.items() if name.startswith(_VALIDATION)}
     if not found:
         return None
@@ -247,7 +247,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def renamed(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
-    """Rename metrics of the run, and yield each old name that the run has. An old name that ends with `/` is a prefix.
+    """Rename metrics of the run, and yield the old names that were found. An old name that ends with `/` is a prefix.
 
     Raises:
         ConfigError: two metrics would get the same name.
