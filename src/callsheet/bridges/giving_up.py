@@ -38,22 +38,30 @@ def is_for_user(error: BaseException) -> bool:
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
 
-def give_up(run: ObservedRun, error: Exception) -> None:
+def give_up(run: ObservedRun, error: Exception, *, contained: bool = False) -> None:
     """End the run because of a fault of callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
     Training continues without callsheet. The caller removes the host's hooks.
 
+    Args:
+        run: the run.
+        error: the error.
+        contained: whether an error about which the user must know is handled in the same way, instead of being raised.
+
     Raises:
-        the error: the user must know about it. The run has not ended then.
+        the error: the user must know about it, and it is not `contained`. The run has not ended then.
     """
-    if is_for_user(error):
+    is_fault = not is_for_user(error)
+    if not is_fault and not contained:
         raise error
     if run.lifetime.has_ended:  # an earlier error has ended the run and was logged
         return
     message = (
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "
-        "are not called any more in this run, which is recorded as failed. Training continues. Please report this with the traceback"
+        "are not called any more in this run, which is recorded as failed. Training continues"
     )
+    if is_fault:
+        message += ". Please report this with the traceback"
     logger.error("%s", message, exc_info=error)
     given_up = HostError(message)
     given_up.__cause__ = error

@@ -52,6 +52,9 @@ class HostBase:
     _resume_path: str | None = None
     """The checkpoint that the host loads when a run begins, or None."""
 
+    contains_errors: bool = False
+    """Whether an error of a callback also ends only the run and not the training, as under `callsheet exec`."""
+
     def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
         super().__init__()
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
@@ -138,13 +141,14 @@ class HostBase:
         run = self._run
         is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
         try:
-            if is_for_user(error) or not is_loaded:
+            is_contained = self.contains_errors and isinstance(error, Exception)
+            if not is_contained and (is_for_user(error) or not is_loaded):
                 if run is not None:
                     run.fail(error)
                 raise error
             assert isinstance(error, Exception)
             if run is not None:
-                give_up(run, error)
+                give_up(run, error, contained=is_contained)
             elif not self._has_given_up:
                 logger.error(
                     "callsheet cannot begin a run (%s: %s). The callbacks are not called. Training continues. Please report this with the "

@@ -195,6 +195,7 @@ class HostedRun(Run):
         Each rank has its own.
         """
         self._next_boundary = 0
+        self._is_dropping = False  # whether the step that ends now is not counted
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
@@ -316,6 +317,16 @@ class HostedRun(Run):
         if self.manager.has_listeners.on_checkpoint_due:
             self.boundaries.fire_checkpoint_due("step")
         return False
+
+    def drop_step(self) -> None:
+        """End the current step, if there is one, without counting it, because the loop has left it before the optimizer's step."""
+        if self.driver.is_open("train_step"):
+            self.step_skipped = self._is_dropping = True
+            try:
+                self.driver.end("train_step")
+            finally:
+                self._is_dropping = False
+            self.ctx.step -= 1
 
     def close_epoch(self, *, is_whole: bool) -> None:
         """End the current epoch, but do not yet carry out the actions that are due after it, such as a save.
@@ -455,7 +466,8 @@ class HostedRun(Run):
         ctx, loss = self.ctx, self._count_step()
         if loss is not None:
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
-            self.records.add(ctx.loss_dict, moved=not self.step_skipped)
+            if not self._is_dropping:
+                self.records.add(ctx.loss_dict, moved=not self.step_skipped)
         # The events that set these fields are left out if they have no listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or no callback listened to it
@@ -467,7 +479,7 @@ class HostedRun(Run):
         """
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
-            if loss is not None:
+            if loss is not None and not self._is_dropping:
                 self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self._set_learning_rate()
@@ -482,6 +494,8 @@ class HostedRun(Run):
     def _count_step(self) -> Tensor | None:
         """Count the step with its samples and tokens. Return its loss, or None if no handler reads the loss."""
         self._order.reach()
+        if self._is_dropping:
+            return self.losses()
         state, tally, now = self.state, self.records.tally, self.state.timestamp
         samples, tokens = self.counted
         state.previous_timestamp, state.timestamp = now, now.next_batch()

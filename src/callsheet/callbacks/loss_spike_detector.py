@@ -44,7 +44,7 @@ class LossSpikeDetector(Callback):
 
     phase = "decide"
     collective = True  # every rank makes the same requests
-    requests = ("stop", "save")
+    requests: tuple[str, ...] = ("stop", "save")
 
     def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
         if window < 4:
@@ -52,6 +52,8 @@ class LossSpikeDetector(Callback):
         if not (math.isfinite(threshold) and threshold > 0):
             raise ConfigError(f"threshold={threshold!r}: give a number of deviations above 0")
         self._action = one_of("action", action, ("warn", "save", "stop"))
+        if action == "warn":
+            self.requests = ()
         self._monitor = monitor
         self._threshold = threshold
         self._window: deque[float] = deque(maxlen=window)

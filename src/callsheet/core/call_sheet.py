@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
 from callsheet.core.events import Event, as_event
-from callsheet.core.lifecycle import EVENTS, is_available
+from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import RankGate, Ranks
 from callsheet.core.time import Interval, Timestamp
-from callsheet.core.wrappers import Handler, Timed, wrapped
-from callsheet.errors import FieldNotAvailable, mark_as_users, text_of
+from callsheet.core.wrappers import Handler, Timed, excused, wrapped
+from callsheet.errors import mark_as_users, text_of
 
 if TYPE_CHECKING:
     from callsheet.core.context import Context
@@ -213,8 +213,7 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
     handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     registration = entries[place].registration
-    if isinstance(error, FieldNotAvailable) and ctx.excuse is not None and error.name and is_available(error.name, event):
-        ctx.excuse(f"{registration.label} ({registration.source}) reads ctx.{error.name} at {event}")
+    if excused(registration, event, ctx, error):
         _call_rest(compiled_event, place + 1, ctx)
         return
     mark_as_users(error)

@@ -131,7 +131,7 @@ class Context:
         The two contexts share all fields that are always available. The new context logs to `accumulator`, or to this context's
         accumulator if none is given.
         """
-        other = Context(
+        other = type(self)(
             self.run,
             state=self.state,
             model=self.model,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from callsheet.core.lifecycle import is_available
 from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 from callsheet.core.time import Interval, Timestamp, TimeUnit
-from callsheet.errors import CallsheetError, text_of
+from callsheet.errors import CallsheetError, FieldNotAvailable, text_of
 
 if TYPE_CHECKING:
     from callsheet.core.call_sheet import HandlerEntry, Registration
@@ -107,9 +108,21 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
     try:
         handler(ctx)
     except Exception as error:
-        failed(registration, event, ctx, error)
+        if not excused(registration, event, ctx, error):
+            failed(registration, event, ctx, error)
     else:
         registration.failures_in_a_row = 0
+
+
+def excused(registration: Registration, event: str, ctx: Context, error: BaseException) -> bool:
+    """Return whether a handler failed only because another framework's loop has given no value for a field of the context.
+
+    The field should be available at this event, so this is not an error of the callback: the handler is skipped with a warning.
+    """
+    if isinstance(error, FieldNotAvailable) and ctx.excuse is not None and error.name and is_available(error.name, event):
+        ctx.excuse(f"{registration.label} ({registration.source}) reads ctx.{error.name} at {event}")
+        return True
+    return False
 
 
 def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:

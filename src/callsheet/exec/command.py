@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
 from callsheet.core.optional import need
-from callsheet.errors import CallsheetError, text_of
+from callsheet.errors import CallsheetError
 from callsheet.exec.script import Script, hide_our_frames
 
 _DESCRIPTION = """\
@@ -109,19 +108,3 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
         return options, Script(rest[0], tuple(rest[1:]), is_module)
     except CallsheetError as error:
         parser.error(str(error))
-
-
-def warn(message: str) -> None:
-    """Print a line on standard error. The script's standard output stays as it is."""
-    print(f"callsheet: {message}", file=sys.stderr, flush=True)
-
-
-def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
-    """Log an error of callsheet, which must not end the script."""
-    logger.error(
-        "callsheet exec: %s (%s: %s); the script continues without callbacks",
-        what,
-        type(error).__name__,
-        text_of(error),
-        exc_info=error,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -12,82 +13,71 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from callsheet.bridges.host_base import HostBase
-from callsheet.exec.command import log_failure
+from callsheet.exec.messages import log_failure
 
 if TYPE_CHECKING:
     from callsheet.exec.observation import Observation
 
 logger = logging.getLogger("callsheet")
 
+USES_CALLSHEET = "this script uses callsheet itself, so it runs as it is"
+
 Around = Callable[..., Any]
 """Called instead of a trainer's method, with the observation, the method, and the method's arguments."""
 
 
-def _huggingface(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-    from callsheet.bridges.huggingface import host
+def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
+    """Return the function for a trainer that has a list of callbacks.
 
-    callbacks = trainer.callback_handler.callbacks
-    hosted = _host(
-        observation,
-        callbacks,
-        lambda: host(observation.make(), strict=False, run_name=observation.next_name(), runs_folder=observation.runs_folder),
-    )
-    if hosted is not None:
-        callbacks.append(hosted)
-    return _trained(observation, hosted, callbacks, lambda: train(trainer, *args, **options))
+    Args:
+        bridge: the module that has the framework's `host`.
+        callbacks_of: returns the trainer's list of callbacks.
+    """
 
+    def around(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+        callbacks = callbacks_of(trainer)
+        hosted = _host(observation, callbacks, bridge)
+        if hosted is not None:
+            callbacks.append(hosted)
+        try:
+            return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+        finally:
+            callbacks[:] = [each for each in callbacks if each is not hosted]
 
-def _lightning(observation: Observation, fit: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-    from callsheet.bridges.lightning import host
-
-    callbacks = trainer.callbacks
-    hosted = _host(
-        observation,
-        callbacks,
-        lambda: host(observation.make(), strict=False, run_name=observation.next_name(), runs_folder=observation.runs_folder),
-    )
-    if hosted is not None:
-        callbacks.append(hosted)
-    return _trained(observation, hosted, callbacks, lambda: fit(trainer, *args, **options))
+    return around
 
 
 def _keras(observation: Observation, fit: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
-    from callsheet.bridges.keras import host
-
-    callbacks = options.get("callbacks")
-    given = getattr(callbacks, "callbacks", None) or (
-        list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-    )
-    hosted = _host(
-        observation,
-        given,
-        lambda: host(
-            observation.make(),
-            strict=False,
-            run_name=observation.next_name(),
-            runs_folder=observation.runs_folder,
-            log_interval=observation.log_interval,
-        ),
-    )
-    if hosted is not None and (callbacks is None or isinstance(callbacks, (list, tuple))):
-        options["callbacks"] = [*given, hosted]
-    return _trained(observation, hosted, [], lambda: fit(model, *args, **options))
+    given = options.get("callbacks")
+    if given is not None and not isinstance(given, (list, tuple)):  # a `CallbackList`, to which nothing can be added here
+        return fit(model, *args, **options)
+    hosted = _host(observation, given or (), "callsheet.bridges.keras", log_interval=observation.log_interval)
+    if hosted is not None:
+        options["callbacks"] = [*(given or ()), hosted]
+    return _trained(observation, hosted, lambda: fit(model, *args, **options))
 
 
-def _host(observation: Observation, callbacks: Sequence[Any], make: Callable[[], Any]) -> Any:
+def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, **options: Any) -> Any:
     """Return a new host, or None if the script has one itself, or none can be made."""
     if any(isinstance(each, HostBase) for each in callbacks):
-        observation.say_once("this script uses callsheet itself, so it runs as it is")
+        observation.say_once(USES_CALLSHEET)
         return None
     try:
-        return None if observation.is_observed_otherwise() else make()
+        if observation.is_observed_otherwise():
+            return None
+        host = importlib.import_module(bridge).host
+        made = host(
+            observation.make(), strict=False, run_name=observation.next_name(), runs_folder=observation.runs_folder, **options
+        )
+        made.contains_errors = True
     except Exception as error:
         log_failure(logger, "the trainer cannot be observed", error)
         return None
+    return made
 
 
-def _trained(observation: Observation, hosted: Any, callbacks: list[Any], train: Callable[[], Any]) -> Any:
-    """Let the trainer train, and remove the host after that."""
+def _trained(observation: Observation, hosted: Any, train: Callable[[], Any]) -> Any:
+    """Let the trainer train. If an error ends that, end the run as failed."""
     with observation.training():
         try:
             return train()
@@ -95,14 +85,15 @@ def _trained(observation: Observation, hosted: Any, callbacks: list[Any], train:
             if hosted is not None:
                 hosted._fail(error)
             raise
-        finally:
-            if hosted is not None:
-                callbacks[:] = [each for each in callbacks if each is not hosted]
 
 
 _METHODS: dict[str, tuple[tuple[str, str, Around], ...]] = {
-    "transformers.trainer": (("Trainer", "train", _huggingface),),
-    "lightning.pytorch.trainer.trainer": (("Trainer", "fit", _lightning),),
+    "transformers.trainer": (
+        ("Trainer", "train", _with_list("callsheet.bridges.huggingface", lambda trainer: trainer.callback_handler.callbacks)),
+    ),
+    "lightning.pytorch.trainer.trainer": (
+        ("Trainer", "fit", _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks)),
+    ),
     "keras.src.backend.torch.trainer": (("TorchTrainer", "fit", _keras),),
 }
 """By module: the class, the method that trains, and the function that is called instead."""

@@ -64,8 +64,8 @@ class LoopFinder:
             return given(loss, *args, **options)
 
         def iterate(given: Callable[..., Any], loader: Any) -> Any:
-            if finder._loop is not None and finder._loop.loader is loader:
-                finder._loop._guarded(finder._loop.end_epoch)
+            if finder._loop is not None and finder._loop.is_of_training(loader):
+                finder._loop.loader_begins()
             iterator = given(loader)
             finder._loaders[iterator] = weakref.ref(loader)
             return iterator
@@ -153,10 +153,7 @@ class LoopFinder:
             return
         self._loop = loop
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        try:
-            loop.begin(loss, batch, has_closure=has_closure)
-        except Exception as error:
-            loop._leave(error)
+        loop.begin(loss, batch, has_closure=has_closure)
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:

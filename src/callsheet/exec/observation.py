@@ -19,9 +19,9 @@ from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import MissingPackage
 from callsheet.exec.bare_loop import BareLoop, unwrapped
-from callsheet.exec.command import log_failure, warn
-from callsheet.exec.frameworks import Frameworks
+from callsheet.exec.frameworks import USES_CALLSHEET, Frameworks
 from callsheet.exec.loop_finder import LoopFinder
+from callsheet.exec.messages import log_failure, warn
 from callsheet.exec.observers import observers_of
 from callsheet.exec.script import Script
 from callsheet.run.reasons import is_secret, one_line
@@ -75,13 +75,12 @@ class Observation:
         self.runs_folder = Path(runs_folder).absolute()
         self.log_interval = log_interval
         self.config = _config(script)
-        self._script = script
         self._name = run_name or f"{script.name}-{new_name().removeprefix('run-')}"
         self._names = 0
         self._ended: list[tuple[RunInfo, int]] = []  # the runs that have ended, with the number of their steps
         self._loop: BareLoop | None = None
         self._depth = 0  # how many trainers of frameworks are training
-        self._has_ended = self._has_reported = False
+        self._has_reported = False
         self._finder = LoopFinder(self._begin)
         self._frameworks = Frameworks(self)
 
@@ -102,8 +101,12 @@ class Observation:
             log_failure(logger, "the observation could not be ended in order", fault)
 
     def make(self) -> list[Callback]:
-        """Return the callbacks for a run."""
-        return [*self._make(), RunNotes(self._ended)]
+        """Return the callbacks for a run. Their errors are isolated, except those of callbacks that call collectives."""
+        made = self._make()
+        for each in made:
+            if each.on_error is None and not each.collective:
+                each.on_error = "isolate"
+        return [*made, RunNotes(self._ended)]
 
     def next_name(self) -> str:
         """Return the name of the next run."""
@@ -131,7 +134,7 @@ class Observation:
         """Return whether the script uses callsheet itself, so that nothing is added."""
         others = (run for run in list(Run.alive) if not any(isinstance(each, RunNotes) for each in run.manager.callbacks))
         if any(not run.lifetime.has_ended for run in others):
-            self.say_once("this script uses callsheet itself, so it runs as it is")
+            self.say_once(USES_CALLSHEET)
             return True
         return False
 
@@ -156,7 +159,6 @@ class Observation:
                 runs_folder=self.runs_folder,
                 log_interval=self.log_interval,
                 config=self.config,
-                left=lambda: None,
             )
             warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
             return loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
+
+from .scripts import SCRIPTS
 
 SCRIPT = """
 import argparse, hashlib, sys, torch
@@ -76,6 +79,28 @@ def test_a_script_is_observed_and_unchanged(script: Path) -> None:
     assert (script.parent / "runs" / "a" / "report.html").exists()
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_loops_of_every_kind(name: str, tmp_path: Path) -> None:
+    text, steps, epochs = SCRIPTS[name]
+    (tmp_path / "train.py").write_text(text)
+    alone = executed(tmp_path, "train.py")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
+    assert alone.stdout == observed.stdout  # the losses and a hash of the weights
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", steps, epochs), observed.stderr
+    losses = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}
+    expected = dict(enumerate(json.loads(alone.stdout.splitlines()[-2]), 1))
+    if name == "scaled":
+        assert not math.isfinite(losses.pop(3, math.inf))  # its step was skipped
+        del expected[3]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    timed = {each.name for window in run.windows for each in window.slices}
+    assert {"train_step", "backward", "optimizer_step"} <= timed
+    assert ("forward" in timed) or name == "compiled_in_place"
+    assert "Traceback" not in observed.stderr
+
+
 @pytest.mark.parametrize(("end", "status"), [("error", 1), ("exit", 7)])
 def test_errors_and_exit_codes_are_those_of_the_script(script: Path, end: str, status: int) -> None:
     alone = executed(script.parent, "train.py", "--end", end)
@@ -86,15 +111,21 @@ def test_errors_and_exit_codes_are_those_of_the_script(script: Path, end: str, s
     assert RunFolder.read(script.parent / "runs" / "a").outcome == "failed"
 
 
-def test_a_failing_callback_does_not_end_the_script(script: Path) -> None:
+@pytest.mark.parametrize(
+    ("collective", "message"),
+    [(False, "training continues: RuntimeError: broken"), (True, "callsheet cannot follow this script after step 1")],
+)
+def test_a_failing_callback_does_not_end_the_script(script: Path, collective: bool, message: str) -> None:
     (script.parent / "broken.py").write_text(
-        "from callsheet import Callback\n\nclass Broken(Callback):\n    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
+        "from callsheet import Callback\n\nclass Broken(Callback):\n    def __init__(self, collective):\n        self.collective = collective\n\n"
+        "    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
     )
-    (script.parent / "callbacks.yaml").write_text("- class_path: broken.Broken\n")
+    (script.parent / "callbacks.yaml").write_text(f"- class_path: broken.Broken\n  init_args: {{collective: {collective}}}\n")
     observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
     assert observed.returncode == 0
     assert observed.stdout == executed(script.parent, "train.py").stdout
-    assert "The script continues without callbacks" in observed.stderr
+    assert message in observed.stderr
+    assert RunFolder.read(script.parent / "runs" / "a").outcome == ("failed" if collective else "finished")
 
 
 def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:

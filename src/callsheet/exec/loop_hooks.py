@@ -1,0 +1,70 @@
+"""The hooks through which a loop that was recognized is observed: in its model, its losses and its optimizer."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks
+
+if TYPE_CHECKING:
+    from callsheet.exec.bare_loop import BareLoop
+
+
+class LoopForwardHooks(NotCopied):
+    """Reports the calls of the loop's model, in training and in evaluations.
+
+    Args:
+        loop: the loop.
+        model: the module that the loop calls.
+    """
+
+    def __init__(self, loop: BareLoop, model: nn.Module) -> None:
+        self._loop = loop
+        self._before = Hook(partial(model.register_forward_pre_hook, with_kwargs=True))
+        self._after = Hook(model.register_forward_hook)
+
+    def install(self) -> None:
+        """Register the hooks."""
+        self._before.install(True, self._begins)
+        self._after.install(True, self._ends)
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        self._before.remove()
+        self._after.remove()
+
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._loop.forward_begins(model.training, args, kwargs)
+
+    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._loop.forward_ends(outputs)
+
+
+class LoopBackwardWatch(BackwardWatch):
+    """Reports the losses of the loop. If its model's calls are not observed, a loss also begins the step."""
+
+    def __init__(self, loop: BareLoop, scaler: Any) -> None:
+        super().__init__(loop.run.driver, loop.run.ctx, scaler)
+        self._loop = loop
+
+    def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
+        if not loss.dim() and threading.get_ident() == self._thread:
+            self._loop.backward_begins()
+        return super().run(loss, *args, **options)
+
+
+class LoopOptimizerHooks(OptimizerHooks):
+    """Reports the steps of the loop's optimizer."""
+
+    def __init__(self, loop: BareLoop, optimizer: Optimizer, watch: BackwardWatch) -> None:
+        self._loop = loop
+        super().__init__(loop.run.driver, optimizer, watch=watch, ended=loop.end_step)
+
+    def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._loop.begin_step()
+        return super()._begins(optimizer, args, kwargs)
