@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.lone_context import LoneContext
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import start_forward
+from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
+from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import NotSupported, text_of
@@ -35,10 +36,24 @@ _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_pre
 """Events that are never fired, because the script has no place for them."""
 
 
+_GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
+"""Collective callbacks that call no other collective than `ctx.gather`, so that they can observe one rank."""
+
+
+class _LoneContext(Context):
+    """The context of callbacks that observe one rank of several."""
+
+    __slots__ = ()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value in a list, because no other rank is observed."""
+        return [value]
+
+
 class _LoneRun(HostedRun):
     """A run that is observed on this rank alone."""
 
-    CONTEXT = LoneContext
+    CONTEXT = _LoneContext
 
 
 class BareLoop:
@@ -123,7 +138,7 @@ class BareLoop:
     def _begin(self, loss: Tensor | None, batch: Any, has_closure: bool) -> None:
         run = self.run
         for each in run.manager.callbacks:
-            if each.collective and self._ranks > 1:
+            if each.collective and self._ranks > 1 and not isinstance(each, _GATHERING):
                 raise NotSupported(
                     f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out"
                 )

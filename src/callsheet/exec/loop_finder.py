@@ -72,8 +72,9 @@ class LoopFinder:
 
         def fetch(given: Callable[..., Any], iterator: Any) -> Any:
             reference = finder._loaders.get(iterator)
-            loader = reference() if reference is not None else None
-            if finder._is_over or loader is None or os.getpid() != finder._process:
+            # Of `for batch in DataLoader(...)`, only the iterator is left.
+            loader = iterator if reference is None or reference() is None else reference()
+            if finder._is_over or os.getpid() != finder._process:
                 return given(iterator)
             if finder._loop is not None:
                 return finder._loop.fetch(loader, lambda: given(iterator))

@@ -14,7 +14,6 @@ import torch
 from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.lone_context import LoneContext
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.core.background import inner
 from callsheet.core.context import Context
@@ -23,6 +22,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.core.time import Interval, Time
+from callsheet.errors import NotSupported
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
@@ -44,7 +44,7 @@ _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_star
 """Events that begin a step or epoch, so that training is no longer between two of them."""
 
 
-class _ContextWithoutModel(LoneContext):
+class _ContextWithoutModel(Context):
     """The context of callsheet's callbacks in InstructLab, which gives them neither the model nor the data."""
 
     __slots__ = ()
@@ -57,6 +57,12 @@ class _ContextWithoutModel(LoneContext):
         return _ContextWithoutModel(
             self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
         )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value in a list if there is only one rank. Otherwise raise NotSupported."""
+        if self.run.world_size > 1:
+            raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
+        return [value]
 
 
 class HookedRun(Run):
