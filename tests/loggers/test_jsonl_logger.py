@@ -260,7 +260,7 @@ def test_the_curve_continues_without_duplicates(tmp_path: Path, step: int) -> No
     fit(tmp_path, resume="auto")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     resumed = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "resumed_from_step" in line]
-    assert [line["resumed_from_step"] for line in resumed] == [step]
+    assert {line["resumed_from_step"] for line in resumed} == {step}
 
 
 def test_several_resumes_of_which_one_leads_further_back(tmp_path: Path) -> None:

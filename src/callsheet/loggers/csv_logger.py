@@ -15,7 +15,7 @@ from callsheet.core.context import Context
 from callsheet.core.run_state import MetricsRecord
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.file_names import folder_of, replace_file
-from callsheet.loggers.support.resumption import records_before
+from callsheet.loggers.support.resumption import ValidRecords, valid_records
 
 _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if field.name not in ("step", "values")))
 
@@ -43,6 +43,7 @@ class CSVLogger(Logger):
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
         self._resumed_rows: int | None = None  # number of rows when the loaded checkpoint was saved
+        self._valid = ValidRecords()  # the valid rows after a resume, until a row is written
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Reset the row count that was loaded for an earlier run with this logger."""
@@ -53,18 +54,23 @@ class CSVLogger(Logger):
         self._close()
         path = folder_of(self, ctx) / "metrics.csv"
         columns, rows = _read(path)
-        kept = records_before(ctx, [int(row[0]) for row in rows], self._resumed_rows)
-        self._rewrite(path, columns, rows[:kept])
-        self._path, self._rows = path, kept
+        self._valid = valid_records(ctx, [int(row[0]) for row in rows], self._resumed_rows)
+        self._rewrite(path, columns, rows[: self._valid.kept])
+        self._path, self._rows = path, self._valid.kept
 
     def on_log(self, ctx: Context) -> None:
         if self._path is None or not ctx.run.may_write(self._path):
             return
         cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIELDS} | {"time": time.time()}
         cells |= {f"metric/{name}" if name in _FIELDS else name: value for name, value in ctx.record.values.items()}
-        if new := [name for name in cells if name not in self._columns]:
+        new = [name for name in cells if name not in self._columns]
+        is_repeated = self._valid.are_repeated_by(ctx.record.step)
+        if new or is_repeated:
             columns, rows = _read(self._path)
+            rows = rows[: self._valid.before] if is_repeated else rows
             self._rewrite(self._path, [*columns, *new], rows)
+            self._rows = len(rows)
+        self._valid = ValidRecords()
         self._append(_text([[cells.get(name, "") for name in self._columns]]))
         self._rows += 1
 

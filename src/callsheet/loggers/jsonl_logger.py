@@ -28,7 +28,7 @@ from callsheet.loggers.support.image_writer import ImageWriter
 from callsheet.loggers.support.json_text import json_text
 from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
 from callsheet.loggers.support.line_writer import LineWriter
-from callsheet.loggers.support.resumption import records_before
+from callsheet.loggers.support.resumption import ValidRecords, valid_records
 
 _ENVIRONMENT_SECONDS = 3.0  # how long the end of a run waits for the thread that reads the environment with git
 _FIELDS = tuple(field.name for field in fields(MetricsRecord))
@@ -65,7 +65,7 @@ class JSONLLogger(Logger):
     """
 
     writes_to_run_folder = True
-    transport_ignore = ("_resumed_records",)
+    transport_ignore = ("_resumed_records", "_valid")
 
     def __init__(self, *, flush_seconds: float = 0.5) -> None:
         if not flush_seconds > 0:
@@ -77,6 +77,7 @@ class JSONLLogger(Logger):
         self._process = ""
         self._records = 0  # number of valid metrics records; a resume invalidates those after its checkpoint
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
+        self._valid = ValidRecords()  # the valid records after a resume, until a record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # reads git commit, packages and hardware
         self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step
@@ -92,14 +93,14 @@ class JSONLLogger(Logger):
         self._close()
         self._folder = folder_of(self, ctx)
         resumed, there = ctx.checkpoint, read_metrics(self._folder)
-        self._records = records_before(ctx, [record.step for record in there], self._resumed_records)
+        self._valid = valid_records(ctx, [record.step for record in there], self._resumed_records)
+        self._records = self._valid.kept
         self._pictures = {}
         self._process = f"{ctx.run.rank}-{os.urandom(4).hex()}"
         run = ctx.run
         self._writer = LineWriter(self._folder, self._seconds, may_write=lambda: not run.has_lost_folder)
         if resumed is not None or there:
-            step = resumed.step if resumed is not None else 0
-            self._append(METRICS, {"resumed_from_step": step, "records": self._records, "time": time.time()})
+            self._append_resume()
         facts: dict[str, Any] = {
             "world_size": ctx.run.world_size,
             "restart_count": ctx.run.restart_count,
@@ -128,6 +129,10 @@ class JSONLLogger(Logger):
 
     def on_log(self, ctx: Context) -> None:
         if self._writer is not None:
+            if self._valid.are_repeated_by(ctx.record.step):
+                self._records = self._valid.before
+                self._append_resume()
+            self._valid = ValidRecords()
             self._records += 1
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
@@ -228,6 +233,9 @@ class JSONLLogger(Logger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed_records = state["records"]
+
+    def _append_resume(self) -> None:
+        self._append(METRICS, {"resumed_from_step": self._valid.step, "records": self._records, "time": time.time()})
 
     def _event(self, ctx: Context, event: str, *, flush: bool = False, **facts: Any) -> None:
         self._append("events.jsonl", {"time": time.time(), "event": event, "step": ctx.step, "epoch": ctx.epoch, **facts})

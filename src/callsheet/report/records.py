@@ -36,6 +36,7 @@ class RecordLines:
         self.times: list[float] = []
         self.resumes: list[Resume] = []
         self.counted = 0
+        self._counted_at_resume = -1
         self._numbers: list[int] = []  # the index of each kept record among all records
         self._names: dict[str, str] = {}  # metric name -> the same name, so that equal names share one string object
         self._rare: set[str] | None = None  # names of metrics with few values, whose records are never left out
@@ -79,8 +80,12 @@ class RecordLines:
         left = self._numbers[first] if first < len(self.kept) else self.counted
         counts = max(0, min(records, self.counted)) if isinstance(records, int) else left
         gone = self.kept[first:]
-        last = max((record.step for record in gone), default=step)
-        self.resumes.append(Resume(step, moment(line.get("time")), self.counted - counts, last))
+        last, dropped, time = max((record.step for record in gone), default=step), self.counted - counts, moment(line.get("time"))
+        if self.resumes and self.resumes[-1].step == step and self.counted == self._counted_at_resume:
+            earlier = self.resumes.pop()  # the same resume, whose records of this step are logged again
+            last, dropped, time = max(last, earlier.dropped_to_step), dropped + earlier.dropped, earlier.time
+        self.resumes.append(Resume(step, time, dropped, last))
+        self._counted_at_resume = counts
         self._values -= sum(len(record.values) for record in gone)
         del self.kept[first:], self.times[first:], self._numbers[first:]
         self.counted = counts

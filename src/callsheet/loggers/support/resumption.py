@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from callsheet.core.context import Context
 
 
-def records_before(ctx: Context, steps: Sequence[int], counted: int | None) -> int:
-    """Return how many metrics records in the run's folder were logged before the loaded checkpoint was saved.
+@dataclass(frozen=True, slots=True)
+class ValidRecords:
+    """How many metrics records in a run's folder are still valid after a resume.
 
-    Call this function at `on_checkpoint_load_end`.
+    Args:
+        before: the number of records that were logged before the checkpoint was saved.
+        kept: the same, and the records of the checkpoint's step that were logged after it, such as those of an evaluation. They are valid
+            unless the resumed run logs a record of that step again.
+        step: the checkpoint's step.
+    """
 
-    `steps` are the steps of the records.
+    before: int = 0
+    kept: int = 0
+    step: int = 0
 
-    `counted` is the number that the checkpoint stores; if it is None, steps are compared instead. If the run starts from the
-    beginning or is a fork, the result is 0.
+    def are_repeated_by(self, step: int) -> bool:
+        """Return whether a new record of `step` repeats records that were kept."""
+        return self.kept > self.before and step <= self.step
+
+
+def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> ValidRecords:
+    """Return how many metrics records in the run's folder are valid after the checkpoint was loaded.
+
+    Call this function at `on_checkpoint_load_end`. If the run starts from the beginning or is a fork, no record is valid.
+
+    Args:
+        ctx: the context.
+        steps: the steps of the records.
+        counted: the number of records that the checkpoint stores; if it is None, steps are compared instead.
     """
     resumed = ctx.checkpoint
     if resumed is None or not _is_own(ctx, resumed.path):
-        return 0
-    if counted is not None:
-        return min(counted, len(steps))  # the file has fewer records if some were lost when the machine crashed
-    return sum(step <= resumed.step for step in steps)
+        return ValidRecords()
+    if counted is None:
+        counted = sum(step <= resumed.step for step in steps)
+    before = min(counted, len(steps))  # the file has fewer records if some were lost when the machine crashed
+    same_step = sum(1 for _ in takewhile(lambda step: step <= resumed.step, steps[before:]))
+    return ValidRecords(before, before + same_step, resumed.step)
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
