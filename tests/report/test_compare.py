@@ -247,7 +247,8 @@ def test_callbacks_and_code_differ(tmp_path: Path) -> None:
         json.dumps({"git": {"commit": "abc", "diff": "+x"}, "packages": {"torch": "9"}, "hardware": {"cpus": 64}})
     )
     found = Comparison([RunFolder.read(tmp_path / name) for name in ("plain", "stopper")]).differences
-    assert found["callbacks"] == {"EarlyStopper.monitor": ["", "validation/loss"], "EarlyStopper.patience": ["", "3"]}
+    assert found["callbacks"]["EarlyStopper"] == ["", "yes"]
+    assert found["callbacks"]["EarlyStopper.patience"] == ["", "3"]
     assert found["code"]["commit"][1] == "abc"
     assert found["code"]["uncommitted changes"][1] == "+x"
     assert found["packages"]["torch"][1] == "9"
@@ -326,6 +327,15 @@ def folder_of(tmp_path: Path, name: str, losses: Sequence[float], **environment:
     if environment:
         (folder / "environment.json").write_text(json.dumps(environment))
     return str(folder)
+
+
+def test_the_gate_beside_a_format(called: Call) -> None:
+    """Standard output has the format alone, so that a program can read it."""
+    status, out, err = called("lr0.05-0", "lr0.2-0", "--json", "--fail-if", "train/loss < -100%")
+    assert (status, json.loads(out)["baseline"]) == (0, "lr0.05-0")
+    assert err.startswith("ok: lr0.2-0: train/loss")
+    status, out, err = called("lr0.05-0", "lr0.2-0", "--markdown", "--fail-if", "train/loss > -200%")
+    assert (status, out.startswith("### Runs"), err.startswith("FAIL: ")) == (1, True, True)
 
 
 def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: Call) -> None:

@@ -14,11 +14,13 @@ from torch import nn
 
 from callsheet import Background, Callback, Context, Trainer
 from callsheet.bridges.bare import attach
-from callsheet.callbacks import CheckpointSaver, EarlyStopper, Notify
+from callsheet.callbacks import CheckpointSaver, EarlyStopper, Notify, SpeedMonitor
+from callsheet.cli.main import main
 from callsheet.core.time import Time
 from callsheet.loggers import InMemoryLogger, JSONLLogger
 from callsheet.report import RunFolder
 from callsheet.report.compare.comparison import Comparison
+from callsheet.report.compare.settings import settings
 from callsheet.report.contents import contents
 from callsheet.run.settings import plain
 
@@ -69,6 +71,25 @@ def test_settings_of_a_trainer_differ(tmp_path: Path) -> None:
     assert ("EarlyStopper.patience", "3") in shown["Callbacks"]
 
 
+def test_a_default_that_is_given_is_no_difference(tmp_path: Path) -> None:
+    train(tmp_path, "a", EarlyStopper(monitor="validation/loss"), SpeedMonitor())
+    train(tmp_path, "b", EarlyStopper(monitor="validation/loss", patience=3), SpeedMonitor(window_size=5))
+    different = Comparison([RunFolder.read(tmp_path / name) for name in "ab"]).differences
+    assert different["callbacks"] == {"SpeedMonitor.window_size": ["100", "5"]}
+
+
+def test_what_was_used_counts_more_than_the_config(tmp_path: Path) -> None:
+    train(tmp_path, "a", rate=0.1, config={"optimizer": {"lr": 0.5}, "seed": 7})
+    found = settings(RunFolder.read(tmp_path / "a"))["settings"]
+    assert (found["optimizer.lr"], found["seed"]) == ("0.1", "7")
+
+
+def test_options_of_callbacks_are_columns_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, "a", EarlyStopper(monitor="validation/loss", patience=2))
+    assert main(["runs", str(tmp_path), "--columns", "name,EarlyStopper.patience", "--where", "EarlyStopper.patience = 2"]) == 0
+    assert capsys.readouterr().out.split() == ["name", "EarlyStopper.patience", "a", "2"]
+
+
 def test_a_resumed_run_keeps_the_settings_with_which_it_was_started(tmp_path: Path) -> None:
     """The checkpoint has another learning rate, and a scheduler's changes."""
 
@@ -113,6 +134,16 @@ def test_settings_of_a_loop_by_hand(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "a" / "settings.json").read_text())
     assert found["optimizer"]["init_args"]["lr"] == 0.25
     assert arguments_of(found, "EarlyStopper")["patience"] == 9
+
+
+def test_a_loop_that_takes_no_batches_from_the_run_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with attach(model=model, optimizer=optimizer, callbacks=[JSONLLogger()], run_name="a", runs_folder=tmp_path):
+        for inputs, targets in DATA:
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert "callsheet.attach has observed no step: take the batches from run.steps(dataloader)" in caplog.text
 
 
 def test_secrets_are_left_out(tmp_path: Path) -> None:

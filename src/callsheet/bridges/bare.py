@@ -565,6 +565,10 @@ class AttachedRun:
 
     def _finish(self) -> None:
         if not self._has_given_up:
+            if self._epoch is None and not self._is_over:
+                logger.warning(
+                    "callsheet.attach has observed no step: take the batches from run.steps(dataloader) within the `with` block"
+                )
             try:
                 self._close_epoch(continues=False)
                 with self._position.at_checkpoint():  # a complete run that was resumed may have an evaluation left to do

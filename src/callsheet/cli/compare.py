@@ -50,12 +50,17 @@ def compare(
     paths = [str(_page(comparison, out, metrics))] if out is not None else []
     if conditions:
         verdicts = list(_verdicts(comparison, conditions))
-        return "\n".join([*(verdict.line for verdict in verdicts), *paths]), any(verdict.fails for verdict in verdicts)
-    if paths:
-        return paths[0], False
+        lines, fails = [*(verdict.line for verdict in verdicts), *paths], any(verdict.fails for verdict in verdicts)
+        if not as_json and form is None:
+            return "\n".join(lines), fails
+        print("\n".join(lines), file=sys.stderr)  # standard output has the tables in the format that was asked for
+    else:
+        fails = False
+        if paths:
+            return paths[0], False
     if as_json:
-        return json_text(plain(comparison.to_dict(metrics)), indent=1), False
-    return written(comparison, form or "text", metrics=metrics), False
+        return json_text(plain(comparison.to_dict(metrics)), indent=1), fails
+    return written(comparison, form or "text", metrics=metrics), fails
 
 
 def _read(folder: Path) -> RunFolder:

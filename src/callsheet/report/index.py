@@ -24,7 +24,7 @@ from callsheet.run.run_marker import MARKER
 logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
-_VERSION = 3
+_VERSION = 4
 _APPLICATION = 0x63737831  # value of SQLite's `application_id` that identifies a database as such an index
 _LOCK_TIMEOUT_SECONDS = 10.0  # time limit for waiting while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
@@ -216,6 +216,7 @@ def _row(name: str, run: RunFolder) -> RunRow:
     start = run.start_event()
     size = start.get("world_size")
     best = [str(saved.get("path", "")) for saved in run.checkpoints if saved.get("kind") == "best" and not saved.get("is_undone")]
+    described = settings_of(run)
     return RunRow(
         name=name,
         outcome=run.outcome,
@@ -231,7 +232,7 @@ def _row(name: str, run: RunFolder) -> RunRow:
         note=run.notes.note,
         is_archived=run.notes.is_archived,
         metrics=metrics,
-        settings=settings_of(run)["settings"],
+        settings=described["settings"] | described["callbacks"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -144,9 +145,11 @@ def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     foreign = getattr(callback, "foreign", None)  # the constructor's arguments of another framework's callback are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
+    parameters = inspect.signature(type(callback).__init__).parameters
+    arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     try:
-        arguments = init_args_of(callback)
-    except ConfigError:
+        arguments |= init_args_of(callback)
+    except ConfigError:  # arguments by position, which have no names
         arguments = {}
     described = {"class_path": _path(type(callback)), "init_args": plain(arguments, depth), "name": callback.name}
     return {name: value for name, value in described.items() if value}

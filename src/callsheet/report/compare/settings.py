@@ -28,7 +28,8 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    values = {**dict(_flat(recorded)), **dict(_flat(given))}
+    # What was recorded of the optimizer and others is what the run used, whatever the user has given as `config`.
+    values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
     git, hardware = _mapping(environment.get("git")), _mapping(environment.get("hardware"))
@@ -79,13 +80,13 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the options of listed classes under names like `EarlyStopper.patience`; without options, the value is `yes`."""
+    """Return the listed classes with the value `yes`, and their options under names like `EarlyStopper.patience`."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)
         name = str(content.get("name") or content.get("class_path") or spec).rpartition(".")[2]
         options = _flat(_mapping(content.get("init_args")))
-        found += [(f"{name}.{key}", value) for key, value in options] or [(name, "yes")]
+        found += [(name, "yes"), *((f"{name}.{key}", value) for key, value in options)]
     return found
 
 
