@@ -154,7 +154,18 @@ def test_values_are_sorted_and_searched(seen: Seen, grouped: str) -> None:
     text = values.locator("tbody tr").first.inner_text()
     assert "20.533 ± 0.70711" in text
     assert "+10.017" in text
-    assert "more than noise, p = " in text
+    assert "more than noise, p\u00a0=\u00a0" in text
+
+
+def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
+    page = seen.open(grouped)
+    boxes = page.locator("#table-runs input[type=checkbox]")
+    for place in range(boxes.count()):
+        if boxes.nth(place).is_checked():
+            boxes.nth(place).uncheck()
+    for section in ("problems", "anatomy", "values"):
+        expect(page.locator(f"#{section}")).to_contain_text("All runs are switched off.")
+        expect(page.locator(f"#{section} table")).to_have_count(0)
 
 
 def test_what_became_slower_is_said_in_words(seen: Seen, grouped: str) -> None:

@@ -60,7 +60,7 @@ function layout(chart) {
   const soft = color("soft"), grid = color("grid");
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: color("line"), tickfont: { color: soft, size: 11 }, automargin: true };
   return {
-    margin: { l: 8, r: 10, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: hoverMode(chart),
+    margin: { l: 8, r: 10, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: hoverMode(chart), hoverdistance: -1,
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", uirevision: "kept",
     font: { family: getComputedStyle(document.body).fontFamily, color: soft, size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 }, namelength: 60 },
@@ -90,9 +90,14 @@ function heightFor(chart) {
   const [from, to] = view.range ?? [-Infinity, Infinity];
   let least = Infinity, greatest = -Infinity;
   for (const { x, y } of shownLines(chart)) {
+    const see = (value) => { least = Math.min(least, value); greatest = Math.max(greatest, value); };
     y.forEach((value, place) => {
-      if (value === null || (isLog(chart) && value <= 0) || x[place] < from || x[place] > to) return;
-      least = Math.min(least, value); greatest = Math.max(greatest, value);
+      if (value === null || (isLog(chart) && value <= 0)) return;
+      if (x[place] >= from && x[place] <= to) see(value);
+      const before = y[place - 1];
+      if (before === undefined || before === null || (isLog(chart) && before <= 0)) return;
+      // A line that crosses an end of the range is seen up to there.
+      for (const end of [from, to]) if (x[place - 1] < end && end < x[place]) see(before + (value - before) * (end - x[place - 1]) / (x[place] - x[place - 1]));
     });
   }
   if (least > greatest) return { autorange: true };
@@ -201,7 +206,7 @@ function saveCsv(chart) {
 async function savePng(chart) {
   const width = 1000, height = 520, shown = layout(chart);
   const named = traces(chart, width).map((trace) => ({ ...trace, showlegend: trace.meta === "curve" || trace.meta === "smoothed" }));
-  const more = { width, height, showlegend: true, legend: { orientation: "h", y: -0.16 }, title: { text: plain(chart.title), font: { size: 15, color: color("ink") } }, margin: { l: 60, r: 20, t: 46, b: 50 }, paper_bgcolor: color("card"), plot_bgcolor: color("card") };
+  const more = { width, height, showlegend: true, legend: { orientation: "h", y: -0.16, traceorder: "normal" }, title: { text: plain(chart.title), font: { size: 15, color: color("ink") } }, margin: { l: 60, r: 20, t: 46, b: 50 }, paper_bgcolor: color("card"), plot_bgcolor: color("card") };
   saveAs(fileName(chart, "png"), await Plotly.toImage({ data: named, layout: { ...shown, ...more } }, { format: "png", width, height, scale: 2 }));
 }
 

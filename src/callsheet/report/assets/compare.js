@@ -3,17 +3,20 @@
 const hidden = () => [...view.hidden];
 const names = () => runs.map(({ name, group }) => [name, groups[group]]);
 
+/** What makes a section, unless no run is shown in it. */
+const ofShown = (make) => () => (shownGroups().length ? make() : el("p", { class: "about" }, "All runs are switched off."));
+
 const parts = [
   { id: "runs", title: "Runs", has: () => true, from: () => [runs, groups, data.problems, data.are_there, data.notice], make: runsSection },
-  { id: "differences", title: "What differs", has: () => Object.keys(data.differences).length, from: () => [hidden(), names(), data.differences], make: differencesSection },
+  { id: "differences", title: "What differs", has: () => Object.keys(data.differences).length, from: () => [hidden(), names(), data.differences], make: ofShown(differencesSection) },
   { id: "curves", title: "Curves", has: () => data.families.length, from: () => [data.families, axesOfRuns(), isGrouped(), data.metrics_left_out], make: curvesSection }, // of the curves, `redraw` takes care
-  { id: "values", title: "Values", has: () => data.values.length, from: () => [hidden(), names(), data.values], make: valuesSection },
-  { id: "anatomy", title: "Anatomy of a step", has: () => data.anatomy.length, from: () => [hidden(), names(), data.anatomy], make: anatomySection },
-  { id: "problems", title: "Problems", has: () => true, from: () => [hidden(), names(), data.problems], make: problemsSection },
-  { id: "evaluations", title: "Evaluations", has: () => data.evaluations.length, from: () => [hidden(), names(), data.evaluations], make: evaluationsSection },
-  { id: "checkpoints", title: "Checkpoints", has: () => data.checkpoints.some((each) => each.count), from: () => [hidden(), names(), data.checkpoints], make: checkpointsSection },
-  { id: "tables", title: "Tables", has: () => Object.keys(data.tables).length, from: () => [hidden(), names(), data.tables], make: tablesSection },
-  { id: "images", title: "Images", has: () => Object.keys(data.images).length, from: () => [hidden(), names(), data.images], make: imagesSection },
+  { id: "values", title: "Values", has: () => data.values.length, from: () => [hidden(), names(), data.values], make: ofShown(valuesSection) },
+  { id: "anatomy", title: "Anatomy of a step", has: () => data.anatomy.length, from: () => [hidden(), names(), data.anatomy], make: ofShown(anatomySection) },
+  { id: "problems", title: "Problems", has: () => true, from: () => [hidden(), names(), data.problems], make: ofShown(problemsSection) },
+  { id: "evaluations", title: "Evaluations", has: () => data.evaluations.length, from: () => [hidden(), names(), data.evaluations], make: ofShown(evaluationsSection) },
+  { id: "checkpoints", title: "Checkpoints", has: () => data.checkpoints.some((each) => each.count), from: () => [hidden(), names(), data.checkpoints], make: ofShown(checkpointsSection) },
+  { id: "tables", title: "Tables", has: () => Object.keys(data.tables).length, from: () => [hidden(), names(), data.tables], make: ofShown(tablesSection) },
+  { id: "images", title: "Images", has: () => Object.keys(data.images).length, from: () => [hidden(), names(), data.images], make: ofShown(imagesSection) },
 ];
 
 function lifeOf() {

@@ -119,7 +119,7 @@ function differencesSection() {
 
 function noise(row) {
   if (row.is_noise === null) return row.difference === null ? "" : "unknown";
-  return `${row.is_noise ? "may be noise" : "more than noise"}${isNumber(row.p) ? `, p ${row.p < 0.0001 ? "< 0.0001" : `= ${Number(row.p.toPrecision(2))}`}` : ""}`;
+  return `${row.is_noise ? "may be noise" : "more than noise"}${isNumber(row.p) ? `, p\u00a0${row.p < 0.0001 ? "<\u00a00.0001" : `=\u00a0${Number(row.p.toPrecision(2))}`}` : ""}`;
 }
 
 const signed = (value, show) => (isNumber(value) ? `${value > 0 ? "+" : value < 0 ? "−" : ""}${show(Math.abs(value))}` : "");
@@ -172,7 +172,7 @@ function anatomySection() {
     ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: () => [...groupHead(group)(), steps(group)] })),
   ];
   return [
-    el("p", { class: "about" }, "Milliseconds per step and share of the step, of the timed steps. Spans nest, and the time of a callback is within a span, so the shares do not add up. "
+    el("p", { class: "about" }, "Milliseconds per step (the median of the timed steps) and share of the step. Spans nest, and the time of a callback is within a span, so the shares do not add up. "
       + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step, and by more than noise."),
     el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
   ];

@@ -27,12 +27,12 @@ class Part:
 
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback the mean.
-        share: the same as a fraction of the step's time.
+        step: the seconds of the run's whole step, the median of the timed steps.
         samples: its seconds in each timed step.
     """
 
     seconds: float
-    share: float
+    step: float
     samples: tuple[float, ...] = ()
 
 
@@ -74,11 +74,11 @@ def anatomy_of(run: RunFolder) -> Anatomy:
         return Anatomy(0, {})
     samples = {part: tuple(found.get(part, 0.0) for found in timed) for part in {part for found in timed for part in found}}
     medians = {part: statistics.median(each) for part, each in samples.items() if part[0] == "span"}
-    parts = {part: Part(seconds, seconds / whole, samples[part]) for part, seconds in medians.items()}
+    parts = {part: Part(seconds, whole, samples[part]) for part, seconds in medians.items()}
     for row in cost_rows(run.costs):
         if row["per_step"]:
             name: tuple[Kind, str] = ("callback", row["callback"])
-            parts[name] = Part(row["per_step"], row["of_step"], samples.get(name, ()))
+            parts[name] = Part(row["per_step"], whole, samples.get(name, ()))
     return Anatomy(len(timed), parts)
 
 
@@ -87,7 +87,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
 
     The first group is the baseline.
 
-    A cell has the mean `seconds` and `share` over the group's runs, `change` from the baseline's seconds as a fraction, and `mark`,
+    A cell has the mean `seconds` over the group's runs, their `share` of the mean step, `change` from the baseline's seconds as a fraction, and `mark`,
     which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
     is None if no run of the group timed the part.
 
@@ -106,18 +106,18 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
 def _cell(baseline: Sequence[Part], parts: Sequence[Part]) -> dict[str, Any] | None:
     if not parts:
         return None
-    seconds, share = _means(parts)
-    change, mark = math.nan, ""
-    if baseline and (before := _means(baseline)[0]) > 0:
+    seconds, step = _means(parts)
+    share, change, mark = seconds / step, math.nan, ""
+    if baseline and _means(baseline)[0] > 0:
+        before, step = _means(baseline)
         change = seconds / before - 1
-        step = before / _means(baseline)[1] if _means(baseline)[1] else math.inf
         if abs(change) > _CHANGED and abs(seconds - before) > _NOTICEABLE * step:
             mark = "noise" if _may_be_noise(baseline, parts) else "slower" if change > 0 else "faster"
     return {"seconds": seconds, "share": share, "change": change, "mark": mark}
 
 
 def _means(parts: Sequence[Part]) -> tuple[float, float]:
-    return statistics.fmean(part.seconds for part in parts), statistics.fmean(part.share for part in parts)
+    return statistics.fmean(part.seconds for part in parts), statistics.fmean(part.step for part in parts)
 
 
 def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
