@@ -114,6 +114,16 @@ def test_a_file_that_is_as_deep_as_recipes_are_is_read(tmp_path: Path) -> None:
     assert set(read_yaml(path)) == {"a"}
 
 
+def test_show_says_that_a_run_is_not_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "metrics.jsonl").write_text("")
+    assert main(["show", "mine"]) == 2
+    assert "runs/mine has no config.yaml, so it is not the run of a recipe" in capsys.readouterr().err
+
+
 def test_show_names_the_nearest_recipe_and_the_nearest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from callsheet.cli.named_run import RUNS, nearest
 from callsheet.cli.recipe import Prepared, prepared
 from callsheet.cli.shipped import RECIPES, file_of_run
 from callsheet.errors import ConfigError, did_you_mean
+from callsheet.report.index import is_run
 
 _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 """Keys that are not listed as settings. Callbacks and loggers are in the call sheet."""
@@ -26,6 +27,10 @@ def show(recipe: str, overrides: list[str]) -> str:
     """
     if not Path(recipe).is_file() and recipe not in RECIPES:
         if (run := file_of_run(recipe)) is None:
+            if there := next((folder for folder in (RUNS / recipe, Path(recipe)) if is_run(folder)), None):
+                raise ConfigError(
+                    f"{there} has no config.yaml, so it is not the run of a recipe; callsheet report {recipe} shows its settings"
+                )
             raise ConfigError(
                 f"there is no recipe or run {recipe!r}{_near(recipe)} (a YAML file; a recipe: {', '.join(RECIPES)}; a run's folder, or its "
                 f"name in {RUNS}/)"
