@@ -79,6 +79,7 @@ def test_a_script_is_observed_and_unchanged(script: Path) -> None:
     assert (script.parent / "runs" / "a" / "report.html").exists()
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loops_of_every_kind(name: str, tmp_path: Path) -> None:
     text, steps, epochs = SCRIPTS[name]

@@ -14,7 +14,7 @@ _DESCRIPTION = """\
 Run a training script unchanged, and observe its training loop with callbacks.
 
 The script runs as if Python had started it: same arguments, output, exit code and signals. Its weights are the same as without
-callsheet. When training begins, callsheet finds the loop by itself: the trainer of a framework that callsheet has a host for, or
+callsheet. When training begins, callsheet recognizes the loop: the trainer of a framework that callsheet has a host for, or
 else the first optimizer that steps and the model that has its parameters. At the end, a report is written to the run's folder."""
 
 _EPILOG = """\

@@ -210,7 +210,7 @@ class Lane:
         try:
             self.items.popleft()
             self.dropped += 1
-        except IndexError:  # the lane's thread has emptied the queue meanwhile
+        except IndexError:  # the lane's thread has emptied the queue in the meantime
             pass
         return True
 

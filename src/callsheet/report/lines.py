@@ -40,7 +40,7 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
             if from_end:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - at_most))
             return file.read(at_most).decode("utf-8", "replace")
-    except OSError:  # the file was deleted meanwhile, or is not readable
+    except OSError:  # the file was deleted in the meantime, or is not readable
         return ""
 
 
@@ -75,7 +75,7 @@ class JsonLines:
             return
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
-        except OSError:  # the file was deleted meanwhile, or is not readable
+        except OSError:  # the file was deleted in the meantime, or is not readable
             return
         with file:
             status = os.fstat(file.fileno())

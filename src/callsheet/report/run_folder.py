@@ -155,7 +155,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            state = self._state()  # taken before reading, so that lines that the run appends meanwhile change the version
+            state = self._state()  # taken before reading, so that lines that the run appends in the meantime change the version
             self._add_new()
             return self._run(self._version(state))
 
@@ -322,7 +322,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
         return None
     try:
         content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
-    except OSError:  # the image was deleted meanwhile
+    except OSError:  # the image was deleted in the meantime
         return None
     return content if content.startswith(_PNG) else None
 

@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has meanwhile set its own descriptor, so restore that
+        if current not in (-1, self._write):  # other code has since set its own descriptor, so restore that
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

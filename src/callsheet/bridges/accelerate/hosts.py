@@ -257,7 +257,7 @@ class AcceleratedRun(AttachedRun):
         self._taken = skip
         if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own epoch count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        # A stateful dataloader continues at its saved position by itself.
+        # A stateful dataloader continues at its saved position without help.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]

@@ -152,7 +152,7 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         ]
         for name in shown
     }
-    # Each metric has a chart of its own, because several metrics of many runs could not be told apart in one chart.
+    # Each metric has a chart of its own, because several metrics of many runs could not be distinguished in one chart.
     charts = [
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped

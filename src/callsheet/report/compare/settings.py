@@ -112,6 +112,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    # The digest distinguishes long texts that begin alike.
+    # The digest distinguishes long texts with the same beginning.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"
