@@ -112,13 +112,17 @@ def text_of(error: BaseException) -> str:
 def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Return `; did you mean 'x'?` for the valid name that is most similar to `name`, or an empty string if none is similar.
 
-    The comparison ignores case. `cutoff` is the minimal similarity, from 0 to 1.
+    The comparison ignores case. A valid name such as `optimizer.lr` or `train/loss` counts as similar to its last part. `cutoff` is
+    the minimal similarity, from 0 to 1.
     """
     import difflib  # imported here, because only error messages need it
 
     by_folded: dict[str, str] = {}
     for each in valid:
         by_folded.setdefault(each.lower(), each)
+    for folded, each in by_folded.items():
+        if folded != name.lower() and folded.endswith((f".{name.lower()}", f"/{name.lower()}")):
+            return f"; did you mean {each!r}?"
     near = difflib.get_close_matches(name.lower(), list(by_folded), n=1, cutoff=cutoff)
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.cli.main import main
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.existing_run import reject_another_job
 from callsheet.recipes.models.language_model import LanguageModel
 
@@ -143,3 +143,10 @@ def test_why_a_run_was_stopped_is_in_the_terminal_without_a_logger_that_says_it(
     assert re.search(r"^The run \(\d+ steps, stopped by ThresholdStopper: .*\) is in ", out, re.MULTILINE)
     assert main(["runs"]) == 0
     assert " ended " in capsys.readouterr().out  # nothing has recorded the outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("lr", "; did you mean 'optimizer.lr'?"), ("loss", "; did you mean 'train/loss'?"), ("zz", "")]
+)
+def test_the_last_part_of_a_name_finds_the_whole(name: str, hint: str) -> None:
+    assert did_you_mean(name, ["optimizer.lr", "train/loss", "started"]) == hint

@@ -424,7 +424,7 @@ class AttachedRun:
         return longest is not None and longest.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
     def _ends_step(self, given: int) -> bool:
-        """Return whether the step ends with its batch number `given`."""
+        """Return whether batch number `given` of the step is its last."""
         return given >= self._batches_per_step
 
     def _count_step(self) -> None:

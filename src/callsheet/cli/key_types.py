@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """Return the base class that values of this type must have, if they name a class or function to import.
+    """If a value of this type is the import path of a class, return the base class that the imported class must have.
 
     It is the return type of a callable, or the class itself.
     """

@@ -268,7 +268,7 @@ def _add_runs(command: AddsCommand) -> None:
         "  callsheet report stdlib-lm\n  callsheet report /data/runs/big --out big.html",
     )
     report.add_argument("a_run", metavar="RUN", help=_A_RUN)
-    report.add_argument("--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
+    report.add_argument("-o", "--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
 
     compare = command(
         "compare",

@@ -94,7 +94,7 @@ class Values:
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether constructing the callback that `spec` describes raises the same error."""
+    """Return whether constructing only the callback that `spec` describes raises this error, too."""
     from jsonargparse import Namespace
 
     parser = probe()

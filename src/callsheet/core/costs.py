@@ -133,7 +133,7 @@ class CostReport(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The time of a span or of a callback at an event, as in a timeline. `callback` is empty for a span.
+    """When a span, or the call of one callback at an event, began, and how long it took. `callback` is empty for a span.
 
     Times are in seconds from the start of the window. A slice whose times lie within those of another is nested in it.
     """

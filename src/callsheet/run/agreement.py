@@ -76,7 +76,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # steps are long, so waiting for the answer costs less than acting one step later
+            if not self._period:  # steps are long, so waiting here for the other ranks costs less than acting one step later
                 self._read()
 
     def evaluated_step(self, step: int) -> None:

@@ -124,7 +124,7 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # the next metrics record may be the last
+        if self.is_over:  # training is over, so no later metrics record may come
             self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # the updated counts may have reached `max_duration`
             records.fire_log(ctx)

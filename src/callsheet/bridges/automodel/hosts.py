@@ -128,7 +128,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests: Any = None  # the _HostRequests, set once a run has begun
-        self._is_due_fired = False  # whether on_checkpoint_due was fired since the last step or epoch, and before an evaluation
+        self._is_due_fired = (
+            False  # whether on_checkpoint_due was already fired after the latest step or epoch, ahead of its evaluation
+        )
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---

@@ -232,7 +232,7 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # fires the start of training if there was no epoch to train
+        run.driver.start("round")  # if there was no epoch, training has not begun: this fires its start
         self._leave_step(run)
         self._finish()
 

@@ -125,7 +125,9 @@ class ModuleFacade(OfGuest):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self._model, memo)  # callbacks that average weights copy the module, so copy the model in it
+        return copy.deepcopy(
+            self._model, memo
+        )  # callbacks that average weights copy this module, and only the model inside it needs to be copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)

@@ -207,7 +207,7 @@ class StepFlops:
 
 
 def flops_reported_by(model: Any) -> Any:
-    """Return the model's own method or number for the FLOPs of a batch, also from inside wrappers; None if it has none."""
+    """Return the method or number with which the model reports the FLOPs of a batch, or None. In a wrapper such as DDP, the model inside counts."""
     while model is not None:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:

@@ -299,7 +299,7 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """Return objects that are given as None, one object or several objects as a list."""
+    """Return a list of the given objects. The argument may be None, one object or several objects."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -77,11 +77,11 @@ def judge(
         ConfigError: a run does not have the metric; the message names the closest one.
     """
     sides = []
-    for values in (baseline, other):
+    for side, values in (("the baseline", baseline), (name, other)):
         lacking = next((each for each in values if condition.metric not in each), None)
         if lacking is not None:
             raise ConfigError(
-                f"--fail-if {condition.text!r}: not every run has the metric {condition.metric!r}"
+                f"--fail-if {condition.text!r}: {'a run of ' if len(values) > 1 else ''}{side} does not have the metric {condition.metric!r}"
                 f"{did_you_mean(condition.metric, lacking) or '; callsheet compare --json lists the metrics'}"
             )
         sides.append([each[condition.metric] for each in values])
