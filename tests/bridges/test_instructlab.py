@@ -369,6 +369,7 @@ TAKEN = {
         "Heartbeat",
         "History",
         "Lambda",
+        "LossSpikeDetector",
         "MemoryMonitor",
         "MemorySnapshot",
         "NaNMonitor",

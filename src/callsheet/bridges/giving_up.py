@@ -38,7 +38,7 @@ def is_for_user(error: BaseException) -> bool:
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
 
-def give_up(run: ObservedRun, error: Exception, *, contained: bool = False) -> None:
+def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) -> None:
     """End the run because of a fault of callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
     Training continues without callsheet. The caller removes the host's hooks.

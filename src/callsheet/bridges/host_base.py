@@ -52,8 +52,11 @@ class HostBase:
     _resume_path: str | None = None
     """The checkpoint that the host loads when a run begins, or None."""
 
-    contains_errors: bool = False
-    """Whether an error of a callback also ends only the run and not the training, as under `callsheet exec`."""
+    only_observes: bool = False
+    """Whether the host changes nothing, as under `callsheet exec`.
+
+    Then an error of a callback also ends only the run and not the training, and nothing is added to the framework's checkpoints.
+    """
 
     def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class HostBase:
         run = self._run
         is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
         try:
-            is_contained = self.contains_errors and isinstance(error, Exception)
+            is_contained = self.only_observes and isinstance(error, Exception)
             if not is_contained and (is_for_user(error) or not is_loaded):
                 if run is not None:
                     run.fail(error)

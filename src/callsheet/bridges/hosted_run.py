@@ -36,8 +36,9 @@ from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
+from callsheet.run.run_names import check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
-from callsheet.trainer.arguments import check_run_name, duration, log_boundary, new_name
+from callsheet.trainer.arguments import duration, log_boundary
 
 
 class HostedRun(Run):

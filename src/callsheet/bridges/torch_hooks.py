@@ -93,6 +93,11 @@ class Hook:
             self.is_registered = False
 
 
+def is_traced() -> bool:
+    """Return whether torch is compiling or tracing the code that calls this, so that hooks must leave no trace in the result."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     """Start the forward pass, because the loop calls the model within a microbatch.
 
@@ -149,6 +154,8 @@ class ForwardHooks(NotCopied):
         self._after.install(has_listeners, self._ends)
 
     def _begins(self, model: nn.Module, inputs: Any) -> None:
+        if is_traced():
+            return
         try:
             if self._around.is_open:
                 if self._is_training:
@@ -160,6 +167,8 @@ class ForwardHooks(NotCopied):
             self._driver.give_up(error)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if is_traced():
+            return outputs
         try:
             if self._forward.is_open:
                 driver, ctx = self._driver, self._ctx
@@ -404,8 +413,8 @@ class BackwardWatch:
     """Reports the loss, which a callback may replace, and its backward pass.
 
     Torch has no hook that shows on which tensor `backward` was called. So `Tensor.backward` is replaced, from the beginning until
-    `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors that are not scalars, are not
-    reported.
+    `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors with several elements, are
+    not reported.
 
     Args:
         scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is not scaled.
@@ -424,7 +433,7 @@ class BackwardWatch:
         self.is_in_closure = False
         """Whether an optimizer is evaluating a closure, perhaps again. A loss then counts even after the step's backward pass."""
         self._before_closure: Tensor | None = None
-        self._listens = False
+        self._listens = self._is_running = False
         _watches.append(self)
         self.listen(True)
 
@@ -472,11 +481,11 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """If `loss` is a scalar of the training thread, fire its events and call its backward pass.
+        """If `loss` has one element, in the training thread, fire its events and call its backward pass.
 
         Return whether this was done.
         """
-        if not self._listens or loss.dim() or get_ident() != self._thread:
+        if not self._listens or self._is_running or loss.numel() != 1 or get_ident() != self._thread:
             return False
         has_listeners, given = not self._backward.has_no_listeners, loss
         try:
@@ -497,12 +506,21 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value = unscaled.detach()
-            self.total = value if self.total is None else self.total + value
+            value, before = unscaled.detach().reshape(()), self.total
+            self.total = value if before is None else before + value
         except Exception as error:
             self._driver.give_up(error)
             return False
-        _backward(given, *args, **options)
+        self._is_running = True  # under a torch function mode, torch calls `Tensor.backward` again
+        try:
+            _backward(given, *args, **options)
+        except BaseException:  # such as running out of memory, after which the loop may try again
+            self.total = before
+            if has_listeners:
+                self._driver.end("backward")
+            raise
+        finally:
+            self._is_running = False
         if has_listeners:
             try:
                 self._driver.end("backward")

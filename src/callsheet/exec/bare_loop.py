@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ class BareLoop:
         )
         self._support = SupportCheck(run.manager, HOST, strict=False)
         self._is_over = False
+        self.has_failed = False
+        """Whether an error of callsheet or of a callback has ended the observation."""
+        self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._fetched = 0  # the batches since the dataloader's iteration began
+        self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
         self._in_forward = ""  # the kind of the call of the model that is running: "train", "eval" or ""
         self._has_fetched = False  # whether `_batch` was fetched and belongs to the next microbatch
@@ -186,9 +192,10 @@ class BareLoop:
         finally:
             self._release()
 
-    def _leave(self, error: Exception) -> None:
+    def _leave(self, error: Exception | SystemExit) -> None:
         """End the run because of an error of callsheet or a callback. The script continues."""
         if not self._is_over:
+            self.has_failed = True
             self._release()
             try:
                 give_up(self.run, error, contained=True)
@@ -202,19 +209,33 @@ class BareLoop:
 
     # --- what the hooks report ---
 
-    def fetch(self, loader: Any, fetches: Callable[[], Any]) -> Any:
-        """Fetch a batch of `loader` with `fetches()` and return it. It raises what that raises."""
-        if self._is_over or threading.get_ident() != self._thread or not self.is_of_training(loader):
-            return fetches()
+    def trains(self, parameter: Any) -> bool:
+        """Return whether the optimizer has this parameter."""
+        return id(parameter) in self._parameters
+
+    @contextmanager
+    def without_forward_hooks(self) -> Iterator[None]:
+        """Within this block the model has no hooks of ours."""
+        self._forward.remove()
+        try:
+            yield
+        finally:
+            if self._sees_forward and not self._is_over:
+                self._forward.install()
+
+    def fetch(self, fetches: Callable[[], Any]) -> Any:
+        """Fetch a batch for training with `fetches()` and return it. It raises what that raises."""
         is_first = not self.run.driver.is_open("train_step")  # otherwise it is for a further microbatch of the step
         if is_first:
             self._guarded(self._begin_fetch)
         try:
             batch = fetches()
         except StopIteration:
+            self._fetched = 0
             self._guarded(self._end_epoch)
             raise
         self._batch, self._has_fetched = batch, True
+        self._fetched += 1
         if is_first:
             self._guarded(self._end_fetch)
         return batch
@@ -224,7 +245,7 @@ class BareLoop:
 
         A loader that is new after an epoch has ended is one if the model is in training mode then.
         """
-        if self._loader is None:
+        if self._loader is None or self._is_over or threading.get_ident() != self._thread:
             return False
         is_new = self._loader() is not loader
         if is_new and not self.run.driver.is_open("epoch") and self.model.training and torch.is_grad_enabled():
@@ -250,7 +271,7 @@ class BareLoop:
 
     def backward_begins(self) -> None:
         """Report that `backward` is called on a loss."""
-        if self._is_over:
+        if self._is_over or threading.get_ident() != self._thread:
             return
         if not self._sees_forward:
             self.begin_step()
@@ -259,9 +280,12 @@ class BareLoop:
         self._is_in_microbatch = False
 
     def gradients_are_discarded(self) -> None:
-        """Report that the gradients are set to zero, so that earlier losses do not belong to the coming step."""
-        if not self._is_over and not self._watch.is_in_closure:
+        """Report that the gradients are set to zero, so that earlier losses and their samples do not belong to the coming step."""
+        if self._is_over or self._watch.is_in_closure or threading.get_ident() != self._thread:
+            return
+        if self._watch.total is not None:
             self._watch.total = None
+            self.run.counted = (0, 0)
 
     def optimizer_was_skipped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
@@ -281,8 +305,13 @@ class BareLoop:
         return norm
 
     def loader_begins(self) -> None:
-        """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
-        self._guarded(self._end_epoch)
+        """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early.
+
+        A loop that calls `next(iter(loader))` for each batch has one epoch.
+        """
+        fetched, self._fetched = self._fetched, 0
+        if fetched > 1:
+            self._guarded(self._end_epoch)
 
     def _end_epoch(self) -> None:
         """End the epoch. Within a step, do nothing."""
@@ -296,6 +325,9 @@ class BareLoop:
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
         run = self.run
+        if self._sees_forward and not self._was_called and run.state.timestamp.batch:
+            self._use_losses_alone()
+        self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
         self._watch.is_on = not self._sees_forward
         run.end_step()
@@ -310,8 +342,19 @@ class BareLoop:
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         try:
             function(*args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._leave(error)
+
+    def _use_losses_alone(self) -> None:
+        """Let steps begin with a loss, because the script does not call the model itself."""
+        self._sees_forward = False
+        self._forward.remove()
+        self.run.driver.synthesized.clear()
+        logger.warning(
+            "%s does not call %s itself, so its forward passes and evaluations are not observed",
+            HOST,
+            type(self.run.model).__name__,
+        )
 
     def _begin_fetch(self) -> None:
         self._leave_evaluation()
@@ -362,7 +405,7 @@ class BareLoop:
     def _begin_forward(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
             if is_training or self._trains_in_eval_mode:
-                self._in_forward = "train"
+                self._in_forward, self._was_called = "train", True
                 self._begin_training_forward(args, kwargs)
         elif not is_training and not self.run.driver.is_open("train_step"):
             self._in_forward = "eval"

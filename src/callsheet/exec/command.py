@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from callsheet.core.optional import need
 from callsheet.errors import CallsheetError
+from callsheet.exec.observation import Observation
 from callsheet.exec.script import Script, hide_our_frames
 
 _DESCRIPTION = """\
@@ -38,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, script = _split(parser, given)
     try:
         need("torch", extra="train", wanted_by="callsheet exec")
-        from callsheet.exec.observation import Observation
-
         observation = Observation(
             script,
             callbacks=options.callbacks,

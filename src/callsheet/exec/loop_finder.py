@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,101 +17,60 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from callsheet.exec.bare_loop import BareLoop
+from callsheet.exec.messages import log_failure, warn
 
-Begin = Callable[[nn.Module | None, Optimizer, Any, Any], BareLoop | None]
-"""Makes the loop of a model, an optimizer, a loss scaler and a dataloader; None if it cannot be observed."""
+if TYPE_CHECKING:
+    from callsheet.exec.bare_loop import BareLoop
+    from callsheet.exec.observation import Observation
+
+STEPS_OF_A_NEW_LOOP = 20
+"""After so many steps of other optimizers without one of the observed optimizer, the loop of the latest of them is observed instead.
+
+A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
+such as that of a GAN, the observed one is not silent for so long.
+"""
 
 
 class LoopFinder:
-    """Wraps the functions of torch that every loop calls, until the first optimizer steps. Then it follows that one loop.
+    """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
-    Wrapped are `Tensor.backward` (only until then), the dataloaders' iteration, `GradScaler.step`, `clip_grad_norm_` and `zero_grad`.
-    Processes that the script forks are not observed.
+    Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
+    `clip_grad_norm_`, `zero_grad` and `torch.jit.script`. Processes that the script forks are not observed. No wrapper raises an
+    error of its own.
 
     Args:
-        begin: makes the loop when it is recognized.
+        observation: makes the loops that are recognized. After an error of it, no loop is observed.
     """
 
-    def __init__(self, begin: Begin) -> None:
-        self._begin = begin
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
         self._loop: BareLoop | None = None
         self._is_over = False
         self.is_paused = False
         """Whether a framework's trainer trains now, which is observed by its host."""
         self._undo: list[Callable[[], None]] = []
         self._process = os.getpid()
+        self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
+        self._others = 0  # the steps of other optimizers since the observed one has stepped
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers whose loops were or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator: its dataloader
-        self._latest: tuple[Any, Any] = (
-            None,
-            None,
-        )  # the latest dataloader that was iterated, and its batch, until a loop is found
-        self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until a loop is found
+        self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
+        self._batch: Any = None  # its latest batch, until the first loop is recognized
+        self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
+        self._is_in_backward = False
         self._scaler: Any = None
-
-    @property
-    def loop(self) -> BareLoop | None:
-        """The loop that was recognized, or None."""
-        return self._loop
 
     def install(self) -> None:
         """Wrap the functions of torch."""
-        finder = self
-
-        def backward(given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
-            if finder._loop is None and not finder._is_over and not loss.dim():
-                value = loss.detach()
-                finder._loss = value if finder._loss is None else finder._loss + value
-            return given(loss, *args, **options)
-
-        def iterate(given: Callable[..., Any], loader: Any) -> Any:
-            if finder._loop is not None and finder._loop.is_of_training(loader):
-                finder._loop.loader_begins()
-            iterator = given(loader)
-            finder._loaders[iterator] = weakref.ref(loader)
-            return iterator
-
-        def fetch(given: Callable[..., Any], iterator: Any) -> Any:
-            reference = finder._loaders.get(iterator)
-            # Of `for batch in DataLoader(...)`, only the iterator is left.
-            loader = iterator if reference is None or reference() is None else reference()
-            if finder._is_over or os.getpid() != finder._process:
-                return given(iterator)
-            if finder._loop is not None:
-                return finder._loop.fetch(loader, lambda: given(iterator))
-            batch = given(iterator)
-            finder._latest = (loader, batch)
-            return batch
-
-        def scaled_step(given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-            finder._scaler = scaler
-            found = given(scaler, optimizer, *args, **options)
-            if finder._loop is not None and finder._loop.optimizer is optimizer:
-                finder._loop.optimizer_was_skipped(scaler)
-            return found
-
-        def zero_grad(given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
-            if finder._loop is None:
-                finder._loss = None
-            elif owner in (finder._loop.optimizer, finder._loop.model, finder._loop.run.model):
-                finder._loop.gradients_are_discarded()
-            return given(owner, *args, **options)
-
-        def clip(given: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            if finder._loop is None:
-                return given(*args, **options)
-            return finder._loop.clip(lambda: given(*args, **options))
-
-        self._restore_backward = self._wrap(Tensor, "backward", backward)
-        self._wrap(DataLoader, "__iter__", iterate)
-        self._wrap(_BaseDataLoaderIter, "__next__", fetch)
-        self._wrap(torch.amp.GradScaler, "step", scaled_step)
-        self._wrap(Optimizer, "zero_grad", zero_grad)
-        self._wrap(nn.Module, "zero_grad", zero_grad)
+        self._restore_backward = self._wrap(Tensor, "backward", self._backward)
+        self._wrap(DataLoader, "__iter__", self._iterate)
+        self._wrap(_BaseDataLoaderIter, "__next__", self._fetch)
+        self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
+        self._wrap(Optimizer, "zero_grad", self._zero_grad)
+        self._wrap(nn.Module, "zero_grad", self._zero_grad)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._wrap(owner, "clip_grad_norm_", clip)
-        self._handle = register_optimizer_step_pre_hook(self._steps)
-        self._undo.append(self._handle.remove)
+            self._wrap(owner, "clip_grad_norm_", self._clip)
+        self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def remove(self) -> None:
         """Restore the functions of torch."""
@@ -133,28 +93,143 @@ class LoopFinder:
         self._undo.append(restore)
         return restore
 
+    # --- the wrappers: each is called with the function of torch and its arguments ---
+
+    def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
+        # Under a torch function mode, such as that of `torch.set_default_device`, torch calls `Tensor.backward` again.
+        if self._is_over or self._is_in_backward or loss.numel() != 1:
+            return given(loss, *args, **options)
+        self._is_in_backward = True
+        try:
+            given(loss, *args, **options)
+            value = loss.detach().reshape(())
+            self._loss = value if self._loss is None else self._loss + value
+        finally:
+            self._is_in_backward = False
+        return None
+
+    def _iterate(self, given: Callable[..., Any], loader: Any) -> Any:
+        loop = self._loop
+        if loop is not None and loop.is_of_training(loader):
+            loop.loader_begins()
+        iterator = given(loader)
+        self._loaders[iterator] = weakref.ref(loader)
+        return iterator
+
+    def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
+        if self._is_over or self.is_paused or os.getpid() != self._process:
+            return given(iterator)
+        reference = self._loaders.get(iterator)
+        # Of `for batch in DataLoader(...)`, only the iterator is left.
+        loader = iterator if reference is None or reference() is None else reference()
+        loop = self._loop
+        if loop is not None and loop.is_of_training(loader):
+            return loop.fetch(lambda: given(iterator))
+        try:
+            batch = given(iterator)
+        except StopIteration:
+            self._batch = None
+            raise
+        if torch.is_grad_enabled():
+            self._latest = weakref.ref(loader)
+            if loop is None:
+                self._batch = batch
+        return batch
+
+    def _scaled_step(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        self._scaler = scaler
+        found = given(scaler, optimizer, *args, **options)
+        if self._loop is not None and self._loop.optimizer is optimizer:
+            self._loop.optimizer_was_skipped(scaler)
+        return found
+
+    def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
+        if self._loop is None:
+            self._loss = None
+        elif self._loop.trains(_first_of(owner)):
+            self._loop.gradients_are_discarded()
+        return given(owner, *args, **options)
+
+    def _clip(self, given: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
+        if self._loop is None:
+            return given(parameters, *args, **options)
+        if not isinstance(parameters, (Tensor, list, tuple)):
+            parameters = list(parameters)  # a generator, which can be read once
+        first = parameters if isinstance(parameters, Tensor) else next(iter(parameters), None)
+        if not self._loop.trains(first):
+            return given(parameters, *args, **options)
+        return self._loop.clip(lambda: given(parameters, *args, **options))
+
+    def _script(self, given: Callable[..., Any], obj: Any, *args: Any, **options: Any) -> Any:
+        if self._loop is not None and isinstance(obj, nn.Module):
+            with self._loop.without_forward_hooks():  # which TorchScript would compile with the module
+                return given(obj, *args, **options)
+        if len(args) < 2:  # TorchScript looks names of a class up in the frame of the caller, which is two frames away now
+            options["_frames_up"] = options.get("_frames_up", 0) + 2
+        return given(obj, *args, **options)
+
+    # --- recognizing a loop ---
+
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Recognize the loop at the first step of an optimizer."""
-        if self._loop is not None or self._is_over or self.is_paused or os.getpid() != self._process:
+        """Recognize a loop when its optimizer steps."""
+        if self._loop is not None and self._loop.optimizer is optimizer:
+            self._others = 0
             return
-        model = model_of(optimizer)
-        self._restore_backward()
-        (loader, batch), self._latest = self._latest, (None, None)
-        loss, self._loss = self._loss, None
-        if model is None:
+        if self._is_over or self.is_paused or os.getpid() != self._process or not self._lock.acquire(blocking=False):
+            return
+        try:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            self._recognize(optimizer, has_closure=closure is not None)
+        except Exception as error:
+            log_failure("the loop cannot be observed", error)
             self._is_over = True
-            self._begin(None, optimizer, None, None)
+        finally:
+            self._lock.release()
+
+    def _recognize(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        before = self._loop
+        if optimizer in self._seen or (before is not None and not self._is_of_new_loop()):
             return
+        self._seen.add(optimizer)
+        model = model_of(optimizer)
+        if model is None:
+            if before is None:
+                self._observation.say_once(
+                    f"no torch.nn.Module was found that has the parameters of {type(optimizer).__name__}, so its loop is not observed; the "
+                    "script continues. Put them into a module, or use callsheet.attach"
+                )
+            return
+        if before is None:
+            self._restore_backward()
+            self._wrap(torch.jit, "script", self._script)
+        else:
+            name = type(optimizer).__name__
+            warn(f"another {name} has stepped {STEPS_OF_A_NEW_LOOP} times in a row, so its loop is observed from now on")
+        loss, batch, self._loss, self._batch = self._loss, self._batch, None, None
+        latest, self._latest = self._latest, None
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
             loss = loss / scaler._scale
-        loop = self._begin(model, optimizer, scaler, loader)
-        if loop is None:
-            self._is_over = True
-            return
-        self._loop = loop
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        loop.begin(loss, batch, has_closure=has_closure)
+        loop = self._observation.begin_loop(model, optimizer, scaler, latest() if latest is not None else None)
+        self._is_over = loop is None
+        if loop is not None:
+            self._loop = loop
+            loop.begin(loss, batch, has_closure=has_closure)
+
+    def _is_of_new_loop(self) -> bool:
+        """Return whether a step of another optimizer than the observed one begins a new loop. Each call counts such a step."""
+        self._others += 1
+        if self._others < STEPS_OF_A_NEW_LOOP or (self._loop is not None and self._loop.has_failed):
+            return False
+        self._others = 0
+        return True
+
+
+def _first_of(owner: Any) -> Any:
+    """Return the first parameter of the optimizer or module, or None."""
+    if isinstance(owner, nn.Module):
+        return next(nn.Module.parameters(owner), None)
+    return next((each for group in owner.param_groups for each in group["params"]), None)
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
@@ -167,7 +242,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     best: tuple[int, int] | None = None
     found: nn.Module | None = None
     for module in _roots():
-        parameters = {id(each) for each in module.parameters()}
+        parameters = {id(each) for each in nn.Module.parameters(module)}  # which a script's class may override
         shared = len(wanted & parameters)
         if shared and (best is None or (shared, -len(parameters)) > best):
             best, found = (shared, -len(parameters)), module

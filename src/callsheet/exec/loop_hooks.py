@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks, is_traced
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -39,10 +38,12 @@ class LoopForwardHooks(NotCopied):
         self._after.remove()
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._loop.forward_begins(model.training, args, kwargs)
+        if not is_traced():
+            self._loop.forward_begins(model.training, args, kwargs)
 
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._loop.forward_ends(outputs)
+        if not is_traced():
+            self._loop.forward_ends(outputs)
 
 
 class LoopBackwardWatch(BackwardWatch):
@@ -53,7 +54,7 @@ class LoopBackwardWatch(BackwardWatch):
         self._loop = loop
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        if not loss.dim() and threading.get_ident() == self._thread:
+        if loss.numel() == 1 and not self._is_running:
             self._loop.backward_begins()
         return super().run(loss, *args, **options)
 

@@ -1,4 +1,7 @@
-"""What `callsheet exec` prints while a script runs. It goes to standard error, since standard output is the script's."""
+"""What `callsheet exec` prints while a script runs.
+
+It goes to the standard error that the process was started with, even if the script redirects its output or configures `logging`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,27 @@ import sys
 
 from callsheet.errors import text_of
 
+logger = logging.getLogger("callsheet")
+
+_stream = sys.stderr
+
+
+def begin() -> None:
+    """Let callsheet's log lines, from warnings on, go to standard error and not to the handlers that the script configures."""
+    if _stream is not None:
+        handler = logging.StreamHandler(_stream)
+        handler.setLevel(logging.WARNING)
+        logger.addHandler(handler)
+    logger.propagate = False
+
 
 def warn(message: str) -> None:
     """Print a line on standard error."""
-    print(f"callsheet: {message}", file=sys.stderr, flush=True)
+    if _stream is not None and not _stream.closed:
+        print(f"callsheet: {message}", file=_stream, flush=True)
 
 
-def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
+def log_failure(what: str, error: BaseException) -> None:
     """Log an error of callsheet, which must not end the script."""
     logger.error(
         "callsheet exec: %s (%s: %s); the script continues without callbacks",

@@ -1,34 +1,38 @@
-"""The observation of one script: it recognizes training, runs the callbacks, and writes the reports at the end."""
+"""The observation of one script: it recognizes training, runs the callbacks, and writes the reports at the end.
+
+Nothing here imports torch before the script does, because a script may set variables first that torch reads.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-from torch import nn
-from torch.optim import Optimizer
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import MissingPackage
-from callsheet.exec.bare_loop import BareLoop, unwrapped
-from callsheet.exec.frameworks import USES_CALLSHEET, Frameworks
-from callsheet.exec.loop_finder import LoopFinder
+from callsheet.exec import messages
+from callsheet.exec.frameworks import Frameworks
+from callsheet.exec.import_watch import ImportWatch
 from callsheet.exec.messages import log_failure, warn
 from callsheet.exec.observers import observers_of
 from callsheet.exec.script import Script
 from callsheet.run.reasons import is_secret, one_line
-from callsheet.run.run import Run
-from callsheet.trainer.arguments import check_run_name, new_name
+from callsheet.run.run_names import check_run_name, new_name
 
-logger = logging.getLogger("callsheet")
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from callsheet.exec.bare_loop import BareLoop
+    from callsheet.exec.loop_finder import LoopFinder
 
 
 class RunNotes(Callback):
@@ -79,26 +83,28 @@ class Observation:
         self._names = 0
         self._ended: list[tuple[RunInfo, int]] = []  # the runs that have ended, with the number of their steps
         self._loop: BareLoop | None = None
+        self._finder: LoopFinder | None = None  # from the script's import of torch on
         self._depth = 0  # how many trainers of frameworks are training
         self._has_reported = False
-        self._finder = LoopFinder(self._begin)
         self._frameworks = Frameworks(self)
+        self._imports = ImportWatch({"torch": self._install, **self._frameworks.actions})
 
     def __enter__(self) -> Self:
-        self._finder.install()
-        self._frameworks.install()
+        messages.begin()
+        self._imports.install()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
             is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-            if self._loop is not None:
-                self._loop.finish(None if is_exit else error)
-            self._finder.remove()
+            self._finish_loop(None if is_exit else error)
+            self._imports.remove()
             self._frameworks.remove()
+            if self._finder is not None:
+                self._finder.remove()
             self._report()
         except Exception as fault:
-            log_failure(logger, "the observation could not be ended in order", fault)
+            log_failure("the observation could not be ended in order", fault)
 
     def make(self) -> list[Callback]:
         """Return the callbacks for a run. Their errors are isolated, except those of callbacks that call collectives."""
@@ -109,7 +115,16 @@ class Observation:
         return [*made, RunNotes(self._ended)]
 
     def next_name(self) -> str:
-        """Return the name of the next run."""
+        """Return the name of the next run. Names whose folder exists are left out, so that no earlier run is overwritten."""
+        wanted = self._numbered()
+        name = wanted
+        while (self.runs_folder / name).exists():
+            name = self._numbered()
+        if name != wanted:
+            warn(f"{self.runs_folder / wanted} exists, so this run is called {name}")
+        return name
+
+    def _numbered(self) -> str:
         self._names += 1
         return self._name if self._names == 1 else f"{self._name}-{self._names}"
 
@@ -122,56 +137,76 @@ class Observation:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within this block a framework's trainer trains, so that its loop is not taken for one written by hand."""
+        self._finish_loop(None)
         self._depth += 1
-        self._finder.is_paused = True
+        self._pause()
         try:
             yield
         finally:
             self._depth -= 1
-            self._finder.is_paused = self._depth > 0
+            self._pause()
 
-    def is_observed_otherwise(self) -> bool:
-        """Return whether the script uses callsheet itself, so that nothing is added."""
+    def is_observed_otherwise(self, callbacks: Iterable[Any] = ()) -> bool:
+        """Return whether the script uses callsheet itself, so that nothing is added.
+
+        Args:
+            callbacks: the callbacks that the script has given to its trainer.
+        """
+        from callsheet.bridges.host_base import HostBase
+        from callsheet.run.run import Run
+
         others = (run for run in list(Run.alive) if not any(isinstance(each, RunNotes) for each in run.manager.callbacks))
-        if any(not run.lifetime.has_ended for run in others):
-            self.say_once(USES_CALLSHEET)
+        if any(isinstance(each, HostBase) for each in callbacks) or any(not run.lifetime.has_ended for run in others):
+            self.say_once("this script uses callsheet itself, so it runs as it is")
             return True
         return False
 
-    def _begin(self, model: nn.Module | None, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
-        """Make the loop that the finder has recognized. Return None if it is not observed."""
+    def _install(self, torch: ModuleType) -> None:
+        """Watch for loops, because torch has been imported."""
         try:
-            if read_ranks().rank != 0 or self.is_observed_otherwise():
-                return None
-            if model is None:
-                self.say_once(
-                    f"the parameters of {type(optimizer).__name__} belong to no torch.nn.Module, so the loop is not observed; the script "
-                    "continues. Put them into a module, or use callsheet.attach"
-                )
-                return None
-            self._loop = loop = BareLoop(
-                self.make(),
-                model=model,
-                optimizer=optimizer,
-                scaler=scaler,
-                loader=loader,
-                run_name=self.next_name(),
-                runs_folder=self.runs_folder,
-                log_interval=self.log_interval,
-                config=self.config,
-            )
-            warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
-            return loop
+            from callsheet.exec.loop_finder import LoopFinder
+
+            self._finder = LoopFinder(self)
+            self._pause()
+            self._finder.install()
         except Exception as error:
-            log_failure(logger, "the loop cannot be observed", error)
-            self._has_reported = True
+            log_failure("loops cannot be observed", error)
+
+    def _pause(self) -> None:
+        if self._finder is not None:
+            self._finder.is_paused = self._depth > 0
+
+    def _finish_loop(self, error: BaseException | None) -> None:
+        if self._loop is not None:
+            self._loop.finish(error)
+
+    def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
+        """Make the loop that the finder has recognized, and end the one before it. Return None if no loop is observed here."""
+        from callsheet.exec.bare_loop import BareLoop, unwrapped
+
+        if read_ranks().rank != 0 or self.is_observed_otherwise():
             return None
+        self._finish_loop(None)
+        self._loop = loop = BareLoop(
+            self.make(),
+            model=model,
+            optimizer=optimizer,
+            scaler=scaler,
+            loader=loader,
+            run_name=self.next_name(),
+            runs_folder=self.runs_folder,
+            log_interval=self.log_interval,
+            config=self.config,
+        )
+        warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
+        return loop
 
     def _report(self) -> None:
         if read_ranks().rank != 0:
             return
         if not self._ended:
-            self.say_once("no training was recognized: no optimizer of torch has stepped in this process")
+            reason = "no optimizer of torch has stepped in this process" if "torch" in sys.modules else "it did not import torch"
+            self.say_once(f"no training was recognized: {reason}")
         for run, steps in self._ended:
             if run.folder is not None and run.folder.is_dir():
                 outcome = run.outcome_reason or run.outcome

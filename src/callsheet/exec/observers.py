@@ -8,60 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from callsheet import callbacks, loggers
-from callsheet.callbacks import (
-    HangDetector,
-    LRMonitor,
-    MemoryMonitor,
-    NaNMonitor,
-    OptimizerMonitor,
-    SpeedMonitor,
-    SystemMetricsMonitor,
-)
 from callsheet.core.callback import Callback
-from callsheet.core.context import Context
 from callsheet.core.optional import needed_by
 from callsheet.core.spec import CallbackSpec
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
-from callsheet.loggers import JSONLLogger
 
 VARIABLE = "CALLSHEET_CALLBACKS"
 """The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
 
 Observers = Callable[[], list[Callback]]
 """Makes the callbacks of one run. A script with several trainers has several runs."""
-
-
-class GradientNorm(OptimizerMonitor):
-    """Log `l2_norm/grad/global` at the log interval. Sharded gradients are left out, since their norm needs all ranks."""
-
-    collective = False
-
-    def __init__(self, interval: int) -> None:
-        super().__init__(batch_log_interval=interval, per_parameter=False, log_optimizer_metrics=False)
-
-    def on_train_start(self, ctx: Context) -> None:
-        """Stay silent if a parameter is sharded."""
-        super().on_train_start(ctx)
-        if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in ctx.model.parameters()):
-            ctx.mute(self, "on_forward_backward_end")
-
-
-def default_observers(log_interval: int) -> list[Callback]:
-    """Return new callbacks that only observe, and that no loop needs to support specially.
-
-    Args:
-        log_interval: how many steps there are from one metrics record to the next.
-    """
-    return [
-        SpeedMonitor(count_flops=False),
-        MemoryMonitor(),
-        LRMonitor(),
-        GradientNorm(log_interval),
-        NaNMonitor(action="warn"),
-        HangDetector(),
-        SystemMetricsMonitor(),
-        JSONLLogger(),
-    ]
 
 
 def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Observers:
@@ -74,15 +30,23 @@ def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Obse
     """
     given = file or os.environ.get(VARIABLE) or None
     if given is None:
-        return lambda: default_observers(log_interval)
+        return lambda: _default(log_interval)
     path, specs = Path(given), _specs(Path(given))
 
     def make() -> list[Callback]:
+        from callsheet.loggers import JSONLLogger
+
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
         return made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()]
 
     make()  # so that a mistake is found before the script runs
     return make
+
+
+def _default(log_interval: int) -> list[Callback]:
+    from callsheet.exec.default_observers import default_observers  # which needs torch
+
+    return default_observers(log_interval)
 
 
 def _specs(path: Path) -> list[Mapping[str, Any]]:

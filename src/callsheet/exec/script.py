@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import os
 import runpy
 import sys
 import zipfile
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from callsheet.errors import ConfigError
-
-_OURS = (str(Path(__file__).resolve().parents[1]), runpy.__file__, "<frozen runpy>")
-"""Where the frames between Python's start and the script come from."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,9 @@ class Script:
         target: the path or the name.
         arguments: the script's own arguments.
         is_module: whether `target` is a module, as after `python -m`.
+
+    Raises:
+        ConfigError: there is no such script.
     """
 
     target: str
@@ -44,41 +45,82 @@ class Script:
         return last if last not in ("", "__main__") else Path(self.target).resolve().parent.name
 
     def run(self) -> None:
-        """Run it with its own `sys.argv`, `sys.path[0]` and `__main__`. What it raises is raised here."""
+        """Run it with its own `sys.argv`, `sys.path[0]` and `__main__`. What it raises is raised here.
+
+        Raises:
+            SystemExit: there is no such module; the message names it.
+        """
         sys.argv = [self.target, *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd() if self.is_module else str(Path(self.target).resolve().parent)
+        path = os.path.abspath(self.target)
         if self.is_module:
-            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-        elif Path(self.target).is_file() and not zipfile.is_zipfile(self.target):
-            self._run_file(os.path.abspath(self.target))
-        else:
+            spec = _spec_of(self.target)
+            code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # `_spec_of` has checked it
+            sys.argv[0] = spec.origin or self.target
+            _run(
+                code, __spec__=spec, __package__=spec.parent, __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader
+            )
+        elif Path(path).is_dir() or zipfile.is_zipfile(path):
             runpy.run_path(self.target, run_name="__main__")
+        else:
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+            _run(
+                code,
+                __spec__=None,
+                __package__=None,
+                __file__=path,
+                __cached__=None,
+                __loader__=SourceFileLoader("__main__", path),
+            )
 
-    def _run_file(self, path: str) -> None:
-        """Run a source file. Unlike `runpy`, Python keeps `sys.argv[0]` as given, and keeps the module for what runs at its exit."""
-        module = ModuleType("__main__")
-        module.__dict__.update(__file__=path, __spec__=None, __loader__=SourceFileLoader("__main__", path), __builtins__=builtins)
-        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        sys.modules["__main__"] = module
-        exec(code, module.__dict__)
+
+def _spec_of(name: str) -> ModuleSpec:
+    """Return the spec of the module, or of the `__main__` of a package."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"callsheet exec: -m {name}: {error}") from None
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise SystemExit(f"callsheet exec: -m {name}: there is no such module, or it cannot be run")
+    return spec
+
+
+def _run(code: CodeType, **attributes: Any) -> None:
+    """Run the code as the module `__main__`, which stays in place for what runs when Python exits."""
+    module = ModuleType("__main__")
+    module.__dict__.update(attributes, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    if "__mp_main__" in sys.modules:  # the name under which processes that are spawned send objects of `__main__`
+        sys.modules["__mp_main__"] = module
+    exec(code, module.__dict__)
 
 
 def hide_our_frames(error: BaseException) -> None:
     """Let the traceback of `error` begin in the script, also when Python prints it at its end."""
-    error.__traceback__ = _from_script(error.__traceback__)
+    begin = _from_script(error.__traceback__)
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        trace = _from_script(trace)
+        if value is error:  # to which the frames of our callers were added since
+            trace = begin
         return shown(kind, value.with_traceback(trace), trace)
 
     sys.excepthook = show
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
-    begin = trace
-    while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_OURS):
+    """Return the part of the traceback that follows our frames, which end with `exec`.
+
+    After a syntax error in the script nothing follows them, and the error itself has the place.
+    """
+    begin, each = trace, trace
+    while each is not None:
+        if each.tb_frame.f_code is _run.__code__ or each.tb_frame.f_code is Script.run.__code__:
+            begin = each.tb_next
+        each = each.tb_next
+    while begin is not None and begin.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>"):
         begin = begin.tb_next
-    # Without a frame of the script, as after a syntax error in it, Python shows the place in the error itself.
     return begin

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,24 +111,6 @@ def _shows_progress(callback: Callback) -> bool:
     # If `shown` wraps another framework's callback, use the class of that callback.
     name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
-
-
-def check_run_name(run_name: str | None, resume: object) -> None:
-    """Raise ConfigError if `run_name` cannot be used for a folder, or is missing although `resume="auto"` needs it."""
-    if resume is not None and not isinstance(resume, (str, os.PathLike)):
-        raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
-    if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
-        raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
-    if resume == "auto" and run_name is None:
-        raise ConfigError("resume='auto' needs a run_name: a new name has no checkpoints to resume from")
-
-
-def new_name() -> str:
-    """Return a name for a run for which the user gave none.
-
-    The name is the time with random digits, because two runs may begin within a second.
-    """
-    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def run_info(

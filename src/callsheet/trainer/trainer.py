@@ -33,9 +33,9 @@ from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
+from callsheet.run.run_names import check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
-    check_run_name,
     check_same_on_all_ranks,
     checked_optimizer,
     checked_scheduler,
@@ -43,7 +43,6 @@ from callsheet.trainer.arguments import (
     enable_gradient_checkpointing,
     log_boundary,
     named_loaders,
-    new_name,
     positive,
     progress_shown,
     resolved_device,

@@ -494,7 +494,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def _fire_checkpoint(self, run: HostedRun) -> None:
         path = self._path
         if self._fits(run, "S"):
-            run.fire_checkpoint(str(path), lambda info: write_states(run, path, info))
+            run.fire_checkpoint(str(path), lambda info: None if self.only_observes else write_states(run, path, info))
             self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:

@@ -508,6 +508,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states of all ranks. All ranks must call this, as they do for a save."""
         run = self._trained
+        if self.only_observes:
+            return {}
         if run is None:
             return dict(self._loaded or {})
         if self._has_given_up:  # the run ended earlier because of an error, so its state is older than this checkpoint
@@ -527,6 +529,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
             restore_states(run, {"state": loaded["state"], **own})
         elif trainer.global_step:
-            if trainer.ckpt_path is not None:
+            if trainer.ckpt_path is not None and not self.only_observes:
                 logger.warning("%s resumes from %s, in which no callbacks' states were found", run.host, trainer.ckpt_path)
             resume_without_states(run, trainer.global_step, trainer.current_epoch)

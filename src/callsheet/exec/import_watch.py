@@ -1,0 +1,62 @@
+"""Calls functions when modules are imported for the first time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls a function with a module, right after the module was imported, or at once if it is imported already.
+
+    Args:
+        actions: the function for each module, by the module's full name.
+    """
+
+    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._actions = actions
+
+    def install(self) -> None:
+        """Call the functions of imported modules, and watch for the others."""
+        for name, action in self._actions.items():
+            if name in sys.modules:
+                action(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """No longer watch the imports."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec that the other finders find for one of the modules, with a loader that calls the function."""
+        if name not in self._actions:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, self._actions[name])
+                return spec
+        return None
+
+
+class _CallingLoader(Loader):
+    """Loads a module with the loader it has, and then calls a function with the module."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
