@@ -543,4 +543,4 @@ _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_che
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return next((parameter.device for parameter in nn.Module.parameters(model)), torch.device("cpu"))

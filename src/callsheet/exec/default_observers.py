@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from callsheet.callbacks import (
     HangDetector,
     LRMonitor,
@@ -27,7 +29,7 @@ class GradientNorm(OptimizerMonitor):
     def on_train_start(self, ctx: Context) -> None:
         """Stay silent if a parameter is sharded."""
         super().on_train_start(ctx)
-        if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in ctx.model.parameters()):
+        if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in nn.Module.parameters(ctx.model)):
             ctx.mute(self, "on_forward_backward_end")
 
 

@@ -100,7 +100,7 @@ def _path(thing: Any) -> str:
 def _model(model: nn.Module | None) -> dict[str, Any]:
     if model is None:
         return {}
-    sizes = [(each.numel(), each.requires_grad) for each in model.parameters() if not is_lazy(each)]
+    sizes = [(each.numel(), each.requires_grad) for each in nn.Module.parameters(model) if not is_lazy(each)]
     return {
         "class_path": _path(type(model)),
         "parameters": sum(size for size, _ in sizes),

@@ -1,0 +1,252 @@
+"""Scripts that do what a wrapper of torch's functions easily breaks: each runs as it does alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from callsheet.report import RunFolder
+
+from .scripts import _BEGIN
+from .test_exec import executed
+
+_STEP = """
+optimizer.zero_grad()
+loss = nn.functional.mse_loss(model(x), y)
+loss.backward()
+losses.append(loss.item())
+optimizer.step()
+"""
+_LOOP = "for step in range(8):\n" + "".join(f"    {line}\n" for line in _STEP.strip().splitlines())
+_LINEAR = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+SPAWNED = """
+import multiprocessing, torch
+from torch import nn
+def work(number):
+    return number * number
+class Kept:
+    pass
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [1, 2, 3]))
+    import pickle, sys
+    assert sys.modules["__main__"].Kept is Kept and type(pickle.loads(pickle.dumps(Kept()))) is Kept
+"""
+
+OVERRIDDEN_PARAMETERS = f"""{_BEGIN}
+class Net(nn.Linear):
+    def parameters(self, kind):
+        return [self.weight, self.bias]
+model = Net(4, 1)
+optimizer = torch.optim.SGD(model.parameters("all"), lr=0.1)
+{_LOOP}
+end(model)
+"""
+
+SCRIPTED = f"""{_BEGIN}
+{_LINEAR}
+{_LOOP}
+scripted = torch.jit.script(model)
+traced = torch.jit.trace(model, x)
+@torch.jit.script
+class Pair:
+    def __init__(self, first: torch.Tensor):
+        self.first = first
+@torch.jit.script
+def first(pair: Pair) -> torch.Tensor:
+    return pair.first
+print(float(scripted(x).sum()), float(traced(x).sum()), float(first(Pair(x)).sum()))
+import io
+torch.save(model, io.BytesIO())
+end(model)
+"""
+
+COMPILED_LATER = f"""{_BEGIN}
+{_LINEAR}
+{_LOOP}
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+print(float(compiled(x).sum()))
+{_LOOP.replace("model(x)", "compiled(x)")}
+end(model)
+"""
+
+LOGGED_TO_STDOUT = f"""{_BEGIN}
+import logging, sys
+logging.basicConfig(stream=sys.stdout, level=logging.DEBUG)
+logging.getLogger("mine").info("a line of the script")
+{_LINEAR}
+{_LOOP}
+end(model)
+"""
+
+DEFAULT_DEVICE = f"""{_BEGIN}
+torch.set_default_device("cpu")
+{_LINEAR}
+{_LOOP}
+end(model)
+"""
+
+CLIPS_ANOTHER_MODEL = f"""{_BEGIN}
+{_LINEAR}
+other = nn.Linear(4, 1)
+other(x).sum().backward()
+{_LOOP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(other.parameters(), 1.0); nn.utils.clip_grad_norm_((p for p in model.parameters()), 0.01); optimizer.step()")}
+end(model)
+"""
+
+LOSS_OF_ONE_ELEMENT = f"""{_BEGIN}
+{_LINEAR}
+{_LOOP.replace("mse_loss(model(x), y)", "mse_loss(model(x), y).reshape(1)")}
+end(model)
+"""
+
+ONE_BATCH_OF_EACH_ITERATION = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+{_LINEAR}
+loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+for step in range(8):
+    inputs, targets = next(iter(loader))
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+end(model)
+"""
+
+PARTS_CALLED = f"""{_BEGIN}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{_LOOP.replace("model(x)", "model.head(model.body(x))")}
+end(model)
+"""
+
+LOSS_DISCARDED = f"""{_BEGIN}
+{_LINEAR}
+for step in range(8):
+    loss = nn.functional.mse_loss(model(x[:5]), y[:5]) * 1000
+    loss.backward()
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+end(model)
+"""
+
+BACKWARD_FAILS_ONCE = f"""{_BEGIN}
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory, say")
+{_LINEAR}
+for step in range(8):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    try:
+        Failing.apply(loss).backward()
+    except RuntimeError:
+        pass
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    losses.append(loss.item())
+    optimizer.step()
+end(model)
+"""
+
+ODD = {
+    "overridden_parameters": OVERRIDDEN_PARAMETERS,
+    "scripted": SCRIPTED,
+    "compiled_later": COMPILED_LATER,
+    "logged_to_stdout": LOGGED_TO_STDOUT,
+    "default_device": DEFAULT_DEVICE,
+    "clips_another_model": CLIPS_ANOTHER_MODEL,
+    "loss_of_one_element": LOSS_OF_ONE_ELEMENT,
+    "one_batch_of_each_iteration": ONE_BATCH_OF_EACH_ITERATION,
+    "parts_called": PARTS_CALLED,
+    "loss_discarded": LOSS_DISCARDED,
+    "backward_fails_once": BACKWARD_FAILS_ONCE,
+}
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("name", ODD)
+def test_odd_scripts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ODD[name])
+    alone = executed(tmp_path, "train.py")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
+    assert alone.stdout == observed.stdout
+    assert "Traceback" not in observed.stderr
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    expected = json.loads(alone.stdout.splitlines()[-2])
+    assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", len(expected), 1), observed.stderr
+    losses = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}
+    if name == "parts_called":
+        del losses[1]
+        assert "does not call Net itself" in observed.stderr
+        assert list(losses) == list(range(3, 9))
+    for step, value in losses.items():
+        assert value == pytest.approx(expected[step - 1], rel=1e-6)
+    if name == "loss_discarded":
+        assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, those of the first step are unknown
+    if name == "clips_another_model":
+        clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
+        assert clipped and len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+
+
+def test_processes_that_a_script_spawns_find_its_functions(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED)
+    observed = executed(tmp_path, "train.py", exec_words=[])
+    assert (observed.returncode, observed.stdout) == (0, "[1, 4, 9]\n"), observed.stderr
+
+
+def test_torch_is_imported_by_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('torch' in sys.modules)\nimport torch\n")
+    assert executed(tmp_path, "train.py", exec_words=[]).stdout == "False\n"
+
+
+def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
+    """Such as the folds of a cross-validation. The first 20 steps of a later loop are what shows that it is one."""
+    loop = _LOOP.replace("range(8)", "range(30)").replace("\n", "\n    ")
+    (tmp_path / "train.py").write_text(
+        f"{_BEGIN}\nfor fold in range(3):\n    {_LINEAR.strip().replace(chr(10), chr(10) + '    ')}\n    {loop}\nend(model)\n"
+    )
+    alone = executed(tmp_path, "train.py")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, alone.stdout) == (observed.returncode, observed.stdout), observed.stderr
+    runs = [RunFolder.read(tmp_path / "runs" / name) for name in ("a", "a-2", "a-3")]
+    assert [(run.outcome, run.last_step) for run in runs] == [("finished", 30), ("finished", 11), ("finished", 11)], (
+        observed.stderr
+    )
+    losses = json.loads(alone.stdout.splitlines()[-2])
+    assert runs[1].records[-1].values["train/loss"] == pytest.approx(losses[59])
+
+
+def test_a_second_run_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
+    for _ in range(2):
+        observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+    assert "so this run is called a-2" in observed.stderr
+    assert (tmp_path / "runs" / "a-2" / "report.html").exists()
+
+
+def test_a_module_that_does_not_exist(tmp_path: Path) -> None:
+    observed = executed(tmp_path, exec_words=["-m", "nothing_here.train"])
+    assert observed.returncode == 1
+    assert "-m nothing_here.train: No module named 'nothing_here'" in observed.stderr
+    assert "Traceback" not in observed.stderr
