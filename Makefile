@@ -9,7 +9,7 @@ TEST := $(VENV)/.ready-for-tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs bench clean help
+.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -92,8 +92,14 @@ format: $(READY)  ## fix format and lint where a tool can
 generate: $(READY)  ## regenerate what is derived from the lifecycle's table
 	$(BIN)/python tools/generate.py
 
-docs: generate  ## the documentation as a site in site/
-	$(BIN)/mkdocs build --quiet --strict
+# Without the variable, every build prints that Material for MkDocs is maintained until May 2027.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+docs: generate  ## the documentation as a site in site/; open site/index.html, no server is needed
+	$(MKDOCS) build --quiet --strict
+
+docs-serve: generate  ## the documentation at http://127.0.0.1:8000, built again when a file changes
+	$(MKDOCS) serve --strict
 
 bench: $(READY)  ## the figures of benchmarks/, ratios to a floor or a peer in the same run
 	$(BIN)/python benchmarks/run.py

@@ -1,0 +1,81 @@
+"""The documentation builds as a site without warnings, loads nothing from the network, and prints what it says it prints."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```(python|text title=\"Output\")\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
+
+PAGES_WITH_OUTPUT = [page for page in sorted(DOCS.rglob("*.md")) if 'title="Output"' in page.read_text(encoding="utf-8")]
+
+
+def assert_same_output(shown: str, printed: str) -> None:
+    """The lines are equal, apart from the last digits of numbers with a fraction: they vary with the version of torch and the CPU."""
+    assert NUMBER.sub("#", shown).splitlines() == NUMBER.sub("#", printed).splitlines()
+    for a, b in zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True):
+        assert math.isclose(float(a), float(b), rel_tol=0.02, abs_tol=0.002), f"the page says {a}, the code prints {b}"
+
+
+def pages_in(nav: object) -> list[str]:
+    """Return the pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    entries = nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
+    return [page for entry in entries for page in pages_in(entry)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("page", PAGES_WITH_OUTPUT, ids=lambda page: str(page.relative_to(DOCS)))
+def test_the_output_on_a_page_is_what_its_code_prints(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text block with the title Output shows what the code since the last such block printed."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    capsys.readouterr()
+    for number, (kind, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+        if kind == "python":
+            exec(compile(text, f"{page.name}[{number}]", "exec"), names)
+        else:
+            assert_same_output(text, capsys.readouterr().out)
+
+
+@pytest.mark.test_all
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe|source|video|audio)\b[^>]*\ssrc=[\"']?([^\"' >]+)", text)
+        loaded += re.findall(r"<link\b(?![^>]*rel=[\"']?(?:canonical|prev|next))[^>]*\shref=[\"']?([^\"' >]+)", text)
+        assert loaded
+        assert [target for target in loaded if re.match(r"(?:https?:)?//", target)] == [], page.name
+    for style in (tmp_path / "site").rglob("*.css"):
+        assert re.findall(r"url\([\"']?(?:https?:)?//|@import", style.read_text(encoding="utf-8")) == [], style.name
