@@ -23,6 +23,7 @@ from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
@@ -125,6 +126,7 @@ def attach(
     manager.add(loggers or ())
     check_model(model)
     optimizer = torch_optimizer(optimizer)
+    check_versions()
     return AttachedRun(
         HostedRun(
             manager,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from callsheet.bridges import guest_hint
+from callsheet.bridges.versions import check_version
 from callsheet.core.call_sheet import CompositeHandler, HandlerEntry, Registration
 from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
@@ -128,6 +129,10 @@ class Guest(Callback):
     """
 
     FRAMEWORK: ClassVar[str] = ""
+    PACKAGE: ClassVar[str] = ""
+    """The framework's package in `versions.TESTED`, or empty if its versions are not checked."""
+    INTERNALS: ClassVar[Sequence[str]] = ()
+    """The parts of the framework that the guest needs and that are not public API, as dotted names."""
     BASE: ClassVar[type | None] = None
     """The framework's base class. Methods that a callback inherits from it unchanged are not called. None: all its methods are called."""
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -144,6 +149,8 @@ class Guest(Callback):
     transport_ignore = ("common",)
 
     def __init__(self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> None:
+        if self.PACKAGE:
+            check_version(self.PACKAGE, self.INTERNALS, needed_by=f"a guest of {self.FRAMEWORK}")
         if self.BASE is not None and not isinstance(foreign, self.BASE):
             raise no_guest(foreign, f"an instance of {self.BASE.__module__}.{self.BASE.__qualname__}")
         self.foreign = foreign

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
+from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
@@ -30,8 +31,15 @@ class HostBase:
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether it is an error if a callback needs something that this host does not support. False: a warning is logged.
+
+    Raises:
+        NotSupported: the installed version of the framework lacks something that the host needs.
     """
 
+    _PACKAGE: ClassVar[str] = ""
+    """The framework's package in `versions.TESTED`, or empty if its versions are not checked."""
+    _INTERNALS: ClassVar[Sequence[str]] = ()
+    """The parts of the framework that the host needs and that are not public API, as dotted names."""
     _IS_END_REPORTED: ClassVar[bool] = False
     """Whether the framework reports the end of every run, even after an exception.
 
@@ -59,6 +67,7 @@ class HostBase:
     """
 
     def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+        check_versions(self._PACKAGE, self._INTERNALS, "this host")
         super().__init__()
         self.manager = normalize_callbacks(callbacks) or CallbackManager()
         self._strict = strict

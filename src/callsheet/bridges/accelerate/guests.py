@@ -9,6 +9,7 @@ import numpy
 from accelerate.tracking import GeneralTracker
 from torch import Tensor
 
+from callsheet.bridges.accelerate.internals import PACKAGE
 from callsheet.bridges.guest_base import Guest
 from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
@@ -42,6 +43,7 @@ class TrackerGuest(Guest, Logger):
     """The logger that `guest` returns: it passes what callsheet logs to a tracker of Accelerate."""
 
     FRAMEWORK: ClassVar[str] = "Accelerate"
+    PACKAGE = PACKAGE
     BASE: ClassVar[type | None] = GeneralTracker
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"on_log": ("log",), "on_run_end": ("finish",)}
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}

@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.accelerate.events import NOT_FIRED
 from callsheet.bridges.accelerate.guests import numbers
+from callsheet.bridges.accelerate.internals import HOST, PACKAGE
 from callsheet.bridges.bare import AttachedRun, check_model, torch_optimizer
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.manager import CallbackManager
@@ -83,6 +85,7 @@ def host(
         ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
         NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.
     """
+    check_versions(PACKAGE, HOST, "this host")
     if accelerator.distributed_type in _OWN_ENGINES:
         raise NotSupported(
             f"{accelerator.distributed_type.value} runs backward and step in its own engine, which callsheet cannot observe; train with DDP or "

@@ -21,6 +21,7 @@ from callsheet.bridges.composer.host_parts import (
     is_one_number,
     trained_on,
 )
+from callsheet.bridges.composer.internals import HOST, PACKAGE
 from callsheet.bridges.host_base import HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -39,6 +40,7 @@ logger = logging.getLogger("callsheet")
 class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy does not read Composer's types
     """The Composer callback that `callsheet.bridges.composer.host` returns: it fires callsheet's events in Composer's Trainer."""
 
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
     _IS_END_REPORTED = True
 
     def __init__(

@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy, speed_metrics
 
 from callsheet.bridges.guest_base import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
+from callsheet.bridges.huggingface.internals import GUEST, PACKAGE
 from callsheet.core.callback import Phase
 from callsheet.core.context import Context
 from callsheet.core.time import Timestamp, TimeUnit
@@ -108,6 +109,7 @@ class HuggingFaceGuest(Guest):
     """The callsheet callback that `guest` returns: it calls a `transformers.TrainerCallback`."""
 
     FRAMEWORK = "the Hugging Face Trainer"
+    PACKAGE, INTERNALS = PACKAGE, GUEST
     BASE = TrainerCallback
     OWN = {
         "on_checkpoint_load_start": "_reset",

@@ -20,6 +20,7 @@ from callsheet.bridges.host_states import STATE, read_states, resume_without_sta
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.events import NOT_FIRED
 from callsheet.bridges.huggingface.hooks import SPEEDS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.huggingface.internals import HOST, PACKAGE
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -103,6 +104,7 @@ class _HostRequests:
 class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers' types
     """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer."""
 
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None
 
     def __init__(
@@ -133,8 +135,12 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        if not hasattr(trainer, "_inner_training_loop"):
-            return  # without this wrapper, the run ends in the same way as for a host that is added later
+        if not hasattr(trainer, "_inner_training_loop"):  # then the run ends in the same way as for a host that is added later
+            if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
+                self._warn(
+                    "it has no _inner_training_loop, so an error that ends training may be recorded late and without its reason"
+                )
+            return
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             earlier = _run_of(reference)  # the run before this call, which an error of this call must not end

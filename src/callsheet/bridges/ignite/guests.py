@@ -11,6 +11,7 @@ from ignite.metrics import Metric
 
 from callsheet.bridges.guest_base import Guest, NotOnTheList, no_guest, reject_never
 from callsheet.bridges.ignite.engine import GuestEngine, label_of_handler, numbers, reject_handler
+from callsheet.bridges.ignite.internals import GUEST, PACKAGE
 from callsheet.core.callback import Callback, Phase
 from callsheet.core.context import Context
 from callsheet.core.time import TimeUnit
@@ -98,6 +99,7 @@ class IgniteGuest(Guest):
     """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached."""
 
     FRAMEWORK: ClassVar[str] = "Ignite"
+    PACKAGE, INTERNALS = PACKAGE, GUEST
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = GUEST_EVENTS
     OWN: ClassVar[Mapping[str, str]] = {"on_train_start": "_begin"}
     NEVER: ClassVar[tuple[str, ...]] = ("DATALOADER_STOP_ITERATION", "TERMINATE_SINGLE_EPOCH", "INTERRUPT")

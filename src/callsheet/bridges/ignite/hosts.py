@@ -20,6 +20,7 @@ from callsheet.bridges.host_states import own_state, restore_states, resume_with
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.events import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
+from callsheet.bridges.ignite.internals import HOST, PACKAGE
 from callsheet.bridges.ignite.saves import Saves
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.core.callback import Callback
@@ -120,6 +121,7 @@ class IgniteHost(HostBase):
     If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved.
     """
 
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
 

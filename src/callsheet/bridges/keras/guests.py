@@ -9,6 +9,7 @@ import keras
 import torch
 
 from callsheet.bridges.guest_base import Facade, Guest
+from callsheet.bridges.keras.internals import PACKAGE
 from callsheet.bridges.keras.run import KerasRun
 from callsheet.core.callback import Phase
 from callsheet.core.context import Context
@@ -84,6 +85,7 @@ class KerasGuest(Guest):
     """The callsheet callback that `guest` returns: it calls a Keras callback."""
 
     FRAMEWORK = "Keras"
+    PACKAGE = PACKAGE
     BASE = keras.callbacks.Callback
     EVENTS = EVENTS
     COMMON = KerasRun

@@ -26,6 +26,7 @@ from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import check_backend
+from callsheet.bridges.keras.internals import HOST, PACKAGE
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks
 from callsheet.core.callback import Callback
@@ -98,6 +99,7 @@ def host(
 class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not read Keras's types
     """The Keras callback that `host` returns: it fires callsheet's events in Keras's loops."""
 
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
 

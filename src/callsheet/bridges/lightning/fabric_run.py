@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from callsheet.bridges.bare import AttachedRun, attach
+from callsheet.bridges.lightning.internals import PACKAGE
 from callsheet.bridges.lightning.parts import Methods
+from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 
@@ -34,6 +36,7 @@ def fabric(
     Raises:
         ConfigError, NotSupported: as `callsheet.attach` does.
     """
+    check_versions(PACKAGE)
     attached = attach(
         model=getattr(model, "module", model),
         optimizer=getattr(optimizer, "optimizer", optimizer),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.lightning.facades import LoggerFacade, TrainerFacade
+from callsheet.bridges.lightning.internals import PACKAGE
 from callsheet.bridges.lightning.module import ModuleFacade
 from callsheet.core.callback import Phase
 from callsheet.core.context import Context
@@ -62,6 +63,7 @@ class LightningGuest(Guest):
     """The callsheet callback that `guest` returns: it calls a Lightning callback."""
 
     FRAMEWORK = "Lightning"
+    PACKAGE = PACKAGE
     EVENTS = {
         "on_train_start": ("on_fit_start", "on_train_start"),
         "on_epoch_start": ("on_train_epoch_start",),

@@ -17,6 +17,7 @@ from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.events import NOT_FIRED
+from callsheet.bridges.lightning.internals import HOST, PACKAGE
 from callsheet.bridges.lightning.parts import (
     Cadence,
     ClipHook,
@@ -77,6 +78,9 @@ def host(
 
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy does not read Lightning's types
     """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
+
+    _PACKAGE = PACKAGE
+    _INTERNALS = tuple(f"{LightningCallback.__module__.partition('.callbacks')[0]}.{name}" for name in HOST)
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torchtnt.framework.state import State
 from torchtnt.utils.progress import Progress
 
 from callsheet.bridges.guest_base import Facade, Guest, NotOnTheList
+from callsheet.bridges.torchtnt.internals import GUEST, PACKAGE
 from callsheet.bridges.torchtnt.run import PHASES, TorchTNTRun
 from callsheet.core.callback import Phase
 from callsheet.core.context import Context
@@ -76,6 +77,7 @@ class TorchTNTGuest(Guest):
     """The callsheet callback that `guest` returns: it calls a torchtnt callback."""
 
     FRAMEWORK = "torchtnt"
+    PACKAGE, INTERNALS = PACKAGE, GUEST
     BASE = TorchTNTCallback
     EVENTS = EVENTS
     COMMON = TorchTNTRun

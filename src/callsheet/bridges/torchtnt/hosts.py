@@ -20,6 +20,7 @@ from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.torchtnt.internals import HOST, PACKAGE
 from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, one_of_unit
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
@@ -92,6 +93,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops."""
 
     _STOPS_IF_PREEMPTED = True
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None
 
     def __init__(

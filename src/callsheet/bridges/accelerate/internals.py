@@ -1,0 +1,10 @@
+"""The parts of Accelerate that the bridge needs and that are not public API. Without them, the host raises `NotSupported`."""
+
+PACKAGE = "accelerate"
+
+HOST = (
+    *("accelerate.Accelerator.trackers", "accelerate.Accelerator.scaler", "accelerate.Accelerator.dataloader_config"),
+    *("accelerate.Accelerator.project_configuration", "accelerate.Accelerator.clip_grad_norm_"),
+    *("accelerate.Accelerator.save_state", "accelerate.Accelerator.sync_gradients"),
+)
+"""The host wraps `clip_grad_norm_` and `save_state`, and reads or changes the other attributes."""

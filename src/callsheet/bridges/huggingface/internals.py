@@ -1,0 +1,14 @@
+"""The parts of transformers that the bridge needs and that are not public API. Without them, a host or guest raises `NotSupported`."""
+
+PACKAGE = "transformers"
+
+HOST = (
+    *("transformers.Trainer.training_step", "transformers.Trainer.compute_loss", "transformers.Trainer.prediction_step"),
+    *("transformers.Trainer.evaluate", "transformers.Trainer.state"),
+)
+"""The host wraps these methods. It finds the Trainer by its `state` and `evaluate`."""
+
+GUEST = (
+    *("transformers.TrainerControl._new_training", "transformers.TrainerControl._new_step"),
+    *("transformers.TrainerControl._new_epoch", "transformers.TrainerState.compute_steps"),
+)

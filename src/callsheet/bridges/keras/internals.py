@@ -1,0 +1,9 @@
+"""The parts of Keras that the bridge needs and that are not public API. Without them, a host raises `NotSupported`."""
+
+PACKAGE = "keras"
+
+HOST = (
+    *("keras.Model.train_function", "keras.Model.test_function", "keras.Model.predict_function"),
+    *("keras.Model._initial_epoch", "keras.optimizers.Optimizer.apply"),
+)
+"""The host wraps the functions, and sets the epoch at which a resumed run continues."""

@@ -1,0 +1,9 @@
+"""The parts of Lightning that the bridge needs and that are not public API. Without them, a host raises `NotSupported`."""
+
+PACKAGE = "lightning"
+
+HOST = (
+    *("loops.fit_loop._FitLoop._should_accumulate", "Trainer.fit_loop", "Trainer.val_check_batch"),
+    *("Trainer.enable_validation", "Trainer.lr_scheduler_configs", "Trainer.precision_plugin"),
+)
+"""They are relative to `lightning.pytorch`, or to `pytorch_lightning` if only that is installed."""

@@ -1,0 +1,21 @@
+"""The parts of torchtnt that the bridge needs and that are not public API. Without them, a host or guest raises `NotSupported`."""
+
+PACKAGE = "torchtnt"
+
+HOST = (
+    *("torchtnt.framework.unit.TrainUnit.get_next_train_batch", "torchtnt.framework.unit.EvalUnit.get_next_eval_batch"),
+    *("torchtnt.framework.unit.PredictUnit.get_next_predict_batch", "torchtnt.framework.unit.TrainUnit.tracked_modules"),
+    *("torchtnt.framework.unit.TrainUnit.tracked_optimizers", "torchtnt.framework.unit.TrainUnit.tracked_lr_schedulers"),
+)
+"""The host wraps the methods that fetch batches, and finds the unit's parts by the others."""
+
+_STATE, _PHASE = "torchtnt.framework.state.State", "torchtnt.framework.state.PhaseState"
+
+GUEST = (
+    *(
+        f"{_STATE}.{name}"
+        for name in ("_entry_point", "_active_phase", "_train_state", "_eval_state", "_predict_state", "_timer")
+    ),
+    *(f"{_PHASE}.{name}" for name in ("_dataloader", "_max_epochs", "_max_steps")),
+)
+"""The attributes of torchtnt's states that the guest's own states set."""

@@ -1,0 +1,130 @@
+"""The versions of each framework with which its bridge is tested, and what a bridge does with another version.
+
+A version that is not tested causes one warning in the log. If it lacks a part of the framework that a bridge needs and that is not
+public API, the bridge raises `NotSupported`, which names that part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from callsheet.errors import NotSupported
+
+logger = logging.getLogger("callsheet")
+
+TESTED: Mapping[str, tuple[str, ...]] = {
+    "torch": (),
+    "transformers": (),
+    "lightning": (),
+    "pytorch-ignite": (),
+    "accelerate": (),
+    "torchtnt": (),
+    "keras": (),
+    "mosaicml": (),
+}
+"""For each package, the minor releases that the tests pass with, the oldest first. They are the versions that are called right on the
+page docs/bridges/versions.md."""
+
+_ALSO_IN: Mapping[str, str] = {"lightning": "pytorch-lightning"}
+"""For a package, another one with the same content and the same versions, which may be installed instead."""
+
+warned: set[str] = set()
+"""The packages about which this process has logged a warning."""
+
+
+def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str = "") -> None:
+    """Log a warning, once in a process, if the installed version of a framework is not tested.
+
+    Args:
+        package: the name with which it is installed, as in `TESTED`.
+        internals: the parts of the framework that are needed and not public API, as dotted names; see `has`.
+        needed_by: what needs them, for the error message.
+
+    Raises:
+        NotSupported: the framework lacks some of `internals`; the message names them.
+    """
+    version = _installed(package)
+    tested = TESTED[package]
+    if missing := [name for name in internals if not has(name)]:
+        raise NotSupported(
+            f"{needed_by or package} needs {', '.join(missing)}, which {package} {version or '(unknown version)'} does not have; install one "
+            f"of the tested versions, {span(tested)}"
+        )
+    if version is not None and tested and not is_tested(version, tested) and package not in warned:
+        warned.add(package)
+        logger.warning(
+            "%s %s is not tested with callsheet: the tests pass with %s. Parts of the bridge may not work",
+            package,
+            version,
+            span(tested),
+        )
+
+
+def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: str = "") -> None:
+    """Check torch, and the framework whose package is given, if one is; see `check_version`."""
+    check_version("torch")
+    if package:
+        check_version(package, internals, needed_by=needed_by)
+
+
+def is_tested(version: str, tested: Iterable[str]) -> bool:
+    """Return whether the version belongs to one of the tested minor releases. A minor release contains all its patch releases."""
+    numbers = _numbers(version)
+    return any(numbers[: len(minor)] == minor for minor in map(_numbers, tested))
+
+
+def span(tested: tuple[str, ...]) -> str:
+    """Return the tested minor releases as text, such as `5.21 to 5.24`."""
+    return tested[0] if len(tested) == 1 else f"{tested[0]} to {tested[-1]}" if tested else "none"
+
+
+def has(name: str) -> bool:
+    """Return whether a dotted name exists, such as `ignite.engine.Engine._event_handlers`.
+
+    After the module, the name has a class or function, and for a class also an attribute. An attribute of the instances counts as
+    one of the class if the class annotates it or one of the class's methods uses it.
+    """
+    parts = name.split(".")
+    found: Any = None
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return isinstance(found, type) and _is_of_instances(found, part)
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def _is_of_instances(kind: type, attribute: str) -> bool:
+    for base in kind.__mro__:
+        if attribute in inspect.get_annotations(base):
+            return True
+        functions = (inspect.unwrap(each) for each in vars(base).values() if inspect.isfunction(each))
+        if any(attribute in function.__code__.co_names for function in functions):
+            return True
+    return False
+
+
+def _installed(package: str) -> str | None:
+    for name in (package, _ALSO_IN.get(package, package)):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: `(2, 13, 0)` for `2.13.0+cpu`."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -1,0 +1,368 @@
+"""Run the tests of the bridges against several versions of each framework, and write docs/bridges/versions.md.
+
+    python tools/versions.py                        test every version that has no result yet, and write the page
+    python tools/versions.py --only keras torch     only these packages
+    python tools/versions.py --only keras --again   test versions again that have a result
+
+Results are kept in benchmarks/results/versions.json after each version, so that an interrupted run continues where it stopped.
+
+How a version is installed: the version in this environment is tested as it is. Another one is installed with `pip install --no-deps
+--target` into a folder in `.venv-versions/`, and this folder precedes this environment on PYTHONPATH. All other packages are therefore
+shared. Requirements that this environment does not meet are installed into the same folder and named in the results. torch is
+installed with its dependencies, because its libraries cannot be loaded without them. Composer is tested with the interpreter of
+`.venv-composer`; see `composer_venv.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import composer_venv
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".venv-versions"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "bridges" / "versions.md"
+SECONDS = 1800
+"""The time limit for the tests of one version."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose versions are tested.
+
+    `tests` are the test files, of which only those run whose name or parameters contain `selected`. `parts` is how many parts of a
+    version number name a minor release, `minors` how many minor releases are tested, the latest of each. `also` are packages that
+    are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet.
+    """
+
+    name: str
+    title: str
+    tests: tuple[str, ...]
+    selected: str = ""
+    parts: int = 2
+    minors: int = 4
+    also: tuple[str, ...] = ()
+    has_free_requirements: bool = False
+
+
+def _bridge(name: str, title: str, bridge: str, *, parts: int = 2, also: tuple[str, ...] = ()) -> Package:
+    files = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "bridges").glob(f"test_{bridge}*.py")))
+    return Package(
+        name, title, (*files, "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"), bridge, parts=parts, also=also
+    )
+
+
+PACKAGES = (
+    Package(
+        "torch",
+        "PyTorch",
+        (
+            *(
+                "tests/trainer",
+                "tests/checkpoint",
+                "tests/bridges/test_bare.py",
+                "tests/test_context.py",
+                "tests/test_lifetime.py",
+            ),
+            *("tests/test_manager.py", "tests/test_metrics.py", "tests/test_snapshot.py", "tests/test_spans.py"),
+        ),
+        minors=5,
+    ),
+    _bridge("transformers", "transformers (Hugging Face Trainer)", "huggingface"),
+    _bridge("lightning", "Lightning", "lightning", also=("pytorch-lightning",)),
+    _bridge("pytorch-ignite", "Ignite", "ignite", parts=3),
+    _bridge("accelerate", "Accelerate", "accelerate"),
+    _bridge("torchtnt", "torchtnt", "torchtnt", parts=3),
+    _bridge("keras", "Keras", "keras"),
+    Package(
+        "mosaicml",
+        "Composer",
+        ("tests/bridges/composer_in_its_own_venv.py", "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"),
+        "composer",
+        has_free_requirements=True,
+    ),
+)
+
+NOTES: Mapping[tuple[str, str], str] = {}
+"""Why a version is broken, in a few words, where somebody has found the cause. Otherwise, the page shows the first failure."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests of one version found.
+
+    `beside` are other packages that were installed for this version, `failures` the ids of the tests that failed.
+    """
+
+    package: str
+    version: str
+    verdict: str
+    passed: int
+    failed: int
+    skipped: int
+    reason: str = ""
+    python: str = ""
+    torch: str = ""
+    tested: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+
+
+class CannotInstallError(Exception):
+    """pip cannot install this version here."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [package.name for package in PACKAGES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PACKAGE", help=f"of {', '.join(names)}")
+    parser.add_argument("--again", action="store_true", help="test versions again that have a result")
+    given = parser.parse_args()
+    results = read()
+    todo = [
+        (package, version)
+        for package in PACKAGES
+        if package.name in given.only
+        for version in releases(package)
+        if given.again or (package.name, version) not in results
+    ]
+    for number, (package, version) in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] {package.name} {version} ... ", end="", flush=True)
+        start = time.monotonic()
+        try:
+            result = tested(package, version)
+        except CannotInstallError as error:
+            print(f"left out: {error}")
+            continue
+        results[package.name, version] = result
+        write(results)
+        seconds = f"{time.monotonic() - start:.0f} s"
+        counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"
+        print(f"{result.verdict}: {counts} ({seconds})" + f"\n    {result.reason}" * bool(result.reason), flush=True)
+    write(results)
+    print(f"results: {RESULTS.relative_to(ROOT)}, page: {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+def read() -> dict[tuple[str, str], Result]:
+    """Return the results so far, by package and version."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    found = (Result(**row | {"failures": tuple(row["failures"])}) for row in rows)
+    return {(result.package, result.version): result for result in found}
+
+
+def write(results: Mapping[tuple[str, str], Result]) -> None:
+    """Write the results, and the page that is made of them."""
+    names = [package.name for package in PACKAGES]
+    rows = sorted(results.values(), key=lambda row: Version(row.version), reverse=True)
+    rows.sort(key=lambda row: names.index(row.package))
+    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    PAGE.write_text(page(rows))
+
+
+# --- versions and their installation ---
+
+
+def releases(package: Package) -> list[str]:
+    """Return the latest release of each of the last minor releases, and the pinned version, the newest first."""
+    command = [sys.executable, "-m", "pip", "index", "versions", package.name]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in listed.splitlines() if line.startswith("Available versions:"))
+    latest: dict[tuple[int, ...], Version] = {}
+    for version in sorted(map(Version, line.partition(":")[2].replace(",", " ").split())):
+        if not version.is_prerelease and not version.local:
+            latest[version.release[: package.parts]] = version
+    last = sorted(latest.values(), reverse=True)[: package.minors]
+    return [str(version) for version in sorted({*last, Version(pinned(package))}, reverse=True)]
+
+
+def pinned(package: Package) -> str:
+    """Return the version that this environment has, without its local part such as `+cpu`."""
+    if package.name in composer_venv.VERSIONS:
+        return composer_venv.VERSIONS[package.name]
+    return Version(importlib.metadata.version(package.name)).public
+
+
+def installed(package: Package, version: str) -> Path | None:
+    """Return the folder with this version, installed if it is not there yet, or None for the version of this environment.
+
+    Raises:
+        CannotInstallError: pip cannot install it, or it needs another version of torch.
+    """
+    if version == pinned(package):
+        return None
+    folder = FOLDER / f"{package.name}-{version}"
+    if not (folder / ".ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _install(
+            folder, [f"{name}=={version}" for name in (package.name, *package.also)], with_dependencies=package.name == "torch"
+        )
+        while not package.has_free_requirements and package.name != "torch" and (needed := unmet(folder)):
+            _install(folder, needed)
+        (folder / ".ready").touch()
+    return folder
+
+
+def _install(folder: Path, wanted: Iterable[str], *, with_dependencies: bool = False) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder), *wanted]
+    done = subprocess.run(
+        command + ["--no-deps"] * (not with_dependencies),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise CannotInstallError(f"pip: {(errors or ['no message'])[0].removeprefix('ERROR: ')}")
+
+
+def unmet(folder: Path) -> list[str]:
+    """Return what the packages in this folder require and neither the folder nor this environment has.
+
+    Raises:
+        CannotInstallError: torch is not in the required version.
+    """
+    needed = []
+    has = {**distributions(Path(sysconfig.get_path("purelib"))), **distributions(folder)}
+    for distribution in distributions(folder).values():
+        for text in distribution.requires or ():
+            requirement = Requirement(text)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            one = has.get(canonicalize_name(requirement.name))
+            if one is None or not requirement.specifier.contains(one.version, prereleases=True):
+                if requirement.name == "torch":
+                    raise CannotInstallError(f"it needs {requirement}")
+                needed.append(f"{requirement.name}{requirement.specifier}")
+    return needed
+
+
+def distributions(folder: Path) -> dict[str, importlib.metadata.Distribution]:
+    """Return the packages that are installed in this folder by their canonical names."""
+    return {canonicalize_name(each.metadata["Name"]): each for each in importlib.metadata.distributions(path=[str(folder)])}
+
+
+# --- tests ---
+
+
+def tested(package: Package, version: str) -> Result:
+    """Run the package's tests with this version.
+
+    Raises:
+        CannotInstallError: pip cannot install it, or it needs another version of torch.
+    """
+    folder = installed(package, version)
+    python = composer_venv.make() if package.name in composer_venv.VERSIONS else Path(sys.executable)
+    with tempfile.TemporaryDirectory() as where:
+        report = Path(where, "report.xml")
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-o",
+            "addopts=--strict-markers",
+            "-m",
+            "not browser and not slow and not test_all",
+        ]
+        command += [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:randomly",
+            "-q",
+            "--timeout",
+            "180",
+            f"--junitxml={report}",
+        ]
+        command += ["-o", "junit_family=xunit1", *package.tests, *(["-k", package.selected] if package.selected else [])]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*([str(folder)] if folder else []), str(ROOT / "src")]),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        try:
+            ran = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace"
+            )
+            ended = f"pytest ended with {ran.returncode}: {_last_line(ran.stderr or ran.stdout)}"
+        except subprocess.TimeoutExpired:
+            ended = f"the tests were not done after {SECONDS} seconds"
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    reason = _first_failure(failed) if failed else "" if cases else ended
+    beside = {} if folder is None else {name: each.version for name, each in sorted(distributions(folder).items())}
+    torch = version if package.name == "torch" else Version(importlib.metadata.version("torch")).public
+    return Result(
+        package.name, version, "broken" if failed or not cases else "right", len(cases) - len(failed) - skipped, len(failed), skipped,
+        reason, platform.python_version(), torch, date.today().isoformat(),
+        {name: each for name, each in beside.items() if package.name != "torch" and name not in (package.name, *package.also)},
+        tuple(f"{case.get('file', case.get('classname'))}::{case.get('name')}" for case in failed),
+    )  # fmt: skip
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+def _first_failure(failed: list[ElementTree.Element]) -> str:
+    """Return the name of the first failed test and its error, in one line without paths."""
+    case = failed[0]
+    found = next(each for each in case if each.tag in ("failure", "error"))
+    lines = [line.removeprefix("E").strip() for line in (found.text or "").splitlines() if line.startswith("E  ")]
+    error = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Supported)\b", line)), None)
+    text = error or (lines or [found.get("message", "")])[0]
+    text = re.sub(r"(/[\w.\-]+){2,}", "...", text.replace(str(ROOT), ""))
+    return f"{case.get('name')}: {text}"[:160]
+
+
+# --- the page ---
+
+
+def page(results: Iterable[Result]) -> str:
+    """Return the Markdown page that shows these results."""
+    rows = list(results)
+    lines = [
+        "# Versions",
+        "",
+        "<!-- This page is written by tools/versions.py. -->",
+        "",
+    ]
+    titles = {package.name: package.title for package in PACKAGES}
+    lines += [
+        "| package | version | verdict | passed | failed | skipped | tested on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {titles[row.package]} | {row.version} | {row.verdict} | {row.passed} | {row.failed} | {row.skipped} | {row.tested} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
