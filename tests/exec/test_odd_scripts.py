@@ -168,6 +168,17 @@ for step in range(8):
 end(model)
 """
 
+_ASKS_ALL_FINDERS = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            for finder in sys.meta_path:
+                if finder is not self and (spec := finder.find_spec(name, path)) is not None:
+                    return spec
+sys.meta_path.insert({place}, Finder())
+"""
+
 ODD = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
@@ -219,6 +230,14 @@ def test_processes_that_a_script_spawns_find_its_functions(tmp_path: Path) -> No
 def test_torch_is_imported_by_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('torch' in sys.modules)\nimport torch\n")
     assert executed(tmp_path, "train.py", exec_words=[]).stdout == "False\n"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_another_finder_of_modules_that_asks_all_finders(place: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ASKS_ALL_FINDERS.format(place=place) + f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+    assert observed.returncode == 0, observed.stderr
+    assert RunFolder.read(tmp_path / "runs" / "a").last_step == 8
 
 
 def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class ImportWatch(MetaPathFinder):
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = actions
+        self._asked: set[str] = set()  # the modules for which the other finders are asked now
 
     def install(self) -> None:
         """Call the functions of imported modules, and watch for the others."""
@@ -34,13 +35,17 @@ class ImportWatch(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec that the other finders find for one of the modules, with a loader that calls the function."""
-        if name not in self._actions:
+        if name not in self._actions or name in self._asked:  # another finder may ask all finders, too
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if spec.loader is not None:
-                    spec.loader = _CallingLoader(spec.loader, self._actions[name])
-                return spec
+        self._asked.add(name)
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                    if spec.loader is not None:
+                        spec.loader = _CallingLoader(spec.loader, self._actions[name])
+                    return spec
+        finally:
+            self._asked.discard(name)
         return None
 
 
