@@ -20,13 +20,14 @@ from torch import nn
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver, EarlyStopper
 from callsheet.cli.main import main
+from callsheet.errors import ConfigError
 from callsheet.loggers import JSONLLogger
 from callsheet.report import RunFolder
 from callsheet.report.compare.anatomy import anatomy_of
 from callsheet.report.compare.comparison import Comparison
-from callsheet.report.compare.gate import Condition
+from callsheet.report.compare.gate import Condition, judge
 from callsheet.report.compare.tables import written
-from callsheet.report.compare.values import Value, difference, is_lower_better, values_of
+from callsheet.report.compare.values import Value, better, difference, values_of
 from callsheet.report.notes import change_notes
 
 RATES, SEEDS = (0.05, 0.2), (0, 1, 2)
@@ -230,10 +231,14 @@ def test_one_run_beside_several_is_taken_as_one_more_of_their_spread() -> None:
         ("tokens_per_second", False),
         ("validation/accuracy", False),
         ("memory_bytes", True),
+        ("validation/loss_per_second", False),
+        ("eval/top1_acc", False),
+        ("l2_norm/grad/global", None),
+        ("train/capacity", None),
     ],
 )
-def test_which_way_is_better(metric: str, lower: bool) -> None:
-    assert is_lower_better(metric) is lower
+def test_which_way_is_better(metric: str, lower: bool | None) -> None:
+    assert better(metric) == {True: "lower", False: "higher", None: None}[lower]
 
 
 # --- what differs ---
@@ -344,6 +349,13 @@ def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: C
     status, out, _ = called(good, bad, "--fail-if", "validation/loss > +0.01")
     assert (status, out.split(";")[0]) == (1, "FAIL: bad: validation/loss ended as NaN or infinity, and the baseline's did not")
     assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
+
+
+def test_the_best_of_a_metric_whose_name_does_not_show_which_is_better() -> None:
+    values = {"l2_norm/grad/global": Value(1.0)}
+    with pytest.raises(ConfigError, match="does not show whether lower or higher is better"):
+        judge(Condition.parse("best(l2_norm/grad/global) > +1"), [values], [values], "other")
+    assert not judge(Condition.parse("l2_norm/grad/global > +1"), [values], [values], "other").fails
 
 
 def test_speed_is_that_between_two_records(tmp_path: Path) -> None:

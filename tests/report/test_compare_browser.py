@@ -152,9 +152,21 @@ def test_values_are_sorted_and_searched(seen: Seen, grouped: str) -> None:
     values.get_by_role("button", name="value").click()
     assert values.locator("tbody td:nth-child(2)").all_inner_texts() == ["lr=2", "lr=1"]
     text = values.locator("tbody tr").first.inner_text()
-    assert "20.533 ± 0.70711" in text
+    assert "20.53 ± 0.71" in text
     assert "+10.017" in text
     assert "more than noise, p\u00a0=\u00a0" in text
+
+
+def test_results_are_at_the_top(seen: Seen, grouped: str) -> None:
+    page = seen.open(grouped)
+    results = page.locator("#table-results")
+    heads = [text.splitlines()[0] for text in results.locator("thead th").all_inner_texts()]
+    assert heads[1:3] == ["train/loss", "step_seconds"]
+    first, second = (results.locator("tbody tr").nth(place) for place in (0, 1))
+    assert first.locator("b").first.inner_text() == "10.52 ± 0.71"
+    assert "+95.2 %, worse" in second.inner_text()
+    page.locator("#table-runs input[type=checkbox]").first.uncheck()
+    expect(results.locator("tbody tr")).to_have_count(1)
 
 
 def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
@@ -163,7 +175,7 @@ def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
     for place in range(boxes.count()):
         if boxes.nth(place).is_checked():
             boxes.nth(place).uncheck()
-    for section in ("problems", "anatomy", "values"):
+    for section in ("results", "problems", "anatomy", "values"):
         expect(page.locator(f"#{section}")).to_contain_text("All runs are switched off.")
         expect(page.locator(f"#{section} table")).to_have_count(0)
 
@@ -190,8 +202,8 @@ def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
     for group_by in (None, HOSTILE):
         comparison = Comparison([RunFolder.read(run) for run in folders], group_by=group_by)
         page = seen.open(write_comparison(comparison, tmp_path / "compare.html").as_uri())
+        page.locator(".chart-card").first.scroll_into_view_if_needed()
         box = page.locator(".chart-card").first.locator(".nsewdrag")
-        box.scroll_into_view_if_needed()
         box.hover()
         page.locator(".hoverlayer text").first.wait_for()
         assert page.evaluate("window.hostile") is None
@@ -205,7 +217,7 @@ def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
 def test_everything_of_real_runs_is_drawn(seen: Seen, folder: Path, tmp_path: Path) -> None:
     comparison = Comparison([RunFolder.read(folder), RunFolder.read(folder)])
     page = seen.open(write_comparison(comparison, tmp_path / "compare.html").as_uri())
-    parts = ["Runs", "Curves", "Values", "Anatomy of a step", "Problems", "Evaluations", "Checkpoints", "Tables", "Images"]
+    parts = ["Runs", "Results", "Curves", "Values", "Anatomy of a step", "Problems", "Evaluations", "Checkpoints", "Tables", "Images"]
     assert page.locator("nav a").all_inner_texts() == parts
     slider = page.locator("#images input[type=range]")
     slider.scroll_into_view_if_needed()

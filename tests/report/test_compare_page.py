@@ -139,9 +139,7 @@ def test_problems_evaluations_and_checkpoints_side_by_side(tmp_path: Path) -> No
     good = write_run(tmp_path, "good", falling(10), events=events(0.5))
     bad = write_run(tmp_path, "bad", {**falling(10), 11: math.nan}, events=events(0.75))
     found = data(compared(good, bad))
-    assert found["evaluations"] == [
-        {"name": "validation/loss", "lower_is_better": True, "runs": [[0, [[5, 0.5]]], [1, [[5, 0.75]]]]}
-    ]
+    assert found["evaluations"] == [{"name": "validation/loss", "better": "lower", "runs": [[0, [[5, 0.5]]], [1, [[5, 0.75]]]]}]
     first = found["checkpoints"][0]
     assert (first["count"], first["last_step"], first["best_step"], first["size"]) == (1, 5, 5, 1000)
     assert [info["name"] for info in first["latest"]] == ["ba5"]

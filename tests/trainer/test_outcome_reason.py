@@ -20,7 +20,7 @@ from callsheet.cli.main import main
 from callsheet.core.run_state import RunInfo
 from callsheet.loggers import ConsoleLogger, JSONLLogger
 from callsheet.report import RunFolder
-from callsheet.run.reasons import one_line
+from callsheet.run.reasons import is_secret, one_line
 from callsheet.testing import run_ranks
 
 
@@ -244,3 +244,13 @@ def _of_rank(folder: Path) -> str:
 
 def test_all_ranks_know_who_stopped_the_run(tmp_path: Path) -> None:
     assert run_ranks(_of_rank, 2, tmp_path) == ["stopped by AtStep: rank 1 has had enough"] * 2
+
+
+@pytest.mark.parametrize("name", ["api_key", "hf_token", "auth_token", "tokens_secret", "PASSWORD", "--token"])
+def test_names_of_credentials(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "pad_token_id", "eos_token", "tokens_per_second", "lr"])
+def test_names_about_the_tokens_of_a_text(name: str) -> None:
+    assert not is_secret(name)

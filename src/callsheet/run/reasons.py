@@ -10,8 +10,11 @@ _LONGEST = 300  # the maximum number of characters of a reason
 _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(
-    r"(?i)\b([\w-]*(?:password|passwd|secret|token|api[_-]?key|credential|authorization)[\w-]*)([\"']?\s*[=:]\s*)(?:bearer\s+|basic\s+)?[^\s,;)]+"
+    r"(?i)\b([\w-]*(?:password|passwd|secret|token(?!iz)|api[_-]?key|credential|authorization)[\w-]*)([\"']?\s*[=:]\s*)(?:bearer\s+|basic\s+)?[^\s,;)]+"
 )
+
+_OF_TEXT = re.compile(r"(?i)tokens(_per_\w+)?$|(?:pad|eos|bos|unk|mask|cls|sep)_token$|token_ids?$")
+"""Names of options about the tokens of a text."""
 
 _TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}")
 
@@ -37,8 +40,11 @@ def without_credentials(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an option or a field of this name holds a credential, such as `api_key`."""
-    return without_credentials(f"{name}=x").endswith("=...")
+    """Return whether an option or a field of this name holds a credential, such as `api_key`.
+
+    A number of tokens, such as `max_new_tokens`, is none, and neither is the id of a special token.
+    """
+    return not _OF_TEXT.search(name) and without_credentials(f"{name}=x").endswith("=...")
 
 
 def error_line(error: BaseException) -> str:

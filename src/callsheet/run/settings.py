@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 _DEEPEST = 6
 _MOST_VALUES = 200  # the maximum number of values that are recorded of one mapping or list
 _LONGEST = 2000  # the maximum number of characters that are recorded of one text
-_CHANGING = ("last_epoch", "verbose")  # attributes of torch's schedulers that are not settings
+_CHANGING = ("last_epoch", "verbose", "base_lrs")  # attributes of torch's schedulers that are no settings of their own
 
 
 def settings_of(

@@ -64,7 +64,7 @@ function layout(chart) {
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", uirevision: "kept",
     font: { family: getComputedStyle(document.body).fontFamily, color: soft, size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 }, namelength: 60 },
-    xaxis: { ...axis, unifiedhovertitle: { text: hoverTitle() }, title: { text: axisTitle(), font: { size: 11, color: color("faint") }, standoff: 4 }, nticks: 7, ...(view.range ? { range: [...view.range], autorange: false } : { autorange: true, rangemode: "normal" }) },
+    xaxis: { ...axis, unifiedhovertitle: { text: hoverTitle() }, title: { text: axisTitle(), font: { size: 11, color: color("faint") }, standoff: 4 }, nticks: 7, range: view.range ? [...view.range] : wholeRange(), autorange: false },
     yaxis: { ...axis, type: isLog(chart) ? "log" : "linear", fixedrange: true, nticks: 6, ticksuffix: scaleOf(chart)[1] && ` ${scaleOf(chart)[1]}`, ...heightFor(chart) },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: shapes(chart),
@@ -77,6 +77,14 @@ const isRate = (name) => name.endsWith("_per_second");
 
 /** A value of a metric, formatted as everywhere in the page. */
 const metric = (name, value, inBytes = isBytesName(name)) => (inBytes ? bytes(value) : isRate(name) ? count(value) : number(value));
+
+/** The horizontal range of all charts, unless the reader has zoomed: that of the run, with room for the outermost points. */
+function wholeRange() {
+  const [from, to] = axisEnds();
+  if (!isNumber(from) || !isNumber(to)) return [0, 1];
+  const room = (to - from) * 0.02 || 0.5;
+  return [from - room, to + room];
+}
 
 /** By what a chart's values are divided, and the unit that makes. */
 function scaleOf(chart) {

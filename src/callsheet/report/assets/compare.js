@@ -8,6 +8,7 @@ const ofShown = (make) => () => (shownGroups().length ? make() : el("p", { class
 
 const parts = [
   { id: "runs", title: "Runs", has: () => true, from: () => [runs, groups, data.problems, data.are_there, data.notice], make: runsSection },
+  { id: "results", title: "Results", has: () => headlines().length, from: () => [hidden(), names(), data.values], make: ofShown(resultsSection) },
   { id: "differences", title: "What differs", has: () => Object.keys(data.differences).length, from: () => [hidden(), names(), data.differences], make: ofShown(differencesSection) },
   { id: "curves", title: "Curves", has: () => data.families.length, from: () => [data.families, axesOfRuns(), isGrouped(), data.metrics_left_out], make: curvesSection }, // of the curves, `redraw` takes care
   { id: "values", title: "Values", has: () => data.values.length, from: () => [hidden(), names(), data.values], make: ofShown(valuesSection) },

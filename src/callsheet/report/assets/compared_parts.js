@@ -80,6 +80,48 @@ function runsSection() {
   ];
 }
 
+// --- results ---
+
+const OTHER_HEADLINES = ["train/loss", "step_seconds", "tokens_per_second", "samples_per_second", "memory_bytes"];
+const MOST_HEADLINES = 6;
+
+/** The metrics that show best how good a run is: those of evaluations first, then the loss of training, speed and memory. */
+function headlines() {
+  const known = new Set(data.values.map((row) => row.metric));
+  const evaluated = data.evaluations.filter(({ better }) => better).map(({ name }) => name).slice(0, 3);
+  const found = [...new Set([...evaluated, ...OTHER_HEADLINES])].filter((name) => known.has(name));
+  return found.filter((name) => name !== "samples_per_second" || !found.includes("tokens_per_second")).slice(0, MOST_HEADLINES);
+}
+
+/** Whether a difference from the baseline is for the better, in words; empty if it is not more than noise. */
+function verdict({ better, difference, is_noise: isNoise }) {
+  if (!difference || !better || isNoise !== false) return isNoise ? "may be noise" : "";
+  return (difference < 0) === (better === "lower") ? "better" : "worse";
+}
+
+function resultsSection() {
+  const shown = shownGroups();
+  const found = new Map(headlines().map((name) => [name, new Map()]));
+  for (const row of data.values) if (found.has(row.metric) && shown.includes(row.group)) found.get(row.metric).set(row.group, row);
+  const column = ([name, rows]) => {
+    const values = [...rows.values()].filter(({ mean }) => isNumber(mean));
+    const isLower = values[0]?.better === "lower";
+    const best = values.length > 1 ? values.reduce((first, row) => ((isLower ? row.mean < first.mean : row.mean > first.mean) ? row : first)) : null;
+    return numeric(name, (group) => rows.get(group)?.mean, (group) => {
+      const row = rows.get(group);
+      if (!row) return "";
+      const value = valueOf(row);
+      const words = [signed(row.relative, percent), verdict(row)].filter(Boolean).join(", ");
+      return [el("span", { class: "whole-line" }, row === best ? el("b", { title: `the best of the ${what()}s shown` }, value) : value), words && el("span", { class: `below mark ${{ better: "faster", worse: "slower" }[verdict(row)] ?? ""}` }, words)];
+    }, { about: isLower ? "lower is better" : "higher is better" });
+  };
+  const columns = [{ title: what(), value: (group) => groups[group], cell: (group) => el("span", { class: "run-name" }, swatch(group), nameOf(groups[group])) }, ...[...found].map(column)];
+  return [
+    el("p", { class: "about" }, `The last value of each metric, and the mean of a speed${isGrouped() ? "; the mean of a group's runs with their standard deviation" : ""}. Bold is the best. Below: the difference from ${named(groups[0])}.`),
+    el("div", { class: "card side" }, table("results", columns, shown, { tall: true, key: (group) => groups[group], caption: "Results" })),
+  ];
+}
+
 // --- what differs ---
 
 /** Where long texts that begin alike are shown from: the word before the first difference, or 0. */
@@ -128,15 +170,24 @@ function showValue(name, value) {
   return name.endsWith("_seconds") && !name.includes("/") ? duration(value) : metric(name, value);
 }
 
+/** The value of a row; of several runs with their standard deviation, of which two digits are shown, and as many of the mean. */
+function valueOf({ metric: name, mean, deviation }) {
+  if (!isNumber(deviation)) return showValue(name, mean);
+  const isPlain = showValue(name, mean) === number(mean) && deviation > 0 && Math.abs(mean) < 100000;
+  const places = isPlain ? Math.min(12, Math.max(0, 1 - Math.floor(Math.log10(deviation)))) : 0;
+  const [shown, spread] = isPlain ? [mean.toFixed(places), deviation.toFixed(places)] : [showValue(name, mean), showValue(name, deviation)];
+  return [shown, el("span", { class: "soft" }, ` ± ${spread}`)];
+}
+
 function valuesSection() {
   const shown = new Set(shownGroups());
   const list = el("div");
   const columns = [
     { title: "metric", value: (row) => row.metric, cell: (row) => el("span", { class: "metric" }, row.metric) },
     { title: what(), value: (row) => groups[row.group], cell: (row) => el("span", { class: "run-name" }, swatch(row.group), nameOf(groups[row.group])) },
-    numeric("value", (row) => row.mean, (row) => [showValue(row.metric, row.mean), isNumber(row.deviation) && el("span", { class: "soft" }, ` ± ${showValue(row.metric, row.deviation)}`)], { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
+    numeric("value", (row) => row.mean, valueOf, { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
     ...(isGrouped() ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
-    numeric("best", (row) => row.best, (row) => [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest, by the metric's name" }),
+    numeric("best", (row) => row.best, (row) => row.best !== null && [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest; empty where the metric's name does not show which is better" }),
     numeric("difference", (row) => row.difference, (row) => signed(row.difference, (value) => showValue(row.metric, value)), { about: "from the baseline" }),
     numeric("in %", (row) => row.relative, (row) => signed(row.relative, percent), { about: "of the baseline's value" }),
     { title: "noise?", value: (row) => row.p ?? (row.difference === null ? null : 2), cell: noise, about: "Welch's t-test over the runs, or within single runs for speeds and times" },
@@ -199,17 +250,17 @@ function problemsSection() {
 function evaluationsSection() {
   const body = el("div");
   const show = (place) => {
-    const { name, lower_is_better: isLower, runs: found } = data.evaluations[place];
+    const { name, better, runs: found } = data.evaluations[place];
     const shown = found.filter(([run]) => isShown(run));
     const rows = new Map();
     for (const [run, pairs] of shown) for (const [step, value] of pairs) { if (!rows.has(step)) rows.set(step, new Map()); rows.get(step).set(run, value); }
-    const best = new Map(shown.map(([run, pairs]) => [run, pairs.reduce((least, [, value]) => (value === null ? least : least === null || (isLower ? value < least : value > least) ? value : least), null)]));
+    const best = new Map(shown.map(([run, pairs]) => [run, pairs.reduce((least, [, value]) => (value === null ? least : least === null || (better === "lower" ? value < least : value > least) ? value : least), null)]));
     const columns = [
       numeric("step", ([step]) => step, ([step]) => number(step)),
       ...shown.map(([run]) => numeric(runs[run].name, ([, values]) => values.get(run), ([, values]) => {
         const value = values.get(run);
         if (value === undefined) return "";
-        return isNumber(value) && value === best.get(run) ? el("b", { title: `the best of ${runs[run].name}` }, metric(name, value)) : metric(name, value);
+        return better && isNumber(value) && value === best.get(run) ? el("b", { title: `the best of ${runs[run].name}` }, metric(name, value)) : metric(name, value);
       }, { head: runHead(run) })),
     ];
     body.replaceChildren(table("evaluations", columns, [...rows], { tall: true, sort: [0, true], caption: `Evaluations: ${name}` }));

@@ -9,7 +9,7 @@ from typing import Any
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.compare.anatomy import Anatomy, anatomy, anatomy_of
 from callsheet.report.compare.settings import differences, settings
-from callsheet.report.compare.values import Difference, Value, difference, is_lower_better, summary, values_of
+from callsheet.report.compare.values import Difference, Value, better, difference, summary, values_of
 from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
@@ -156,18 +156,19 @@ class Comparison:
 
 
 def _row(metric: str, group: str, values: list[Value], against: Difference | None) -> dict[str, Any]:
-    lasts = summary([value.best if value.samples else value.last for value in values])
-    choose = min if is_lower_better(metric) else max
-    best = choose(values, key=lambda value: value.best)
+    lasts = summary([value.best if value.samples and value.best is not None else value.last for value in values])
+    which = better(metric)
+    known = [(value.best, value.best_step) for value in values if value.best is not None]
+    best, best_step = (max if which == "higher" else min)(known, default=(None, -1))
     return {
         "metric": metric,
         "group": group,
         "mean": lasts.mean,
         "deviation": lasts.deviation,
         "runs": lasts.count,
-        "best": best.best,
-        "best_step": best.best_step if best.best_step >= 0 else None,
-        "lower_is_better": is_lower_better(metric),
+        "best": best,
+        "best_step": best_step if best_step >= 0 else None,
+        "better": which,
         "difference": against.absolute if against else None,
         "relative": against.relative if against else None,
         "margin": against.margin if against else None,

@@ -85,6 +85,11 @@ def judge(
                 f"{did_you_mean(condition.metric, lacking) or '; callsheet compare --json lists the metrics'}"
             )
         sides.append([each[condition.metric] for each in values])
+    if condition.of_best and any(value.best is None for side in sides for value in side):
+        raise ConfigError(
+            f"--fail-if {condition.text!r}: the name {condition.metric!r} does not show whether lower or higher is better; write "
+            f"{condition.metric} for its last value"
+        )
     if (
         not condition.of_best
         and not all(value.ends_finite for value in sides[1])

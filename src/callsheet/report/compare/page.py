@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.report.compare.comparison import Compared, Comparison, run_facts
-from callsheet.report.compare.values import is_lower_better
+from callsheet.report.compare.values import better
 from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
 from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
 from callsheet.report.page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
@@ -238,7 +238,7 @@ def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "lower_is_better": is_lower_better(name),
+            "better": better(name),
             "runs": [(place, evenly(pairs, most)) for place, pairs in each.items()],
         }
         for name, each in ordered[: _EVALUATED // (2 * len(runs))]

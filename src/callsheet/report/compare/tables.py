@@ -71,7 +71,13 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         tables.append((f"What differs: {group}", ["name", *names], [[name, *_cells(values)] for name, values in rows.items()]))
     shown = list(metrics) or [name for name in comparison.metrics if not _is_of_one_parameter(name)]
     values = [
-        [row["metric"], row["group"], _spread(row), f"{_number(row['best'])}{_at(row)}", _difference(row)]
+        [
+            row["metric"],
+            row["group"],
+            _spread(row),
+            "" if row["best"] is None else f"{_number(row['best'])}{_at(row)}",
+            _difference(row),
+        ]
         for row in content["values"]
         if row["metric"] in shown
     ]
@@ -112,7 +118,11 @@ def _outcome(run: Mapping[str, Any]) -> str:
 def _spread(row: Mapping[str, Any]) -> str:
     if row["runs"] == 1:
         return _number(row["mean"])
-    return f"{_number(row['mean'])} ± {_number(row['deviation'])} ({row['runs']} runs)"
+    mean, deviation = row["mean"], row["deviation"]
+    if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
+        return f"{_number(mean)} ± {_number(deviation)} ({row['runs']} runs)"
+    places = min(12, max(0, 1 - math.floor(math.log10(deviation))))  # two digits of the deviation, and as many of the mean
+    return f"{mean:.{places}f} ± {deviation:.{places}f} ({row['runs']} runs)"
 
 
 def _at(row: Mapping[str, Any]) -> str:

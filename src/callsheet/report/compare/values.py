@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +27,30 @@ _LOWER_IS_BETTER = (
     "bytes",
     "memory",
     "wer",
+    "cer",
     "mse",
     "mae",
     "rmse",
-    "norm",
+)
+_HIGHER_IS_BETTER = (
+    *(
+        "accuracy",
+        "acc",
+        "f1",
+        "precision",
+        "recall",
+        "auc",
+        "auroc",
+        "map",
+        "miou",
+        "iou",
+        "dice",
+        "r2",
+        "bleu",
+        "rouge",
+        "score",
+    ),
+    *("reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match"),
 )
 _NOT_COMPARED = ("time/", "lr/", "system/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
@@ -42,14 +63,14 @@ class Value:
 
     Args:
         last: the last finite value.
-        best: the lowest or highest finite value; the mean for a speed or a time.
+        best: the lowest or highest finite value; the mean for a speed or a time; None if the name does not show which is better.
         best_step: the step of the best value; -1 if it is of the whole run.
         samples: the single measurements that `best` is the mean of, if it is one. Their spread is the noise within the run.
         ends_finite: whether the last value that was logged is finite, so that it is `last`.
     """
 
     last: float
-    best: float
+    best: float | None = None
     best_step: int = -1
     samples: tuple[float, ...] = ()
     ends_finite: bool = True
@@ -91,10 +112,15 @@ class Difference:
         return None if math.isnan(self.p) else self.p >= 0.05
 
 
-def is_lower_better(metric: str) -> bool:
-    """Return whether a lower value of this metric is better, judging by the metric's name."""
+def better(metric: str) -> Literal["lower", "higher"] | None:
+    """Return which values of this metric are better, judging by the metric's name; None if the name does not show it."""
     first, _, last = metric.lower().rpartition("/")
-    return first == "memory" or (any(word in last for word in _LOWER_IS_BETTER) and "per_second" not in last)
+    if "per_second" in last:
+        return "higher"
+    if first == "memory" or any(word in last for word in _LOWER_IS_BETTER):
+        return "lower"
+    words = re.split(r"[^a-z0-9]+", last)
+    return "higher" if any(word in words or word == last for word in _HIGHER_IS_BETTER) else None
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
@@ -151,12 +177,14 @@ def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bo
 
 
 def _figure(value: Value, of_best: bool) -> float:
-    return value.best if of_best or value.samples else value.last
+    return value.best if value.best is not None and (of_best or value.samples) else value.last
 
 
 def _of_metric(name: str, values: list[tuple[int, float]]) -> Value:
-    choose = min if is_lower_better(name) else max
-    step, best = choose(values, key=lambda each: each[1])
+    which = better(name)
+    if which is None:
+        return Value(values[-1][1])
+    step, best = (min if which == "lower" else max)(values, key=lambda each: each[1])
     return Value(values[-1][1], best, step)
 
 
