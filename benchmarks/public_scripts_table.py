@@ -1,0 +1,164 @@
+"""The table of `public_scripts.py`: what was recognized in each script, and whether training stayed the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Described(Protocol):
+    """What the table needs of a script."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def repository(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+
+
+class Cloned(Protocol):
+    """What the table needs of a repository."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def commit(self) -> str: ...
+
+
+_BEGIN = """\
+# Public training scripts under `callsheet exec`
+
+Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, and runs
+unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one thread of a CPU, with few steps and with
+stand-in data or tiny models, because no hub is reached.
+
+In both variants, a recorder is imported when Python starts (a `sitecustomize` on `PYTHONPATH`). The recorder sets the seeds of `random`, numpy and torch, wraps
+`Tensor.backward` and `zero_grad`, and registers hooks for the optimizers' steps. It lets torchvision accept stand-in files for CIFAR10 without their
+MD5 sums, and declares two operators of torchvision if its compiled library does not go with the installed torch. At the end of each
+process, the recorder hashes the parameters of the optimizers that have stepped, and torch's random state.
+
+- **Recognized**: the host, or the model and the optimizer of a loop that is written by hand.
+- **Steps**: the steps of the observed run, and of how many steps the recorder knows for the same optimizer. **Epochs** are those of the observed run.
+- **Parts**: the parts of the step that are in every timed step after the first: fetch, forward pass (fwd), backward pass (bwd), optimizer step (opt).
+- **Losses**: how many logged values of `train/loss` equal, within 2e-6 of their value, the sum of the values whose `backward` gave gradients to the
+  optimizer in that step.
+- **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
+- **Output**: whether standard output is equal, apart from times and rates.
+- **Time**: the wall time of the observed process divided by that of the process alone, and the same ratio for the time from the first to the last
+  step. The processes last seconds, and a shared machine with two cores was used, so the ratios are rough. The time of the process includes the
+  import of callsheet and the report, a few seconds that do not grow with training; a metrics record is written at each step.
+"""
+
+_COLUMNS = (
+    "script",
+    "kind",
+    "recognized",
+    "steps",
+    "epochs",
+    "parts",
+    "losses",
+    "weights",
+    "random state",
+    "output",
+    "exit",
+    "time",
+)
+_SHORT = {"fetch": "fetch", "forward": "fwd", "backward": "bwd", "optimizer_step": "opt"}
+
+
+def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositories: Mapping[str, Cloned]) -> str:
+    """Return the page: what was measured, a row for each script, what is not equal and why, and the commits."""
+    rows = [_row(script, result) for script, result in results]
+    whole = sum(_is_whole(result) for _, result in results)
+    commits = ", ".join(sorted({str(result["commit"]) for _, result in results}))
+    versions = sorted({f"Python {result['versions']['python']}, torch {result['versions']['torch']}" for _, result in results})
+    summary = (
+        f"{len(results)} scripts, of which {whole} are observed with forward pass, backward pass and optimizer step, and all logged losses equal. "
+        f"{sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts end with weights that the observation has changed. "
+        f"callsheet at {commits}; {'; '.join(versions)}."
+    )
+    notes = [f"- **{script.name}**: {note}" for script, result in results if (note := _note(script, result))]
+    used = sorted({script.repository for script, _ in results})
+    return "\n".join(
+        [
+            _BEGIN,
+            summary,
+            "",
+            _line(_COLUMNS),
+            _line(["---"] * len(_COLUMNS)),
+            *map(_line, rows),
+            "",
+            "What the numbers do not say:",
+            "",
+            *notes,
+            "",
+            _line(("repository", "commit")),
+            _line(("---", "---")),
+            *(_line((repositories[name].url, repositories[name].commit)) for name in used),
+            "",
+        ]
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _row(script: Described, result: Mapping[str, Any]) -> list[str]:
+    runs = result["runs"]
+    alone, observed = result["status"]
+    shown = {"equal": "equal", "none": "-", "varies": "varies", "DIFFERENT": "**different**"}
+    return [
+        script.name,
+        script.kind,
+        "; ".join(map(_recognized, runs)) or "not observed",
+        "; ".join(f"{run['steps']} of {run['steps_of_optimizer']}" for run in runs) or "-",
+        "; ".join(str(run["epochs"]) for run in runs) or "-",
+        "; ".join(map(_parts, runs)) or "-",
+        "; ".join(f"{run['losses_equal']} of {run['losses_compared']}" for run in runs) or "-",
+        shown[result["weights"]],
+        shown[result["random_state"]],
+        shown[result["stdout"]],
+        str(alone) if alone == observed else f"**{alone} and {observed}**",
+        f"{_ratio(result['seconds'])}, {_ratio(result['seconds_of_steps'])}",
+    ]
+
+
+def _recognized(run: Mapping[str, Any]) -> str:
+    found = " and ".join(name for name in (run["model"], run["optimizer"]) if name)
+    return f"{run['framework']}: {found}" if run["framework"] else found
+
+
+def _parts(run: Mapping[str, Any]) -> str:
+    whole = [short for name, short in _SHORT.items() if run["timed_steps"] and run["parts"][name] == run["timed_steps"]]
+    some = [f"{short} in some" for name, short in _SHORT.items() if 0 < run["parts"][name] < run["timed_steps"]]
+    return ", ".join([*whole, *some]) or "none"
+
+
+def _ratio(seconds: Sequence[float]) -> str:
+    return f"{seconds[1] / seconds[0]:.2f}" if seconds[0] else "-"
+
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
+    """Return whether each run of the script has all parts of a step and equal losses."""
+    needed = ("forward", "backward", "optimizer_step")
+    return bool(result["runs"]) and all(
+        run["timed_steps"]
+        and all(run["parts"][name] == run["timed_steps"] for name in needed)
+        and run["losses_compared"]
+        and run["losses_equal"] == run["losses_compared"]
+        for run in result["runs"]
+    )
+
+
+def _note(script: Described, result: Mapping[str, Any]) -> str:
+    notes = [script.note] if script.note else []
+    if not result["runs"]:
+        notes += [f"`{line}`" for line in result["said"][:2]]
+    notes += [
+        f"The first loss that is not equal: {run['first_difference']}." for run in result["runs"] if run["first_difference"]
+    ]
+    return " ".join(notes)
