@@ -9,7 +9,7 @@ TEST := $(VENV)/.ready-for-tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior test-gpu lint format generate docs docs-serve bench clean help
+.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,6 +75,9 @@ resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in 
 
 behavior: $(READY)  ## what a user can observe, compared with another checkout: make behavior OLD=DIR; about fifteen minutes
 	$(BIN)/python tools/behavior.py $(OLD)
+
+public-scripts: $(READY)  ## public training scripts, alone and under callsheet exec: make public-scripts PUBLIC=DIR; about half an hour; the table goes to benchmarks/results/public-scripts.md
+	$(BIN)/python benchmarks/public_scripts.py $(PUBLIC) $(if $(ONLY),--only '$(ONLY)') $(if $(AGAIN),--again)
 
 test-gpu:  ## the tests that need CUDA devices, with the interpreter of your choice: make test-gpu PYTHON=python3; installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q -rs tests/gpu || test $$? = 5
