@@ -182,9 +182,11 @@ function valueOf({ metric: name, mean, deviation }) {
 function valuesSection() {
   const shown = new Set(shownGroups());
   const list = el("div");
+  const isNarrow = matchMedia("(max-width: 640px)").matches; // then the group is below the metric, so that the value is in sight
+  const nameIn = (row) => el("span", { class: "run-name" }, swatch(row.group), nameOf(groups[row.group]));
   const columns = [
-    { title: "metric", value: (row) => row.metric, cell: (row) => el("span", { class: "metric" }, row.metric) },
-    { title: what(), value: (row) => groups[row.group], cell: (row) => el("span", { class: "run-name" }, swatch(row.group), nameOf(groups[row.group])) },
+    { title: "metric", value: (row) => row.metric, cell: (row) => [el("span", { class: "metric" }, row.metric), isNarrow && el("span", { class: "below" }, nameIn(row))] },
+    ...(isNarrow ? [] : [{ title: what(), value: (row) => groups[row.group], cell: nameIn }]),
     numeric("value", (row) => row.mean, valueOf, { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
     ...(isGrouped() ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
     numeric("best", (row) => row.best, (row) => row.best !== null && [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest; empty where the metric's name does not show which is better" }),
