@@ -427,6 +427,15 @@ def test_what_the_trainer_logs_besides_is_in_the_records(tmp_path: Path) -> None
     assert history["train/grad_norm"] == pytest.approx(norms)
 
 
+def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> None:
+    """`--logging_steps 1` becomes the float 1.0, which the Trainer keeps."""
+    history = History()
+    trained = trainer(tmp_path, [host([history])], logging_steps=1.0, max_steps=4)
+    trained.train()
+    assert isinstance(trained.state.logging_steps, float)
+    assert [step for step, values in history.records if "train/loss" in values] == [1, 2, 3, 4]
+
+
 def test_a_guest_may_come_back(tmp_path: Path) -> None:
     said = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
     options: dict[str, Any] = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "num_train_epochs": 4}

@@ -179,7 +179,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             runs_folder=self._runs_folder or output.parent,
             config=_plain(args.to_sanitized_dict()),
             max_duration=f"{state.max_steps}ba" if state.max_steps > 0 else None,
-            log_interval=f"{state.logging_steps}ba" if str(args.logging_strategy.value) == "steps" else "1ep",
+            log_interval=f"{int(state.logging_steps)}ba" if str(args.logging_strategy.value) == "steps" else "1ep",
             device=args.device,
             able=("stop", "save", "evaluate"),
             saves=self._requests.save,
