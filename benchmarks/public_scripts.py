@@ -282,7 +282,7 @@ def _file_name(script: PublicScript) -> str:
 _TIMES = (
     r"\d+:\d\d:\d\d([.,]\d+)?",
     r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|sec|secs|seconds|minutes|it/s|s/it)\b",
-    r"(?i)\b(time|took|elapsed|SPS|ms/batch|seconds|images/sec|dt|tok/sec|samples_per_second|steps_per_second|runtime)\b\W{0,4}\d+(\.\d+)?(e-?\d+)?",
+    r"(?i)(\b|_)(time|took|elapsed|SPS|ms/batch|seconds|images/sec|dt|tok/sec|per_second|runtime)\b\W{0,4}\d+(\.\d+)?(e-?\d+)?",
     r"0x[0-9a-f]{6,}",
 )
 """Patterns of times, rates and addresses, which differ in every run."""
@@ -360,12 +360,19 @@ def _class_name(setting: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
+_SHORTEST_FETCH = 2e-5
+"""Without a DataLoader, the start and end of the fetch are fired one right after the other."""
+
+
 def _described(run: Any, process: Mapping[str, Any] | None, framework: str) -> dict[str, Any]:
     logged = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}
     slices: dict[int, set[str]] = {}
     for window in run.windows:
         for each in window.slices:
-            slices.setdefault(each.step, set()).add(each.name)
+            if each.name != "fetch":
+                slices.setdefault(each.step, set()).add(each.name)
+            elif each.seconds > _SHORTEST_FETCH:  # the batch is fetched before the number of the step is counted
+                slices.setdefault(each.step + 1, set()).add(each.name)
     # The first step is recognized only when its optimizer steps.
     timed = {step: names for step, names in slices.items() if step > 1 and "train_step" in names}
     parts = {name: sum(name in names for names in timed.values()) for name in ("fetch", "forward", "backward", "optimizer_step")}

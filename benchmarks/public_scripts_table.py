@@ -43,6 +43,7 @@ process, the recorder hashes the parameters of the optimizers that have stepped,
 - **Recognized**: the host, or the model and the optimizer of a loop that is written by hand.
 - **Steps**: the steps of the observed run, and of how many steps the recorder knows for the same optimizer. **Epochs** are those of the observed run.
 - **Parts**: the parts of the step that are in every timed step after the first: fetch, forward pass (fwd), backward pass (bwd), optimizer step (opt).
+  A fetch is only in loops with a `DataLoader`.
 - **Losses**: how many logged values of `train/loss` equal, within 2e-6 of their value, the sum of the values whose `backward` gave gradients to the
   optimizer in that step.
 - **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
