@@ -280,7 +280,7 @@ def _file_name(script: PublicScript) -> str:
 
 
 _TIMES = (
-    r"\d+:\d\d:\d\d([.,]\d+)?",
+    r"\d+([:_-])\d\d\1\d\d([.,]\d+)?",
     r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|sec|secs|seconds|minutes|it/s|s/it)\b",
     r"(?i)(\b|_)(time|took|elapsed|SPS|ms/batch|seconds|images/sec|dt|tok/sec|per_second|runtime)\b\W{0,4}\d+(\.\d+)?(e-?\d+)?",
     r"0x[0-9a-f]{6,}",
@@ -365,7 +365,11 @@ _SHORTEST_FETCH = 2e-5
 
 
 def _described(run: Any, process: Mapping[str, Any] | None, framework: str) -> dict[str, Any]:
-    logged = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}
+    steps = [0, *sorted({record.step for record in run.records})]
+    before = dict(zip(steps[1:], steps, strict=False))
+    logged = {
+        (before[record.step], record.step): record.values["train/loss"] for record in run.records if "train/loss" in record.values
+    }
     slices: dict[int, set[str]] = {}
     for window in run.windows:
         for each in window.slices:
@@ -427,10 +431,17 @@ def losses_of(process: Mapping[str, Any] | None) -> list[list[float | None]]:
     return found
 
 
-def _matched(logged: Mapping[int, float], losses: Sequence[float | None], number: int, skipped: int) -> dict[str, Any]:
-    """Return how many logged losses equal those that were recorded for one optimizer, without its first `skipped` steps."""
+def _matched(
+    logged: Mapping[tuple[int, int], float], losses: Sequence[float | None], number: int, skipped: int
+) -> dict[str, Any]:
+    """Return how many logged losses equal those that were recorded for one optimizer, without its first `skipped` steps.
+
+    A logged loss has the steps of the records before it and of its own, and is the mean over the steps after the former.
+    """
     expected = losses[skipped:]
-    pairs = [(step, value, expected[step - 1]) for step, value in logged.items() if 1 <= step <= len(expected)]
+    pairs = [
+        (step, value, _mean(expected[before:step])) for (before, step), value in logged.items() if 1 <= step <= len(expected)
+    ]
     wrong = [(step, value, given) for step, value, given in pairs if given is None or not _is_equal(value, given)]
     worst = f"step {wrong[0][0]}: logged {wrong[0][1]:.7g}, recorded {wrong[0][2]}" if wrong else ""
     return {
@@ -440,6 +451,11 @@ def _matched(logged: Mapping[int, float], losses: Sequence[float | None], number
         "optimizer": number,
         "worst": worst,
     }
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    given = [each for each in losses if each is not None]
+    return sum(given) / len(given) if given else None
 
 
 def _is_equal(one: float, other: float) -> bool:

@@ -36,31 +36,21 @@ def _digits(count: int, size: int, channels: int = 1) -> tuple[np.ndarray[Any, A
     return images.astype(np.uint8), labels.astype(np.uint8)
 
 
-def _write_mnist(folder: Path, train: int, test: int) -> None:
-    for prefix, count in (("train", train), ("t10k", test)):
+def mnist(folder: Path) -> None:
+    """Write 1,280 and 256 images in MNIST's format."""
+    for prefix, count in (("train", 1280), ("t10k", 256)):
         images, labels = _digits(count, 28)
         (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + images.tobytes())
         (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
 
 
-def mnist(folder: Path) -> None:
-    """Write 1,280 and 256 images in MNIST's format."""
-    _write_mnist(folder, 1280, 256)
+def mnist_of_lightning(folder: Path) -> None:
+    """Write as many images as MNIST has, in the files of Lightning's demos."""
+    import torch
 
-
-def mnist_of_full_size(folder: Path) -> None:
-    """Write as many images as MNIST has."""
-    _write_mnist(folder, 60_000, 10_000)
-
-
-def cifar10(folder: Path) -> None:
-    """Write the files of CIFAR10's Python version, with 128 images in each."""
-    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        images, labels = _digits(128, 32, 3)
-        with open(folder / name, "wb") as file:
-            pickle.dump({"data": images.reshape(128, -1), "labels": [int(each) for each in labels]}, file)
-    with open(folder / "batches.meta", "wb") as file:
-        pickle.dump({"label_names": [f"class_{number}" for number in range(10)]}, file)
+    for name, count in (("training", 60_000), ("test", 10_000)):
+        images, labels = _digits(count, 28)
+        torch.save((torch.from_numpy(images[:, 0]), torch.from_numpy(labels.astype(np.int64))), folder / f"{name}.pt")
 
 
 def image_folders(folder: Path) -> None:
@@ -296,8 +286,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     each.__name__: each
     for each in (
         mnist,
-        mnist_of_full_size,
-        cifar10,
+        mnist_of_lightning,
         image_folders,
         pets,
         bsds300,

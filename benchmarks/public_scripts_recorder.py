@@ -1,7 +1,7 @@
 """What `public_scripts.py` adds to every Python process of a public script, in the same way in both variants.
 
 `public_scripts.py` puts a copy of this file, called `sitecustomize.py`, on `PYTHONPATH`, so Python imports it at its start. It knows nothing of
-callsheet. It sets the seeds when torch and numpy are imported, accepts stand-in data for torchvision's CIFAR10, and records what the
+callsheet. It sets the seeds when torch is imported, accepts stand-in data for torchvision's CIFAR10, and records what the
 script does with torch: each loss whose `backward` is called, the optimizers that got gradients from it, `zero_grad`, the optimizers' steps,
 and at the end of the process hashes of the optimizers' parameters and of torch's random state.
 """
@@ -156,12 +156,11 @@ def _hash_of(optimizer: Any) -> str:
 
 
 def _after_torch(torch: ModuleType) -> None:
+    import numpy as np
+
+    np.random.seed(SEED)
     torch.manual_seed(SEED)
     Recorder(torch).install()
-
-
-def _after_numpy(numpy: ModuleType) -> None:
-    numpy.random.seed(SEED)
 
 
 def _before_torchvision(module: ModuleType) -> None:
@@ -187,7 +186,6 @@ Action = Callable[[ModuleType], None]
 BEFORE: dict[str, Action] = {"torchvision": _before_torchvision}
 AFTER: dict[str, Action] = {
     "torch": _after_torch,
-    "numpy": _after_numpy,
     "torchvision.datasets.utils": _after_torchvision_utils,
 }
 
