@@ -217,7 +217,18 @@ def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
 def test_everything_of_real_runs_is_drawn(seen: Seen, folder: Path, tmp_path: Path) -> None:
     comparison = Comparison([RunFolder.read(folder), RunFolder.read(folder)])
     page = seen.open(write_comparison(comparison, tmp_path / "compare.html").as_uri())
-    parts = ["Runs", "Results", "Curves", "Values", "Anatomy of a step", "Problems", "Evaluations", "Checkpoints", "Tables", "Images"]
+    parts = [
+        "Runs",
+        "Results",
+        "Curves",
+        "Values",
+        "Anatomy of a step",
+        "Problems",
+        "Evaluations",
+        "Checkpoints",
+        "Tables",
+        "Images",
+    ]
     assert page.locator("nav a").all_inner_texts() == parts
     slider = page.locator("#images input[type=range]")
     slider.scroll_into_view_if_needed()
