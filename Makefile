@@ -9,7 +9,7 @@ TEST := $(VENV)/.ready-for-tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: demo test test-all slow matrix ranks oracle resume restarts behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
+.PHONY: demo test test-all slow matrix ranks oracle resume restarts versions behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,9 @@ oracle: $(READY)  ## runs that are killed again and again, compared with undistu
 restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
 	cd tests && ../$(BIN)/python -m trainer.restarts ../benchmarks/results/restarts.md
 
+versions: $(READY)  ## several versions of torch and of each framework, those without a result; about an hour; the table goes to docs/bridges/versions.md
+	$(BIN)/python tools/versions.py
+
 resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in the Trainer and in attach; the tables go to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
@@ -108,4 +111,4 @@ bench: $(READY)  ## the figures of benchmarks/, ratios to a floor or a peer in t
 	$(BIN)/python benchmarks/run.py
 
 clean:  ## everything that the other targets made, but not runs/
-	rm -rf $(VENV) .venv-composer site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-composer .venv-versions site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

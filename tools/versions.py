@@ -104,8 +104,18 @@ PACKAGES = (
     ),
 )
 
-NOTES: Mapping[tuple[str, str], str] = {}
-"""Why a version is broken, in a few words, where somebody has found the cause. Otherwise, the page shows the first failure."""
+NOTES: Mapping[tuple[str, str], str] = {
+    **dict.fromkeys(
+        [("lightning", "2.5.6"), ("lightning", "2.4.0"), ("lightning", "2.3.3")],
+        "if `lightning` is installed too, the host does not run in a Trainer of `pytorch_lightning`",
+    ),
+    **dict.fromkeys(
+        [("torchtnt", "0.2.3"), ("torchtnt", "0.2.2")],
+        "beside torch 2.13, its own DistributedCheckpointSaver does not restore the optimizer, and its IterationTimeLogger fails",
+    ),
+    ("torchtnt", "0.2.1"): "its callbacks cannot be imported without torchsnapshot, which it does not require",
+}
+"""By package and version: what the page says of it, in a few words, instead of its first failure."""
 
 
 @dataclass(frozen=True)
@@ -274,36 +284,57 @@ def tested(package: Package, version: str) -> Result:
         CannotInstallError: pip cannot install it, or it needs another version of torch.
     """
     folder = installed(package, version)
+    cases, ended = _run(package, folder)
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    rejected = [_REJECTED.search("".join(case.itertext())) for case in failed]
+    if failed and all(rejected):
+        verdict, reason = "rejected", next(match[1] for match in rejected if match is not None)
+    else:
+        verdict = "broken" if failed or not cases else "right"
+        reason = _first_failure(failed) if failed else "" if cases else ended
+    beside = {} if folder is None or package.name == "torch" else distributions(folder)
+    return Result(
+        package.name,
+        version,
+        verdict,
+        passed=len(cases) - len(failed) - skipped,
+        failed=len(failed),
+        skipped=skipped,
+        reason=reason,
+        python=platform.python_version(),
+        torch=version if package.name == "torch" else Version(importlib.metadata.version("torch")).public,
+        tested=date.today().isoformat(),
+        beside={name: each.version for name, each in sorted(beside.items()) if name not in (package.name, *package.also)},
+        failures=tuple(f"{case.get('file', case.get('classname'))}::{case.get('name')}" for case in failed),
+    )
+
+
+_OPTIONS = (
+    *(
+        "-o",
+        "addopts=--strict-markers",
+        "-o",
+        "junit_family=xunit1",
+        "-o",
+        "verbosity_assertions=2",
+        "-m",
+        "not browser and not slow and not test_all",
+        "-q",
+    ),
+    *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout", "180"),
+)
+"""The options of pytest: the tests run one after the other, always in the same order, and errors are reported in full."""
+
+
+def _run(package: Package, folder: Path | None) -> tuple[list[ElementTree.Element], str]:
+    """Run the package's tests with the packages in `folder`. Return their results in JUnit's format, and how pytest ended."""
     python = composer_venv.make() if package.name in composer_venv.VERSIONS else Path(sys.executable)
+    paths = [str(path) for path in (folder, ROOT / "src") if path is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as where:
         report = Path(where, "report.xml")
-        command = [
-            str(python),
-            "-m",
-            "pytest",
-            "-o",
-            "addopts=--strict-markers",
-            "-m",
-            "not browser and not slow and not test_all",
-        ]
-        command += [
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:randomly",
-            "-q",
-            "--timeout",
-            "180",
-            f"--junitxml={report}",
-        ]
-        command += ["-o", "junit_family=xunit1", *package.tests, *(["-k", package.selected] if package.selected else [])]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*([str(folder)] if folder else []), str(ROOT / "src")]),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        command = [str(python), "-m", "pytest", *_OPTIONS, f"--junitxml={report}", *package.tests, "-k", package.selected]
         try:
             ran = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace"
@@ -311,18 +342,11 @@ def tested(package: Package, version: str) -> Result:
             ended = f"pytest ended with {ran.returncode}: {_last_line(ran.stderr or ran.stdout)}"
         except subprocess.TimeoutExpired:
             ended = f"the tests were not done after {SECONDS} seconds"
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    reason = _first_failure(failed) if failed else "" if cases else ended
-    beside = {} if folder is None else {name: each.version for name, each in sorted(distributions(folder).items())}
-    torch = version if package.name == "torch" else Version(importlib.metadata.version("torch")).public
-    return Result(
-        package.name, version, "broken" if failed or not cases else "right", len(cases) - len(failed) - skipped, len(failed), skipped,
-        reason, platform.python_version(), torch, date.today().isoformat(),
-        {name: each for name, each in beside.items() if package.name != "torch" and name not in (package.name, *package.also)},
-        tuple(f"{case.get('file', case.get('classname'))}::{case.get('name')}" for case in failed),
-    )  # fmt: skip
+        return list(ElementTree.parse(report).iter("testcase")) if report.exists() else [], ended
+
+
+_REJECTED = re.compile(r"((?:this host|a guest of .*?) needs .*?), which \S+ \S+ does not have")
+"""The error of a host or guest in a version that lacks a part that it needs; see `callsheet.bridges.versions`."""
 
 
 def _last_line(text: str) -> str:
@@ -342,26 +366,79 @@ def _first_failure(failed: list[ElementTree.Element]) -> str:
 
 # --- the page ---
 
+_PAGE = """\
+# Versions
+
+<!-- tools/versions.py writes this page. -->
+
+This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks ran with
+torch {torch}. CI tests only the versions in `constraints.txt`. The tests of a framework are those of its [host and
+guests](index.md), with a few built-in callbacks and with two ranks. The tests for PyTorch are those of the core, the Trainer,
+checkpoints and [loops written by hand](bare.md).
+
+| package | version | verdict | passed | failed | skipped | tested on |
+| --- | --- | --- | --- | --- | --- | --- |
+{rows}
+
+The verdicts are:
+
+- **right**: all tests pass. Tests of what a version does not have yet are skipped.
+- **rejected**: the host or the guest raises `NotSupported`, which names what the framework lacks. Training does not start.
+- **broken**: some tests fail, for the reason that the table gives.
+
+**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the minor release is not listed as right, it
+logs one warning, which says which releases are. If the framework lacks a part that the bridge needs and that is not public API, the host
+or guest raises `NotSupported`, which names this part.
+
+{beside}**Run the tests again.** `make versions` tests the last minor releases of each package, writes their results to
+`benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so it can be interrupted. For one package:
+
+```sh
+python tools/versions.py --only keras           # versions without a result
+python tools/versions.py --only keras --again   # all of them
+```
+"""
+
 
 def page(results: Iterable[Result]) -> str:
     """Return the Markdown page that shows these results."""
     rows = list(results)
-    lines = [
-        "# Versions",
-        "",
-        "<!-- This page is written by tools/versions.py. -->",
-        "",
-    ]
     titles = {package.name: package.title for package in PACKAGES}
-    lines += [
-        "| package | version | verdict | passed | failed | skipped | tested on |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for row in rows:
+        reason = NOTES.get((row.package, row.version), row.reason).replace("|", r"\|")
+        verdict = f"{row.verdict}; {reason}" if reason else row.verdict
         lines.append(
-            f"| {titles[row.package]} | {row.version} | {row.verdict} | {row.passed} | {row.failed} | {row.skipped} | {row.tested} |"
+            f"| {titles[row.package]} | {row.version} | {verdict} | {row.passed} | {row.failed} | {row.skipped} | {row.tested} |"
         )
-    return "\n".join(lines) + "\n"
+    beside = [
+        f"- {row.package} {row.version}: {', '.join(f'{name} {version}' for name, version in row.beside.items())}\n"
+        for row in rows
+        if row.beside
+    ]
+    if beside:
+        beside.insert(
+            0, "**Other packages.** These versions do not work with the packages in `constraints.txt`, and were tested with:\n\n"
+        )
+        beside.append("\n")
+    of_frameworks = [row for row in rows if row.package != "torch"]
+    return _PAGE.format(
+        machine=" and ".join(sorted({f"Python {row.python}" for row in rows})),
+        torch=" and ".join(sorted({row.torch for row in of_frameworks})),
+        rows="\n".join(lines),
+        beside="".join(beside),
+    )
+
+
+def right(results: Iterable[Result]) -> dict[str, tuple[str, ...]]:
+    """Return, for each package, the minor releases with which all tests pass, the oldest first, as in `callsheet.bridges.versions`."""
+    found: dict[str, list[str]] = {package.name: [] for package in PACKAGES}
+    parts = {package.name: package.parts for package in PACKAGES}
+    for row in sorted(results, key=lambda row: Version(row.version)):
+        minor = ".".join(map(str, Version(row.version).release[: parts[row.package]]))
+        if row.verdict == "right" and minor not in found[row.package]:
+            found[row.package].append(minor)
+    return {name: tuple(minors) for name, minors in found.items()}
 
 
 if __name__ == "__main__":

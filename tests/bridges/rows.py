@@ -21,7 +21,7 @@ def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> No
         AssertionError: the matrix says something else.
     """
     if not WRITES:
-        assert getattr(frameworks()[bridge], part).get(name) == found, "make matrix writes what is found"
+        assert getattr(frameworks()[bridge], part).get(name) == found, f"make matrix writes what is found: {found}"
         return
     path = FILES / f"{bridge}.json"
     known = matrix.read(path.read_text("utf-8")) if path.exists() else Framework(bridge, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ from callsheet.errors import CheckpointError, ConfigError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .loops.job import POINTS
+
+
+def iterations(number: int) -> dict[str, int | None]:
+    """Return the arguments of `Engine.run` for this many iterations. Before Ignite 0.5.5, an epoch has to be that long."""
+    is_new = "max_iters" in signature(Engine.run).parameters
+    return {"max_iters": number, "max_epochs": None} if is_new else {"epoch_length": number, "max_epochs": 1}
+
 
 torch.set_num_threads(1)
 
@@ -344,7 +352,7 @@ def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
     setup, halved = Setup(tmp_path), Setup(tmp_path)
     history = History()
     setup.host([Halves(), history])
-    setup.run(max_iters=1, max_epochs=None)
+    setup.run(**iterations(1))
     torch.manual_seed(1)
     inputs, targets = next(iter(POINTS.batches()))
     expected = POINTS.loss(halved.model(inputs / 2), targets / 2).detach()
@@ -616,7 +624,8 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     hosted, plain = DataParallel(Path(folder)), DataParallel(Path(folder))
     hosted.host([recorder, history, ends, Asks(), CheckpointSaver(save_interval="1ep")])
     hosted.run(max_epochs=40)
-    plain.run(max_iters=hosted.trainer.state.iteration)
+    plain.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=hosted.trainer.state.iteration), plain.trainer.terminate)
+    plain.run(max_epochs=40)
     idist.finalize()
     check_events(recorder.events)
     return {

@@ -6,6 +6,7 @@ public API, the bridge raises `NotSupported`, which names that part.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.metadata
 import inspect
@@ -19,14 +20,14 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 TESTED: Mapping[str, tuple[str, ...]] = {
-    "torch": (),
-    "transformers": (),
-    "lightning": (),
-    "pytorch-ignite": (),
-    "accelerate": (),
-    "torchtnt": (),
-    "keras": (),
-    "mosaicml": (),
+    "torch": ("2.11", "2.12", "2.13", "2.14"),
+    "transformers": ("5.21", "5.22", "5.23", "5.24"),
+    "lightning": ("2.3", "2.4", "2.5", "2.6"),
+    "pytorch-ignite": ("0.5.3", "0.5.4", "0.5.5"),
+    "accelerate": ("1.12", "1.13", "1.14", "1.15"),
+    "torchtnt": ("0.2.4",),
+    "keras": ("3.12", "3.13", "3.14", "3.15"),
+    "mosaicml": ("0.29", "0.30", "0.31", "0.32"),
 }
 """For each package, the minor releases that the tests pass with, the oldest first. They are the versions that are called right on the
 page docs/bridges/versions.md."""
@@ -88,7 +89,7 @@ def has(name: str) -> bool:
     """Return whether a dotted name exists, such as `ignite.engine.Engine._event_handlers`.
 
     After the module, the name has a class or function, and for a class also an attribute. An attribute of the instances counts as
-    one of the class if the class annotates it or one of the class's methods uses it.
+    one of the class if the class annotates it or one of its methods assigns it.
     """
     parts = name.split(".")
     found: Any = None
@@ -109,10 +110,16 @@ def _is_of_instances(kind: type, attribute: str) -> bool:
     for base in kind.__mro__:
         if attribute in inspect.get_annotations(base):
             return True
-        functions = (inspect.unwrap(each) for each in vars(base).values() if inspect.isfunction(each))
-        if any(attribute in function.__code__.co_names for function in functions):
+        if any(_assigns(inspect.unwrap(each), attribute) for each in vars(base).values() if inspect.isfunction(each)):
             return True
     return False
+
+
+def _assigns(function: Any, attribute: str) -> bool:
+    """Return whether the function has an assignment such as `self.attribute = ...`."""
+    if attribute not in function.__code__.co_names:  # this check is fast, and excludes most functions
+        return False
+    return any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(function))
 
 
 def _installed(package: str) -> str | None:

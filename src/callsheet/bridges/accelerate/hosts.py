@@ -263,7 +263,12 @@ class AcceleratedRun(AttachedRun):
         # A stateful dataloader continues at its saved position without help.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
-        return self._accelerator.skip_first_batches(dataloader, skip)  # type: ignore[no-any-return]
+        left = self._accelerator.skip_first_batches(dataloader, skip)
+        if hasattr(
+            dataloader, "iteration"
+        ):  # before Accelerate 1.15, this count started at 0 again, and with it the order of the data
+            left.iteration = dataloader.iteration
+        return left  # type: ignore[no-any-return]
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, or None. Fire the fetch events for the first batch of a step only.

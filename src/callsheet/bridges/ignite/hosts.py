@@ -227,8 +227,8 @@ class IgniteHost(HostBase):
                 f"an epoch of {state.epoch_length} iterations does not end with a whole step of gradient_accumulation_steps={batches}; give the engine"
                 f" an epoch_length that is a multiple of {batches}"
             )
-        if state.max_iters is not None:
-            return f"{state.max_iters // batches}ba"
+        if (max_iters := _max_iters(state)) is not None:
+            return f"{max_iters // batches}ba"
         return f"{state.max_epochs}ep" if state.max_epochs is not None else None
 
     @in_a_run
@@ -249,8 +249,8 @@ class IgniteHost(HostBase):
     @in_a_run
     def _terminate(self, run: HostedRun, trainer: Engine) -> None:
         """Record a stop, unless training has completed all of its `max_iters`."""
-        state = trainer.state
-        if state.max_iters is None or state.iteration < state.max_iters:
+        max_iters = _max_iters(trainer.state)
+        if max_iters is None or trainer.state.iteration < max_iters:
             run.control.agree(Request("stop", "the engine was terminated", "Engine.terminate"))
         if trainer.should_terminate == "skip_completed":
             self._completed(trainer)
@@ -559,3 +559,9 @@ class IgniteHost(HostBase):
                 ' checkpoint, Checkpoint.load_objects({"trainer": trainer, "callsheet": host, ...}, path)'
             )
         return CheckpointInfo("", step, epoch, "periodic")
+
+
+def _max_iters(state: Any) -> int | None:
+    """Return the number of iterations after which the engine stops, or None. Before Ignite 0.5.5, `state` has none."""
+    iterations: int | None = getattr(state, "max_iters", None)
+    return iterations

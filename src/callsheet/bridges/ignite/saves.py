@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ignite.engine import Engine
 from ignite.handlers import Checkpoint
-from ignite.handlers.checkpoint import CheckpointEvents
 
 
 class Saves:
@@ -21,6 +20,8 @@ class Saves:
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
         """Call `saved` after each checkpoint that a handler writes at one of these engines."""
+        from ignite.handlers.checkpoint import CheckpointEvents  # imported here, because Ignite before 0.5.3 does not have it
+
         for engine in engines:
             if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
                 engine.register_events(*CheckpointEvents)

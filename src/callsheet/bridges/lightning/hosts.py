@@ -164,7 +164,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run of callsheet's callbacks. Model, optimizers and data exist, and Lightning has loaded its checkpoint."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
-        evaluates = trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None
+        is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
+        evaluates = trainer.enable_validation and not is_timed and Cadence.is_able(trainer)
         self._cadence = cadence = Cadence(trainer)
         run = self._trained = self._begin(
             trainer,

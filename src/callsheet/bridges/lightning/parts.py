@@ -182,6 +182,11 @@ class Cadence:
         self._trainer = trainer
         self._own: tuple[Any, Any] | None = None
 
+    @staticmethod
+    def is_able(trainer: Any) -> bool:
+        """Return whether this version of Lightning has the intervals, which it sets before training starts."""
+        return hasattr(trainer, "val_check_batch") and hasattr(trainer, "check_val_every_n_epoch")
+
     def ask(self) -> None:
         """Make Lightning evaluate after the current step or the next one."""
         trainer = self._trainer

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtnt.framework.callback import Callback as TorchTNTCallback
-from torchtnt.framework.callbacks import EarlyStopping, TimeLimitInterrupter
 from torchtnt.framework.state import State
 from torchtnt.utils.progress import Progress
 
@@ -40,6 +39,9 @@ A step of callsheet is one step of torchtnt. torchtnt has only one evaluated dat
 evaluation of its own.
 """
 
+_AGREEING = ("EarlyStopping", "TimeLimitInterrupter")
+"""Callbacks of torchtnt that stop all ranks at the same step, because all ranks use rank 0's decision."""
+
 
 def guest(
     foreign: Any,
@@ -68,8 +70,8 @@ def guest(
     Raises:
         NotSupported: when the callback reads anything else from the unit.
     """
-    # With these classes, all ranks use rank 0's decision.
-    agrees = replicated or type(foreign) in (EarlyStopping, TimeLimitInterrupter)
+    kind = type(foreign)
+    agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING)
     return TorchTNTGuest(foreign, attributes=attributes or {}, replicated=agrees, name=name, phase=phase, strict=strict)
 
 
