@@ -231,6 +231,20 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
 
+def test_a_resume_within_an_epoch_keeps_the_order_of_the_data_before_accelerate_1_15(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip = Accelerator.skip_first_batches
+
+    def skip_and_forget(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
+        left = skip(self, dataloader, num_batches)
+        left.iteration = 0
+        return left
+
+    monkeypatch.setattr(Accelerator, "skip_first_batches", skip_and_forget)
+    test_the_callbacks_states_are_in_its_checkpoints("resume", 8, tmp_path)
+
+
 @pytest.mark.parametrize("at", [6, 8])
 @pytest.mark.parametrize("how", ["resume", "before", "inside"])
 def test_the_callbacks_states_are_in_its_checkpoints(how: str, at: int, tmp_path: Path) -> None:
