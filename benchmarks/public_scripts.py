@@ -344,15 +344,11 @@ def observation_of(output: Path, observed: Mapping[str, Any]) -> dict[str, Any]:
     said += [line for line in lines if line.startswith("callsheet exec: ") or " does not call " in line]
     runs = [RunFolder.read(path) for path in sorted((output / "runs").iterdir())] if (output / "runs").is_dir() else []
     process = next((each for each in observed["processes"] if each["rank"] == 0), None)
-    return {"said": said, "runs": [_described(run, process, "" if _is_by_hand(said, run) else _framework(run)) for run in runs]}
+    return {"said": said, "runs": [_described(run, process, _is_by_hand(said, run)) for run in runs]}
 
 
 def _is_by_hand(said: Sequence[str], run: Any) -> bool:
     return any(line.startswith("observing ") and line.endswith(f"/{run.name}") for line in said)
-
-
-def _framework(run: Any) -> str:
-    return str(run.settings.get("host") or run.start_event().get("versions", {}).get("host") or "host")
 
 
 def _class_name(setting: Any) -> str:
@@ -360,11 +356,11 @@ def _class_name(setting: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-_SHORTEST_FETCH = 2e-5
-"""Without a DataLoader, the start and end of the fetch are fired one right after the other."""
+_SHORTEST = 1.5e-5
+"""The start and end of a part that is not observed are fired one right after the other, in fewer seconds than this."""
 
 
-def _described(run: Any, process: Mapping[str, Any] | None, framework: str) -> dict[str, Any]:
+def _described(run: Any, process: Mapping[str, Any] | None, is_by_hand: bool) -> dict[str, Any]:
     steps = [0, *sorted({record.step for record in run.records})]
     before = dict(zip(steps[1:], steps, strict=False))
     logged = {
@@ -373,10 +369,9 @@ def _described(run: Any, process: Mapping[str, Any] | None, framework: str) -> d
     slices: dict[int, set[str]] = {}
     for window in run.windows:
         for each in window.slices:
-            if each.name != "fetch":
-                slices.setdefault(each.step, set()).add(each.name)
-            elif each.seconds > _SHORTEST_FETCH:  # the batch is fetched before the number of the step is counted
-                slices.setdefault(each.step + 1, set()).add(each.name)
+            if each.seconds > _SHORTEST:
+                # A batch is fetched before the number of its step is counted.
+                slices.setdefault(each.step + (each.name == "fetch"), set()).add(each.name)
     # The first step is recognized only when its optimizer steps.
     timed = {step: names for step, names in slices.items() if step > 1 and "train_step" in names}
     parts = {name: sum(name in names for names in timed.values()) for name in ("fetch", "forward", "backward", "optimizer_step")}
@@ -390,7 +385,7 @@ def _described(run: Any, process: Mapping[str, Any] | None, framework: str) -> d
         default={"equal": 0, "compared": 0, "steps": 0, "optimizer": -1, "worst": ""},
     )
     return {
-        "framework": framework,
+        "is_by_hand": is_by_hand,
         "model": _class_name(run.settings.get("model")),
         "optimizer": _class_name(run.settings.get("optimizer")),
         "outcome": run.outcome,
