@@ -102,7 +102,7 @@ generate: $(READY)  ## regenerate what is derived from the lifecycle's table
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 docs: generate  ## the documentation as a site in site/; open site/index.html, no server is needed
-	$(MKDOCS) build --quiet --strict
+	$(MKDOCS) build --strict
 
 docs-serve: generate  ## the documentation at http://127.0.0.1:8000, built again when a file changes
 	$(MKDOCS) serve --strict

@@ -17,7 +17,11 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(python|text title=\"Output\")\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
-PAGES_WITH_OUTPUT = [page for page in sorted(DOCS.rglob("*.md")) if 'title="Output"' in page.read_text(encoding="utf-8")]
+PAGES_WITH_OUTPUT = [
+    page
+    for page in sorted(DOCS.rglob("*.md"))
+    if 'title="Output"' in page.read_text(encoding="utf-8") and page.parent.name != "tutorial"  # which test_tutorial.py tests
+]
 
 
 def assert_same_output(shown: str, printed: str) -> None:
@@ -61,16 +65,16 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tm
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert done.returncode == 0, done.stderr
     pages = sorted((tmp_path / "site").rglob("*.html"))
-    assert len(pages) > 20
+    assert len(pages) > 60
     for page in pages:
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe|source|video|audio)\b[^>]*\ssrc=[\"']?([^\"' >]+)", text)

@@ -6,14 +6,16 @@ python tools/generate.py --check    exit 1 and name the files that would change
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from callsheet.bridges import matrix
 from callsheet.core import lifecycle
 from callsheet.core.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
+from lifecycle_picture import picture
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,6 +91,44 @@ def figures(name: str) -> Callable[[], list[str]]:
     return lines
 
 
+def public_names(module: str) -> list[str]:
+    """Return the classes and functions in a module's `__all__`, which is read without importing the module."""
+    path = ROOT / "src" / module.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
+    ]
+    return [name for name in names if not name.isupper()]
+
+
+def error_names() -> list[str]:
+    """Return the exceptions of callsheet, in the order of the source."""
+    tree = ast.parse((ROOT / "src/callsheet/errors.py").read_text())
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def api(module: str, *, without: Iterable[str] = ()) -> list[str]:
+    """Return the entries of an API page: mkdocstrings replaces each with the signature and the docstring."""
+    return [line for name in public_names(module) if name not in without for line in (f"::: {module}.{name}", "")][:-1]
+
+
+def api_of_bridges() -> list[str]:
+    """Return a section for each bridge."""
+    lines: list[str] = []
+    for path in sorted((ROOT / "src/callsheet/bridges").iterdir()):
+        if (path / "__init__.py").exists() and path.name != "matrix":
+            module = f"callsheet.bridges.{path.name}"
+            lines += [f"## {module}", ""]
+            for name in public_names(module):
+                lines += [f"::: {module}.{name}", "    options:", "      heading_level: 3", ""]
+    return lines[:-1]
+
+
+API = ("trainer", "callbacks", "loggers", "checkpoint", "metrics", "report", "transport", "testing", "recipes")
+
+
 REGIONS: dict[str, Callable[[], list[str]]] = {
     "events": events,
     "hooks": hooks,
@@ -98,6 +138,10 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "event-table": event_table,
     "field-table": field_table,
     "order-table": order_table,
+    "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
+    "api-errors": lambda: [line for name in error_names() for line in (f"::: callsheet.errors.{name}", "")][:-1],
+    "api-bridges": api_of_bridges,
+    **{f"api-{name}": partial(api, f"callsheet.{name}") for name in API},
     "matrix": matrix.markdown,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
     **{
@@ -129,6 +173,10 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
 }
 
 
+WHOLE_FILES: dict[str, Callable[[], str]] = {"docs/images/lifecycle.svg": picture}
+"""Files that are generated from the first line to the last."""
+
+
 def filled(text: str) -> str:
     """Return `text` with the content of every region between `generated: NAME` and `end of generated: NAME` generated again."""
     result: list[str] = []
@@ -151,6 +199,12 @@ def filled(text: str) -> str:
 
 def main() -> int:
     stale = []
+    for name, make in WHOLE_FILES.items():
+        path, made = ROOT / name, make()
+        if not path.exists() or path.read_text() != made:
+            stale.append(name)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(made)
     for path in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]):
         text = path.read_text() if path.exists() else ""
         if "generated: " in text and (made := filled(text)) != text:
