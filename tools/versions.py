@@ -395,7 +395,7 @@ or guest raises `NotSupported`, which names this part.
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
-python tools/versions.py --only keras --again   # all of them
+python tools/versions.py --only keras --again   # every version
 ```
 """
 

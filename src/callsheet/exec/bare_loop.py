@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +24,8 @@ from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import NotSupported, text_of
+from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopOptimizerHooks
-from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -93,7 +92,7 @@ class BareLoop:
         config: Mapping[str, Any],
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._loader = weakref.ref(loader) if loader is not None else None
+        self._batches = LoopBatches(loader)
         self._ranks = read_ranks().world_size
         self.run = run = _LoneRun(
             observers,
@@ -113,13 +112,10 @@ class BareLoop:
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        self._fetched = 0  # the batches since the dataloader's iteration began
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
         self._in_forward = ""  # the kind of the call of the model that is running: "train", "eval" or ""
-        self._has_fetched = False  # whether `_batch` was fetched and belongs to the next microbatch
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
-        self._batch: Any = None  # the latest batch
         self._thread = threading.get_ident()
         run.fails_by(self._leave)
         self._watch = LoopBackwardWatch(self, scaler)
@@ -160,7 +156,8 @@ class BareLoop:
         self._optimizer_hooks = LoopOptimizerHooks(self, self.optimizer, self._watch)
         self._hooks.append(self._optimizer_hooks)
         run.losses = self._watch.reader
-        self._batch, self._has_fetched = batch, batch is not None
+        if batch is not None:
+            self._batches.add(batch)
         self._open_step()
         if not has_closure:
             self._begin_microbatch((), {})
@@ -231,11 +228,10 @@ class BareLoop:
         try:
             batch = fetches()
         except StopIteration:
-            self._fetched = 0
+            self._batches.begin()
             self._guarded(self._end_epoch)
             raise
-        self._batch, self._has_fetched = batch, True
-        self._fetched += 1
+        self._batches.add(batch)
         if is_first:
             self._guarded(self._end_fetch)
         return batch
@@ -245,12 +241,10 @@ class BareLoop:
 
         A loader that is new after an epoch has ended is one if the model is in training mode then.
         """
-        if self._loader is None or self._is_over or threading.get_ident() != self._thread:
+        if self._is_over or threading.get_ident() != self._thread:
             return False
-        is_new = self._loader() is not loader
-        if is_new and not self.run.driver.is_open("epoch") and self.model.training and torch.is_grad_enabled():
-            self._loader, is_new = weakref.ref(loader), False
-        return not is_new
+        may_be_new = not self.run.driver.is_open("epoch") and self.model.training and torch.is_grad_enabled()
+        return self._batches.come_from(loader, may_be_new=may_be_new)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
@@ -305,12 +299,8 @@ class BareLoop:
         return norm
 
     def loader_begins(self) -> None:
-        """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early.
-
-        A loop that calls `next(iter(loader))` for each batch has one epoch.
-        """
-        fetched, self._fetched = self._fetched, 0
-        if fetched > 1:
+        """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
+        if self._batches.begin():
             self._guarded(self._end_epoch)
 
     def _end_epoch(self) -> None:
@@ -365,7 +355,7 @@ class BareLoop:
 
     def _end_fetch(self) -> None:
         run = self.run
-        run.ctx.batch = self._batch
+        run.ctx.batch = self._batches.latest
         if run.driver.listens_to("fetch"):
             run.driver.end("fetch")
 
@@ -388,17 +378,16 @@ class BareLoop:
         run = self.run
         driver, ctx = run.driver, run.ctx
         is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
-        if self._loader is None and (args or kwargs):
-            self._batch, self._has_fetched = _batch_of(args, kwargs), True
-        if self._has_fetched and not is_repeated:
-            samples, tokens = counts_of(self._batch)
+        self._batches.see_call(args, kwargs)
+        samples, tokens = self._batches.count()
+        if not is_repeated:
             run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
-        self._has_fetched, self._is_in_microbatch = False, True
-        if self._batch is not None:
+        self._is_in_microbatch = True
+        if (batch := self._batches.latest) is not None:
             if not ctx.has("batch"):
-                ctx.batch = self._batch
+                ctx.batch = batch
             if driver.listens_to("microbatch"):
-                ctx.microbatch = self._batch
+                ctx.microbatch = batch
         if driver.listens_to("microbatch") and not driver.is_open("microbatch"):
             driver.start("microbatch")
 
@@ -425,7 +414,7 @@ class BareLoop:
         if not evaluation.driver.is_open("eval"):
             evaluation.begin(EVALUATED)
         if evaluation.driver.is_open("eval"):
-            evaluation.ctx.batch = _batch_of(args, kwargs)
+            evaluation.ctx.batch = batch_of(args, kwargs)
             evaluation.driver.start("eval_step")
             evaluation.driver.start("eval_forward")
 
@@ -460,8 +449,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if not isinstance(inside, nn.Module):
             return model
         model = inside
-
-
-def _batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the model was called with as a batch: its one argument, all of its arguments, or the named ones."""
-    return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)

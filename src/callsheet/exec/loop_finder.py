@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from callsheet.exec.observation import Observation
 
 STEPS_OF_A_NEW_LOOP = 20
-"""After so many steps of other optimizers without one of the observed optimizer, the loop of the latest of them is observed instead.
+"""After so many steps of other optimizers without a step of the observed optimizer, the loop of the optimizer that steps then is observed.
 
 A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
 such as that of a GAN, the observed one is not silent for so long.
@@ -203,8 +203,10 @@ class LoopFinder:
             self._restore_backward()
             self._wrap(torch.jit, "script", self._script)
         else:
-            name = type(optimizer).__name__
-            warn(f"another {name} has stepped {STEPS_OF_A_NEW_LOOP} times in a row, so its loop is observed from now on")
+            warn(
+                f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "
+                f"{type(optimizer).__name__} is observed from now on"
+            )
         loss, batch, self._loss, self._batch = self._loss, self._batch, None, None
         latest, self._latest = self._latest, None
         scaler = self._scaler

@@ -86,6 +86,7 @@ class Observation:
         self._finder: LoopFinder | None = None  # from the script's import of torch on
         self._depth = 0  # how many trainers of frameworks are training
         self._has_reported = False
+        self._has_trained = False  # whether a trainer of a framework has trained
         self._frameworks = Frameworks(self)
         self._imports = ImportWatch({"torch": self._install, **self._frameworks.actions})
 
@@ -138,6 +139,7 @@ class Observation:
     def training(self) -> Iterator[None]:
         """Within this block a framework's trainer trains, so that its loop is not taken for one written by hand."""
         self._finish_loop(None)
+        self._has_trained = True
         self._depth += 1
         self._pause()
         try:
@@ -204,7 +206,7 @@ class Observation:
     def _report(self) -> None:
         if read_ranks().rank != 0:
             return
-        if not self._ended:
+        if not self._ended and not self._has_trained:
             reason = "no optimizer of torch has stepped in this process" if "torch" in sys.modules else "it did not import torch"
             self.say_once(f"no training was recognized: {reason}")
         for run, steps in self._ended:

@@ -264,9 +264,8 @@ class AcceleratedRun(AttachedRun):
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
-        if hasattr(
-            dataloader, "iteration"
-        ):  # before Accelerate 1.15, this count started at 0 again, and with it the order of the data
+        if hasattr(dataloader, "iteration"):
+            # Before Accelerate 1.15, this count of epochs starts at 0 again, and the data has the order of the first epoch.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 

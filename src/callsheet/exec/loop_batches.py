@@ -1,0 +1,65 @@
+"""The batches of a training loop that was recognized, and the dataloader that they come from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.trainer.tasks import counts_of
+
+
+class LoopBatches:
+    """Keeps the latest batch of a loop, and knows its dataloader.
+
+    Args:
+        loader: the dataloader of the batches, or None. Then the arguments with which the model is called are the batch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = weakref.ref(loader) if loader is not None else None
+        self.latest: Any = None
+        """The latest batch, or None."""
+        self._is_new = False  # whether the latest batch belongs to the next microbatch
+        self._fetched = 0  # the batches since the dataloader's iteration began
+
+    def come_from(self, loader: Any, *, may_be_new: bool) -> bool:
+        """Return whether the loop takes its batches from `loader`.
+
+        Args:
+            loader: a dataloader.
+            may_be_new: whether the loop may use another dataloader from now on, which is `loader` then.
+        """
+        if self._loader is not None and may_be_new and self._loader() is not loader:
+            self._loader = weakref.ref(loader)
+        return self._loader is not None and self._loader() is loader
+
+    def add(self, batch: Any) -> None:
+        """Note that a batch was fetched."""
+        self.latest, self._is_new = batch, True
+        self._fetched += 1
+
+    def begin(self) -> bool:
+        """Note that an iteration begins or has ended. Return whether at least two batches were fetched in the one before.
+
+        A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
+        """
+        fetched, self._fetched = self._fetched, 0
+        return fetched > 1
+
+    def see_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of a training call of the model, which are the batch if the loop has no dataloader."""
+        if self._loader is None and (args or kwargs):
+            self.latest, self._is_new = batch_of(args, kwargs), True
+
+    def count(self) -> tuple[int, int]:
+        """Return the numbers of samples and tokens of the latest batch, the first time after it was fetched; then zeros."""
+        if not self._is_new:
+            return 0, 0
+        self._is_new = False
+        return counts_of(self.latest)
+
+
+def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the model was called with as a batch: its one argument, all of its arguments, or the named ones."""
+    return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)
