@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,14 +79,9 @@ PACKAGES = (
         "torch",
         "PyTorch",
         (
-            *(
-                "tests/trainer",
-                "tests/checkpoint",
-                "tests/bridges/test_bare.py",
-                "tests/test_context.py",
-                "tests/test_lifetime.py",
-            ),
-            *("tests/test_manager.py", "tests/test_metrics.py", "tests/test_snapshot.py", "tests/test_spans.py"),
+            *("tests/trainer", "tests/checkpoint", "tests/bridges/test_bare.py", "tests/test_context.py"),
+            *("tests/test_lifetime.py", "tests/test_manager.py", "tests/test_metrics.py", "tests/test_snapshot.py"),
+            "tests/test_spans.py",
         ),
         minors=5,
     ),
@@ -310,19 +306,9 @@ def tested(package: Package, version: str) -> Result:
     )
 
 
-_OPTIONS = (
-    *(
-        "-o",
-        "addopts=--strict-markers",
-        "-o",
-        "junit_family=xunit1",
-        "-o",
-        "verbosity_assertions=2",
-        "-m",
-        "not browser and not slow and not test_all",
-        "-q",
-    ),
-    *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout", "180"),
+_OPTIONS = shlex.split(
+    "-o addopts=--strict-markers -o junit_family=xunit1 -o verbosity_assertions=2 -m 'not browser and not slow and not test_all' -q "
+    "-p no:cacheprovider -p no:xdist -p no:randomly --timeout 180"
 )
 """The options of pytest: the tests run one after the other, always in the same order, and errors are reported in full."""
 
