@@ -107,7 +107,7 @@ NOTES: Mapping[tuple[str, str], str] = {
     ),
     **dict.fromkeys(
         [("torchtnt", "0.2.3"), ("torchtnt", "0.2.2")],
-        "beside torch 2.13, its own DistributedCheckpointSaver does not restore the optimizer, and its IterationTimeLogger fails",
+        "with torch 2.13, its own DistributedCheckpointSaver does not restore the optimizer, and its IterationTimeLogger fails",
     ),
     ("torchtnt", "0.2.1"): "its callbacks cannot be imported without torchsnapshot, which it does not require",
 }
@@ -287,7 +287,7 @@ def tested(package: Package, version: str) -> Result:
     if failed and all(rejected):
         verdict, reason = "rejected", next(match[1] for match in rejected if match is not None)
     else:
-        verdict = "broken" if failed or not cases else "right"
+        verdict = "broken" if failed or not cases else "works"
         reason = _first_failure(failed) if failed else "" if cases else ended
     beside = {} if folder is None or package.name == "torch" else distributions(folder)
     return Result(
@@ -368,16 +368,17 @@ checkpoints and [loops written by hand](bare.md).
 
 The verdicts are:
 
-- **right**: all tests pass. Tests of what a version does not have yet are skipped.
+- **works**: all tests pass. Tests of features that a version lacks are skipped.
 - **rejected**: the host or the guest raises `NotSupported`, which names what the framework lacks. Training does not start.
 - **broken**: some tests fail, for the reason that the table gives.
 
-**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the minor release is not listed as right, it
-logs one warning, which says which releases are. If the framework lacks a part that the bridge needs and that is not public API, the host
+**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table does not list the minor release
+as working, the host or guest logs one warning that names the working releases. If the framework lacks a part that the bridge needs and that is not public API, the host
 or guest raises `NotSupported`, which names this part.
 
-{beside}**Run the tests again.** `make versions` tests the last minor releases of each package, writes their results to
-`benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so it can be interrupted. For one package:
+{beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
+`benchmarks/results/versions.json` and updates this page. You can interrupt it and start it again, because it skips versions that have a result. For
+one package:
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
@@ -416,13 +417,13 @@ def page(results: Iterable[Result]) -> str:
     )
 
 
-def right(results: Iterable[Result]) -> dict[str, tuple[str, ...]]:
+def working(results: Iterable[Result]) -> dict[str, tuple[str, ...]]:
     """Return, for each package, the minor releases with which all tests pass, the oldest first, as in `callsheet.bridges.versions`."""
     found: dict[str, list[str]] = {package.name: [] for package in PACKAGES}
     parts = {package.name: package.parts for package in PACKAGES}
     for row in sorted(results, key=lambda row: Version(row.version)):
         minor = ".".join(map(str, Version(row.version).release[: parts[row.package]]))
-        if row.verdict == "right" and minor not in found[row.package]:
+        if row.verdict == "works" and minor not in found[row.package]:
             found[row.package].append(minor)
     return {name: tuple(minors) for name, minors in found.items()}
 

@@ -74,9 +74,9 @@ def train(folder: str, run_name: str, max_duration: str) -> None:
 
 def main(folder: str | None = None) -> None:
     folder = folder or tempfile.mkdtemp()
-    train(folder, "interrupted", "5ep")
-    train(folder, "interrupted", "30ep")
-    train(folder, "uninterrupted", "30ep")
+    train(folder, "in-two-parts", "5ep")
+    train(folder, "in-two-parts", "30ep")
+    train(folder, "in-one-part", "30ep")
 
 
 if __name__ == "__main__":

@@ -177,5 +177,5 @@ def mark_as_users(error: BaseException) -> None:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether `mark_as_users` was called on the error."""
+    """Return whether the error comes from the user's code; see `mark_as_users`."""
     return "_callsheet_users" in error.__dict__

@@ -162,6 +162,16 @@ def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path) -> None:
     assert RunFolder.read(tmp_path / "runs" / "a").outcome == "failed"
 
 
+def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HUGGINGFACE)
+    (tmp_path / "callbacks.yaml").write_text("- class_path: EarlyStopper\n- class_path: EarlyStopper\n")  # two of the same name
+    observed = run(tmp_path, "-m", "callsheet.exec", "--callbacks", "callbacks.yaml", "train.py", "1")
+    assert observed.returncode == 0, observed.stderr
+    assert weights(observed) == weights(run(tmp_path, "train.py", "1"))
+    assert "the trainer cannot be observed" in observed.stderr
+    assert "no training was recognized" not in observed.stderr
+
+
 def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
     given = HUGGINGFACE.replace("train_dataset=rows)", "train_dataset=rows, callbacks=[host([], strict=False)])")
     (tmp_path / "train.py").write_text(f"from callsheet.bridges.huggingface import host\n{given}")

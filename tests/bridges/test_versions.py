@@ -51,7 +51,7 @@ def test_the_page_shows_the_results(tool: Any) -> None:
 
 
 def test_the_tested_versions_are_those_that_the_results_call_right(tool: Any) -> None:
-    assert dict(versions.TESTED) == tool.right(tool.read().values())
+    assert dict(versions.TESTED) == tool.working(tool.read().values())
 
 
 def test_every_pinned_version_has_a_result(tool: Any) -> None:
@@ -59,7 +59,7 @@ def test_every_pinned_version_has_a_result(tool: Any) -> None:
     results = tool.read()
     for package in tool.PACKAGES:
         if package.name in pinned:
-            assert results[package.name, pinned[package.name]].verdict == "right", package.name
+            assert results[package.name, pinned[package.name]].verdict == "works", package.name
 
 
 def test_the_package_requires_no_version_older_than_those_that_are_tested() -> None:

@@ -79,9 +79,8 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        self.needed = (
-            0  # how many of the spans inside this one, in their fixed order, must have their events fired before it ends
-        )
+        # How many of the inner spans, in their fixed order, must fire their events before this span ends.
+        self.needed = 0
         self.index = -1  # the index of this span in the fixed order of spans inside its parent; -1 if there is none
         self.is_open = self.has_no_listeners = False
         self.done = 0  # how many of the spans inside this one, in their fixed order, have had their events fired

@@ -303,7 +303,7 @@ class OptimizerHooks:
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # the error is raised, so torch stops iterating over the hooks
+        except BaseException:  # it ends torch's loop over the hooks, so they can be removed now
             if self._is_removed:
                 for hook in ours:
                     hook.remove()

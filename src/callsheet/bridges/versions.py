@@ -29,8 +29,8 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "keras": ("3.12", "3.13", "3.14", "3.15"),
     "mosaicml": ("0.29", "0.30", "0.31", "0.32"),
 }
-"""For each package, the minor releases that the tests pass with, the oldest first. They are the versions that are called right on the
-page docs/bridges/versions.md."""
+"""For each package, the minor releases that the tests pass with, the oldest first. They are the versions whose verdict on the page
+docs/bridges/versions.md is `works`."""
 
 _ALSO_IN: Mapping[str, str] = {"lightning": "pytorch-lightning"}
 """For a package, another one with the same content and the same versions, which may be installed instead."""

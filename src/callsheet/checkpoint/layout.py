@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of file names that these files have. Return None if they are not the files of a checkpoint."""
+    """Return the naming scheme of these checkpoint files. Return None if they are not the files of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 

@@ -141,10 +141,10 @@ class _Flattening:
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         view = _view(tensor)
         if view not in self._names:
-            # Half surrogate pairs are escaped, since UTF-8 cannot encode them.
+            # Lone surrogates are escaped, since UTF-8 cannot encode them.
             name = path = path.encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
-            # {"a.b": t, "a": {"b": t}} has one path twice; `__metadata__` is reserved.
+            # Both tensors in {"a.b": t, "a": {"b": t}} have the path a.b; `__metadata__` is reserved.
             while name in self.tensors or name == "__metadata__":
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor

@@ -59,7 +59,7 @@ class DeviceNumbers:
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return host copies of the scalar fields that are available now, by the `id` of the original tensors.
+        """Return CPU copies of the scalar fields that are available now, by the `id` of the original tensors.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """

@@ -96,8 +96,8 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # TensorBoard ignores the first start event, and at each later one hides the steps after it. The first process therefore
-        # writes a start event too, so that that of a resume is not the first.
+        # TensorBoard ignores the first start event. At each later one it hides the old values from that step on. The first process
+        # therefore writes a start event too, so that the start event of a resume takes effect.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

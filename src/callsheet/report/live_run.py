@@ -118,7 +118,10 @@ class LiveRun:
             return self._run, is_there
 
     def _look(self) -> str:
-        """Read the folder's new content unless the budget is spent. Return why the run accepts no requests; empty if it does."""
+        """Read the folder's new content, unless the time for reading is used up.
+
+        Return why the run accepts no requests, or an empty string if it accepts them.
+        """
         if self.budget.is_spent:
             is_there = self.folder.is_dir()
         else:

@@ -217,7 +217,7 @@ class Boundaries:
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. Without requests, the user called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. An empty tuple means that the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """

@@ -500,7 +500,7 @@ class Checkpoints:
                 ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each other entry."""
+        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each entry that it cannot hold."""
         plain: dict[str, Any] = {}
         for name, value in user_state.items():
             try:

@@ -81,7 +81,7 @@ class EvaluationPart(Protocol):
 
 
 class Stateful(Protocol):
-    """A part of a run whose state checkpoints store."""
+    """A part of a run. Checkpoints store its state."""
 
     def state_dict(self) -> Any:
         """Return the state, as plain data and tensors."""

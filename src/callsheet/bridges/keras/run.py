@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """If it is known that no evaluation follows, let Keras's callbacks handle the epoch's end at this event."""
+        """End Keras's epoch at this event if no evaluation can follow, which `is_known` says. Otherwise, wait for the next event."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

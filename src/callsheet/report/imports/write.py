@@ -62,7 +62,7 @@ class Origin:
     run: str
 
     def as_json(self) -> dict[str, str]:
-        """Return the origin in the format of the marker file."""
+        """Return the origin as a dict, which the marker file of an imported run contains."""
         return {"from": self.kind, "source": self.source, "run": self.run}
 
 
