@@ -35,17 +35,19 @@ class Muting:
         """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
+    def is_worthwhile(self, until: int, step: int) -> bool:
+        """Return whether muting handlers from `step` until another step saves time, and the loop will unmute them.
+
+        Muting for only a few steps costs more than calling the handlers that often.
+        """
+        # If `costs` has not begun, no loop would unmute the events later.
+        return self._table.costs.has_begun and until >= step + _MIN_MUTED_STEPS
+
     def mute(
         self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
     ) -> None:
-        """Stop calling the callback's handlers for these events, or call them again. With `until`, stop only until that step.
-
-        A mute that would last only a few steps has no effect, since muting costs more than calling the handler that often.
-        """
+        """Stop calling the callback's handlers for these events, or call them again. With `until`, stop only until that step."""
         if until is not None and ctx is not None:
-            # If `costs` has not begun, no loop would unmute the events later.
-            if not self._table.costs.has_begun or until < ctx.step + _MIN_MUTED_STEPS:
-                return
             events -= registration.muted - self._waking(registration)  # events that are muted until the run's end stay muted
         self._forget_wakes(registration, events)
         if until is not None and ctx is not None:

@@ -108,6 +108,11 @@ class BareLoop:
             is_alone=True,
         )
         self._support = SupportCheck(run.manager, HOST, strict=False)
+        parts = run.driver.parts
+        self._epoch, self._step, self._fetch, self._microbatch = (
+            parts[name] for name in ("epoch", "train_step", "fetch", "microbatch")
+        )
+        self._evaluation = run.eval.driver.parts["eval_all"]
         self._is_over = False
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
@@ -150,8 +155,7 @@ class BareLoop:
                 )
         self._support.before_run(_NEVER, run.control)
         run.begin()
-        if self._sees_forward:
-            self._forward.install()
+        self._install_forward_hooks()
         self._watch.listen(True)
         self._optimizer_hooks = LoopOptimizerHooks(self, self.optimizer, self._watch)
         self._hooks.append(self._optimizer_hooks)
@@ -217,23 +221,29 @@ class BareLoop:
         try:
             yield
         finally:
-            if self._sees_forward and not self._is_over:
-                self._forward.install()
+            self._install_forward_hooks()
 
-    def fetch(self, fetches: Callable[[], Any]) -> Any:
-        """Fetch a batch for training with `fetches()` and return it. It raises what that raises."""
-        is_first = not self.run.driver.is_open("train_step")  # otherwise it is for a further microbatch of the step
+    def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
+        """Fetch a batch for training with `fetches(iterator)` and return it. It raises what that raises."""
+        if self._is_over or threading.get_ident() != self._thread:
+            return fetches(iterator)
+        is_first = not self._step.is_open  # otherwise it is for a further microbatch of the step
         if is_first:
-            self._guarded(self._begin_fetch)
+            try:
+                self._begin_fetch()
+            except (Exception, SystemExit) as error:
+                self._leave(error)
         try:
-            batch = fetches()
+            batch = fetches(iterator)
         except StopIteration:
             self._batches.begin()
             self._guarded(self._end_epoch)
             raise
         self._batches.add(batch)
         if is_first:
-            self._guarded(self._end_fetch)
+            self.run.ctx.batch = batch
+            if not self._fetch.has_no_listeners:
+                self._guarded(self.run.driver.end, "fetch")
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
@@ -243,25 +253,29 @@ class BareLoop:
         """
         if self._is_over or threading.get_ident() != self._thread:
             return False
-        may_be_new = not self.run.driver.is_open("epoch") and self.model.training and torch.is_grad_enabled()
+        may_be_new = not self._epoch.is_open and self.model.training and torch.is_grad_enabled()
         return self._batches.come_from(loader, may_be_new=may_be_new)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
-        if not self._is_over and not self.run.driver.is_open("train_step"):
+        if not self._is_over and not self._step.is_open:
             self._guarded(self._open_step)
 
     def forward_begins(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called."""
         if self._is_over or threading.get_ident() != self._thread:
             return
-        self._guarded(self._begin_forward, is_training, args, kwargs)
+        try:
+            self._begin_forward(is_training, args, kwargs)
+        except (Exception, SystemExit) as error:
+            self._leave(error)
 
     def forward_ends(self, outputs: Any) -> None:
         """Report that a call of the model has returned."""
         if self._is_over or threading.get_ident() != self._thread:
             return
-        self._guarded(self._end_forward, outputs)
+        if self._in_forward:
+            self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
         """Report that `backward` is called on a loss."""
@@ -284,12 +298,12 @@ class BareLoop:
     def optimizer_was_skipped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
         self._watch._scaler = scaler
-        if not self._is_over and self.run.driver.is_open("train_step"):
+        if not self._is_over and self._step.is_open:
             self._guarded(self.end_step)
 
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()` and return the norm before that. It raises what that raises."""
-        is_in_step = not self._is_over and self.run.driver.is_open("train_step") and threading.get_ident() == self._thread
+        is_in_step = not self._is_over and self._step.is_open and threading.get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
         norm = clips()
@@ -347,27 +361,29 @@ class BareLoop:
         )
 
     def _begin_fetch(self) -> None:
-        self._leave_evaluation()
-        self._listen()
+        if self._evaluation.is_open:
+            self._leave_evaluation()
         driver = self.run.driver
-        if driver.listens_to("fetch"):
+        if driver.listen():
+            self._listen()
+        if not self._fetch.has_no_listeners:
             driver.start("fetch")
 
-    def _end_fetch(self) -> None:
-        run = self.run
-        run.ctx.batch = self._batches.latest
-        if run.driver.listens_to("fetch"):
-            run.driver.end("fetch")
+    def _install_forward_hooks(self) -> None:
+        if self._sees_forward and not self._is_over:
+            self._forward.install(needs_outputs=self._evaluation.is_open or not self._microbatch.has_no_listeners)
 
     def _listen(self) -> None:
-        if self.run.driver.listen():
-            self._optimizer_hooks.listen(self.run.driver.is_read)
-            self._watch.listen(self.run.driver.is_loss_read)
+        self._install_forward_hooks()
+        self._optimizer_hooks.listen(self.run.driver.is_read)
+        self._watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
         run = self.run
-        self._leave_evaluation()
-        self._listen()
+        if self._evaluation.is_open:
+            self._leave_evaluation()
+        if run.driver.listen():
+            self._listen()
         run.driver.start_step()
         run.counted = (0, 0)
         self._optimizer_hooks.has_stepped, self._watch.total = False, None
@@ -378,41 +394,38 @@ class BareLoop:
         run = self.run
         driver, ctx = run.driver, run.ctx
         is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
-        self._batches.see_call(args, kwargs)
-        samples, tokens = self._batches.count()
+        samples, tokens = self._batches.count(args, kwargs)
         if not is_repeated:
             run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
         self._is_in_microbatch = True
-        if (batch := self._batches.latest) is not None:
-            if not ctx.has("batch"):
-                ctx.batch = batch
-            if driver.listens_to("microbatch"):
+        if (batch := self._batches.latest) is not None and not ctx.has("batch"):
+            ctx.batch = batch
+        if not self._microbatch.has_no_listeners:
+            if batch is not None:
                 ctx.microbatch = batch
-        if driver.listens_to("microbatch") and not driver.is_open("microbatch"):
-            driver.start("microbatch")
+            if not self._microbatch.is_open:
+                driver.start("microbatch")
 
     def _begin_forward(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
             if is_training or self._trains_in_eval_mode:
-                self._in_forward, self._was_called = "train", True
-                self._begin_training_forward(args, kwargs)
-        elif not is_training and not self.run.driver.is_open("train_step"):
+                self._was_called = True
+                if not self._step.is_open:
+                    self._open_step()
+                if not self._is_in_microbatch:
+                    self._begin_microbatch(args, kwargs)
+                if not self._microbatch.has_no_listeners:
+                    self._in_forward = "train"
+                    start_forward(self.run.driver, self.run.ctx)
+        elif not is_training and not self._step.is_open:
             self._in_forward = "eval"
             self._begin_eval_forward(args, kwargs)
-
-    def _begin_training_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        driver = self.run.driver
-        if not driver.is_open("train_step"):
-            self._open_step()
-        if not self._is_in_microbatch:
-            self._begin_microbatch(args, kwargs)
-        if driver.listens_to("microbatch"):
-            start_forward(driver, self.run.ctx)
 
     def _begin_eval_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         evaluation = self.run.eval
         if not evaluation.driver.is_open("eval"):
             evaluation.begin(EVALUATED)
+            self._install_forward_hooks()
         if evaluation.driver.is_open("eval"):
             evaluation.ctx.batch = batch_of(args, kwargs)
             evaluation.driver.start("eval_step")
@@ -438,6 +451,7 @@ class BareLoop:
             if evaluation.driver.is_open("eval"):
                 evaluation.end_dataset(EVALUATED, {})
             evaluation.end()
+            self._install_forward_hooks()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -47,13 +47,15 @@ class LoopBatches:
         fetched, self._fetched = self._fetched, 0
         return fetched > 1
 
-    def see_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments of a training call of the model, which are the batch if the loop has no dataloader."""
+    def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the numbers of samples and tokens of the latest batch, the first time after it was fetched; then zeros.
+
+        Args:
+            args: the arguments of a training call of the model. They are the batch if the loop has no dataloader.
+            kwargs: its named arguments.
+        """
         if self._loader is None and (args or kwargs):
             self.latest, self._is_new = batch_of(args, kwargs), True
-
-    def count(self) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of the latest batch, the first time after it was fetched; then zeros."""
         if not self._is_new:
             return 0, 0
         self._is_new = False

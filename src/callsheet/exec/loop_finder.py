@@ -54,6 +54,7 @@ class LoopFinder:
         self._others = 0  # the steps of other optimizers since the observed one has stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers whose loops were or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator: its dataloader
+        self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
         self._batch: Any = None  # its latest batch, until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
@@ -119,12 +120,15 @@ class LoopFinder:
     def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
         if self._is_over or self.is_paused or os.getpid() != self._process:
             return given(iterator)
+        loop = self._loop
+        if loop is not None and self._training_iterator() is iterator:
+            return loop.fetch(given, iterator)
         reference = self._loaders.get(iterator)
         # Of `for batch in DataLoader(...)`, only the iterator is left.
         loader = iterator if reference is None or reference() is None else reference()
-        loop = self._loop
         if loop is not None and loop.is_of_training(loader):
-            return loop.fetch(lambda: given(iterator))
+            self._training_iterator = weakref.ref(iterator)
+            return loop.fetch(given, iterator)
         try:
             batch = given(iterator)
         except StopIteration:
@@ -146,7 +150,7 @@ class LoopFinder:
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
         if self._loop is None:
             self._loss = None
-        elif self._loop.trains(_first_of(owner)):
+        elif owner is self._loop.optimizer or self._loop.trains(_first_of(owner)):
             self._loop.gradients_are_discarded()
         return given(owner, *args, **options)
 
@@ -215,7 +219,7 @@ class LoopFinder:
         loop = self._observation.begin_loop(model, optimizer, scaler, latest() if latest is not None else None)
         self._is_over = loop is None
         if loop is not None:
-            self._loop = loop
+            self._loop, self._training_iterator = loop, _nothing
             loop.begin(loss, batch, has_closure=has_closure)
 
     def _is_of_new_loop(self) -> bool:
@@ -225,6 +229,10 @@ class LoopFinder:
             return False
         self._others = 0
         return True
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference does whose object is gone."""
 
 
 def _first_of(owner: Any) -> Any:

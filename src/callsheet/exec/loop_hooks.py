@@ -27,10 +27,10 @@ class LoopForwardHooks(NotCopied):
         self._before = Hook(partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
 
-    def install(self) -> None:
-        """Register the hooks."""
+    def install(self, *, needs_outputs: bool) -> None:
+        """Register the hook for the beginning of calls and, if the outputs are needed, the one for their end."""
         self._before.install(True, self._begins)
-        self._after.install(True, self._ends)
+        self._after.install(needs_outputs, self._ends)
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -67,5 +67,6 @@ class LoopOptimizerHooks(OptimizerHooks):
         super().__init__(loop.run.driver, optimizer, watch=watch, ended=loop.end_step)
 
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._loop.begin_step()
+        if not self._step.is_open:
+            self._loop.begin_step()
         return super()._begins(optimizer, args, kwargs)

@@ -1,0 +1,205 @@
+"""What `callsheet exec` adds to each step of a training script, compared with `attach` and with the script alone.
+
+    python benchmarks/exec_cost.py instructions
+    python benchmarks/exec_cost.py seconds
+
+`instructions` needs valgrind. It counts the instructions of forty steps, two metrics records among them: of the script alone, of the same loop with
+`attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger.
+
+`seconds` runs the script alone and under `callsheet exec` with the default observers, in pairs, with steps of about ten milliseconds
+and a metrics record every ten steps. A pair gives the difference between the CPU times of a step, on the thread that trains and in all threads,
+and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left out. Instructions would say too
+much here: under valgrind the system's metrics, which are measured every five seconds, would be measured at each record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from instructions import COUNTED, RECORD_EVERY, WARM, Count, check_valgrind
+from timing import machine
+
+SCRIPT = f"""
+import gc, json, os, resource, subprocess, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+width, steps, batch = (int(os.environ[name]) for name in ("WIDTH", "STEPS", "BATCH"))
+counts, results = os.environ.get("COUNTS"), os.environ.get("RESULTS")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+
+def clocks():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return [time.thread_time(), usage.ru_utime + usage.ru_stime, time.perf_counter()]
+
+
+class Net(nn.Sequential):
+    seen = 0
+
+    def forward(self, inputs):
+        self.seen += 1
+        if counts:
+            if self.seen == {WARM} // 2:
+                gc.collect()
+                gc.disable()
+                subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+            elif self.seen == {WARM}:
+                torch._C._valgrind_toggle()
+            elif self.seen == {WARM + COUNTED}:
+                torch._C._valgrind_toggle_and_dump_stats()
+        elif self.seen in (steps // 3, steps):
+            self.clocks = [*getattr(self, "clocks", []), clocks()]
+        return super().forward(inputs)
+
+
+model = Net(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(steps * batch, width), torch.randn(steps * batch, 1))
+loader = DataLoader(data, batch_size=batch)
+
+
+def train(batches):
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+
+if os.environ.get("ATTACH"):
+    import callsheet
+    from callsheet.loggers import JSONLLogger
+
+    with callsheet.attach(
+        model=model, optimizer=optimizer, log_interval="{RECORD_EVERY}ba", run_name="attached", runs_folder=os.environ["ATTACH"],
+        loggers=[JSONLLogger()],
+    ) as run:
+        train(run.steps(loader))
+else:
+    train(loader)
+if results:
+    first, last = model.clocks
+    with open(results, "w") as file:
+        json.dump([(b - a) / (steps - steps // 3) for a, b in zip(first, last)], file)
+"""
+"""The script. It counts its own steps from the forward of one to the forward of another, in the same way in all variants."""
+
+SMALL = {"WIDTH": "64", "BATCH": "16", "STEPS": str(WARM + COUNTED + 8)}
+TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "192", "STEPS": "300"}
+CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
+ALONE, ATTACHED, BARE, OBSERVED = (
+    "alone",
+    "`attach` with a JSONLLogger",
+    "`callsheet exec` with a JSONLLogger",
+    "`callsheet exec` with the default observers",
+)
+
+
+def command(variant: str, folder: Path, log_interval: int) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of Python for a variant, and its environment variables."""
+    script, none = folder / "train.py", folder / "none.yaml"
+    script.write_text(SCRIPT, encoding="utf-8")
+    none.write_text("[]\n", encoding="utf-8")
+    if variant in (ALONE, ATTACHED):
+        return [str(script)], {"ATTACH": str(folder / "runs")} if variant == ATTACHED else {}
+    ours = ["-m", "callsheet.exec", "--log_interval", str(log_interval), "--runs_folder", str(folder / "runs")]
+    return [*ours, *(["--callbacks", str(none)] if variant == BARE else []), str(script)], {}
+
+
+def environment(*settings: dict[str, str]) -> dict[str, str]:
+    merged = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    for each in settings:
+        merged |= each
+    return merged
+
+
+def run(words: list[str], variables: dict[str, str]) -> None:
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr[-2000:]}")
+
+
+def instructions_of(variant: str) -> Count:
+    """Return what a step of the variant takes, counted by valgrind."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words, variables = command(variant, folder, RECORD_EVERY)
+        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--cache-sim=yes"]
+        run(
+            [*valgrind, f"--callgrind-out-file={folder}/out", sys.executable, *words],
+            environment(SMALL, {"COUNTS": "1"}, variables),
+        )
+        (path,) = (each for each in folder.glob("out*") if "Trigger: Client Request" in each.read_text())
+        return Count.read(path)
+
+
+def seconds_of(variant: str) -> list[float]:
+    """Return the seconds of a step of the variant, on each of the clocks."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words, variables = command(variant, folder, 10)
+        results = folder / "results.json"
+        run([sys.executable, *words], environment(TEN_MILLISECONDS, {"RESULTS": str(results)}, variables))
+        seconds: list[float] = json.loads(results.read_text())
+        return seconds
+
+
+def print_instructions() -> None:
+    """Print what each variant adds to the script alone."""
+    floor = instructions_of(ALONE)
+    print(
+        f"{machine()}; {COUNTED} steps; a step of the script alone has {floor.instructions:,.0f} instructions in {floor.cycles:,.0f} cycles\n"
+    )
+    print("| variant | instructions added to a step | cycles added to a step |\n| --- | --- | --- |", flush=True)
+    for variant in (ATTACHED, BARE):
+        added = instructions_of(variant).over(floor)
+        print(f"| {variant} | {added.instructions:,.0f} | {added.cycles:,.0f} |", flush=True)
+
+
+def print_seconds(pairs: int) -> None:
+    """Print what the default observers add to a step of the script alone."""
+    alone: list[list[float]] = []
+    observed: list[list[float]] = []
+    for pair in range(pairs):
+        variants = [(ALONE, alone), (OBSERVED, observed)]
+        for variant, found in variants[:: -1 if pair % 2 else 1]:
+            found.append(seconds_of(variant))
+        if sys.stderr.isatty():
+            print(f"\r{pair + 1} of {pairs} pairs ", end="" if pair + 1 < pairs else "\r", file=sys.stderr, flush=True)
+    print(f"{machine()}; {pairs} pairs of runs; medians, and in brackets the middle half of the pairs\n")
+    print("| clock | a step alone, ms | added by the default observers, ms | share of the step |\n| --- | --- | --- | --- |")
+    for place, clock in enumerate(CLOCKS):
+        floor = [each[place] for each in alone]
+        added = [b[place] - a for a, b in zip(floor, observed, strict=True)]
+        low, middle, high = statistics.quantiles([more / less for more, less in zip(added, floor, strict=True)], n=4)
+        print(
+            f"| {clock} | {1e3 * statistics.median(floor):.2f} | {1e3 * statistics.median(added):.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("instructions", "seconds"))
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of runs for `seconds`; two or more")
+    options = parser.parse_args()
+    if options.what == "instructions":
+        check_valgrind(parser)
+        print_instructions()
+    elif options.pairs < 2:
+        parser.error("--pairs must be 2 or more")
+    else:
+        print_seconds(options.pairs)
+
+
+if __name__ == "__main__":
+    main()
