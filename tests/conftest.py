@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,16 @@ def nothing_was_compiled() -> None:
     """What is counted of a step depends on whether this process has compiled anything: another test may have."""
     if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+@pytest.fixture
+def folder_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder for the code of a page. Trackers keep their runs in it, and send nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "TRACKIO_DIR": str(tmp_path),
+        "WANDB_ERROR_REPORTING": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path

@@ -50,29 +50,41 @@ PATTERNS = {
 # --- what the docs say ---
 
 
-def sections(page: str) -> Iterator[tuple[str, str]]:
+def sections(page: Path) -> Iterator[tuple[str, str]]:
     """Yield the heading and text of each section of a page, in order."""
-    _, *found = re.split(r"^#{2,3} (.+)\n", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    _, *found = re.split(r"^## (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     yield from zip(found[::2], found[1::2], strict=True)
 
 
+def folder_of(name: str) -> Path:
+    """The folder of the pages about built-ins of this kind."""
+    return DOCS / ("loggers" if name in loggers.__all__ else "builtins")
+
+
 def section_of(name: str) -> str:
-    """The text about a built-in; where several share a section, from its signature to the next one's."""
-    page = "loggers.md" if name in loggers.__all__ else "builtins.md"
-    found = [(heading, text) for heading, text in sections(page) if name in heading.split(", ")]
-    assert len(found) == 1, f"docs/{page} has {len(found)} sections about {name}"
-    ((heading, text),) = found
-    if "," in heading:
-        _, begins, text = text.partition(f"\n`{name}(")
-        text = begins + re.split(r"^`\w+\(\*", text, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    """The text about a built-in: the only section in the pages of its kind that has its name as heading."""
+    found = [text for page in folder_of(name).glob("*.md") for heading, text in sections(page) if heading == name]
+    assert len(found) == 1, f"the pages in {folder_of(name)} have {len(found)} sections about {name}"
+    return found[0]
 
 
-def signature_in(name: str, text: str) -> str:
-    """Return the text between the parentheses of the constructor in a section."""
-    found = re.search(rf"`{name}\((.*?)\)`", text, re.DOTALL)
-    assert found is not None, f"the section about {name} does not say how it is constructed"
-    return found[1]
+def tables(text: str, *head: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of the tables whose first columns are these."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        first, _, *lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
+        if first[: len(head)] == list(head):
+            yield from lines
+
+
+def options_in(text: str) -> list[tuple[str, str]]:
+    """The options in a section with their defaults, which the table gives as Python expressions."""
+    found = []
+    for option, default, meaning in tables(text, "option", "default", "meaning"):
+        name = re.fullmatch(r"`(\w+)`", option)
+        assert name is not None, f"{option!r}: one option, in backticks"
+        assert meaning, f"{option} is not explained"
+        found.append((name[1], default if default == "required" else repr(eval(default.strip("`"), {}))))
+    return found
 
 
 @dataclass
@@ -96,29 +108,25 @@ def pattern(name: str) -> str:
 def rows(text: str) -> list[Row]:
     """The tables of metrics in a section; their rows hold nothing but full names before the unit."""
     found = []
-    for table in re.findall(r"^\| metric \|.*\n(?:\|.*\n)+", text, re.MULTILINE):
-        head, _, *lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
-        assert head[1] == "unit", f"{head}: the second column of a table of metrics is the unit"
-        for names, unit, *_ in lines:
-            assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", names), f"{names!r}: full names, each in backticks"
-            assert unit, f"{names} has no unit"
-            found.append(Row(re.findall(r"`([^`]+)`", names), unit))
+    for names, unit, meaning in tables(text, "metric"):
+        assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", names), f"{names!r}: full names, each in backticks"
+        assert unit, f"{names} has no unit"
+        assert meaning, f"{names} is not explained"
+        found.append(Row(re.findall(r"`([^`]+)`", names), unit))
     return found
 
 
 # --- what the code has ---
 
 
-def parameters(function: Any) -> dict[str, tuple[Any, Any]]:
-    """Kind and default of each, by name."""
-    found = inspect.signature(function).parameters.values()
-    return {parameter.name: (parameter.kind, parameter.default) for parameter in found if parameter.name != "self"}
-
-
-def constructor(name: str) -> dict[str, tuple[Any, Any]]:
-    """The options of a built-in."""
+def constructor(name: str) -> list[tuple[str, str]]:
+    """The options of a built-in with their defaults, in order."""
     kind: type[Callback] = getattr(callbacks if name in callbacks.__all__ else loggers, name)
-    return parameters(kind.__init__) if kind.__init__ is not Callback.__init__ else {}
+    if kind.__init__ is Callback.__init__:
+        return []
+    _, *options = inspect.signature(kind.__init__).parameters.values()  # without self
+    assert all(option.kind in (option.KEYWORD_ONLY, option.VAR_KEYWORD) for option in options), f"{name}: only keyword arguments"
+    return [(each.name, "required" if each.default is each.empty else repr(each.default)) for each in options]
 
 
 class NextToken(Task):
@@ -179,22 +187,52 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 # --- that they agree ---
 
 
-def test_options_are_in_the_docs_with_their_defaults(built_in: str) -> None:
-    if built_in == "Logger":  # what loggers derive from: it has none, and the page begins with it
-        assert not constructor(built_in)
-        return
-    scope: dict[str, Any] = {}
-    exec(f"def documented({signature_in(built_in, section_of(built_in))}): ...", scope)
-    assert parameters(scope["documented"]) == constructor(built_in)
-
-
-def test_every_option_is_explained(built_in: str) -> None:
-    if built_in == "Logger":
-        return
+def test_the_table_of_options_has_those_of_the_constructor_with_their_defaults(built_in: str) -> None:
     text = section_of(built_in)
-    explained = re.findall(r"`[^`]+`", text.replace(f"`{built_in}({signature_in(built_in, text)})`", ""))
-    missing = [name for name in constructor(built_in) if not any(re.search(rf"\b{name}\b", span) for span in explained)]
-    assert missing == []
+    assert options_in(text) == constructor(built_in)
+    assert ("It has no options." in text) == (not constructor(built_in))
+
+
+def test_a_section_has_a_table_of_metrics_or_says_that_there_are_none(built_in: str) -> None:
+    text = section_of(built_in)
+    if built_in in loggers.__all__:  # these write what others log
+        assert "metrics records" in what_a_logger_writes(text)
+    else:
+        assert bool(rows(text)) != ("It logs no metrics" in text)
+
+
+def test_a_section_has_an_example(built_in: str) -> None:
+    """The examples run in test_readme.py."""
+    examples = re.findall(r"^```python\n(.*?)^```$", section_of(built_in), re.MULTILINE | re.DOTALL)
+    assert any(re.search(rf"\b{built_in}\(|\({built_in}\):", example) for example in examples)
+
+
+def what_a_logger_writes(text: str) -> dict[str, str]:
+    """What a section says about the places of metrics records, tables and so on, by these names."""
+    found: dict[str, str] = {}
+    for what, where, *_ in [*tables(text, "what", "where"), *tables(text, "what", "method to override")]:
+        found |= dict.fromkeys(what.split(", "), where)
+    return found
+
+
+def test_the_table_of_a_logger_says_what_it_does_not_write(built_in: str) -> None:
+    if built_in not in loggers.__all__ or built_in == "Logger":  # the base class writes nothing
+        return
+    kind, where = getattr(loggers, built_in), what_a_logger_writes(section_of(built_in))
+    for what in ("hyperparameters", "tables", "images", "files"):
+        method = {"tables": "log_table", "files": "log_file"}.get(what, f"log_{what}")
+        is_written = getattr(kind, method) is not getattr(Logger, method)
+        assert where[what].startswith("not ") != is_written, f"{what}: {where[what]}"
+
+
+def test_the_overview_links_to_every_built_in() -> None:
+    for folder, names in (("builtins", callbacks.__all__), ("loggers", loggers.__all__)):
+        text = (DOCS / folder / "index.md").read_text(encoding="utf-8")
+        linked = re.findall(r"^\| \[(\w+)\]\((\w+\.md)#(\w+)\) \|", text, re.MULTILINE)
+        assert sorted(name for name, *_ in linked) == sorted({*names} - {"Logger", "read_metrics"})
+        for name, page, anchor in linked:
+            assert anchor == name.lower()
+            assert name in dict(sections(DOCS / folder / page))
 
 
 @pytest.mark.test_all
@@ -203,7 +241,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
 ) -> None:
     if built_in in loggers.__all__:  # loggers write what others log
         return
-    subject, recorded = subjects[built_in], rows("" if built_in == "Logger" else section_of(built_in))
+    subject, recorded = subjects[built_in], rows(section_of(built_in))
     found = logged(subject.trainer, tmp_path / "run", subject.make())
     trainers: list[MakesTrainer] = [subject.trainer, tokens]
     for i, options in enumerate(VARIANTS.get(built_in, [])):
@@ -222,7 +260,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
 
 
 def test_the_metrics_of_the_trainer_are_those_in_its_table(plain: set[str]) -> None:
-    recorded = rows(dict(sections("builtins.md"))["Metrics of the Trainer itself"])
+    recorded = rows(dict(sections(DOCS / "builtins" / "index.md"))["Metrics of the Trainer itself"])
     assert [name for name in sorted(plain) if not any(row.documents(name) for row in recorded)] == []
     not_logged = [
         name for row in recorded for name in row.names if not any(re.fullmatch(pattern(name), received) for received in plain)
@@ -231,28 +269,23 @@ def test_the_metrics_of_the_trainer_are_those_in_its_table(plain: set[str]) -> N
 
 
 def test_the_page_for_composer_users_names_existing_options() -> None:
-    ((table,),) = [
-        re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for heading, text in sections("builtins.md") if "Composer" in heading
-    ]
     name, seen = "", set()
-    for line in table.splitlines()[2:]:
-        of, there, here = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        name = of or name
+    text = (DOCS / "builtins" / "composer.md").read_text(encoding="utf-8")
+    for of, there, here in tables(text, "callback", "its options in Composer", "in callsheet"):
+        name = re.sub(r"\[(\w+)\]\(.*\)", r"\1", of) or name
         seen.add(name)
         spans = re.findall(r"`([^`]+)`", there if here.startswith("the same") else "") + re.findall(r"`([^`]+)`", here)
         options = {span.partition("=")[0] for span in spans if re.fullmatch(r"[a-z_]+(=.*)?", span)} - {
             "elapsed_seconds",
             "aborted",
         }
-        assert sorted(options - constructor(name).keys()) == [], line
+        assert sorted(options - dict(constructor(name)).keys()) == [], (name, there, here)
     assert seen <= set(callbacks.__all__)
     assert len(seen) == 14
 
 
 def test_the_docs_name_only_what_exists() -> None:
-    pages = {"builtins.md": callbacks.__all__, "loggers.md": loggers.__all__}
-    for page, names in pages.items():
-        headings = [name for heading, _ in sections(page) for name in heading.split(", ")]
+    for folder, names in (("builtins", callbacks.__all__), ("loggers", loggers.__all__)):
+        headings = [heading for page in (DOCS / folder).glob("*.md") for heading, _ in sections(page)]
         unknown = [name for name in headings if re.fullmatch(r"[A-Z]\w*[A-Z]\w*", name) and name not in names]
         assert unknown == []
-    assert issubclass(Logger, Callback)

@@ -47,10 +47,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
 @pytest.mark.test_all
 @pytest.mark.parametrize("page", PAGES_WITH_OUTPUT, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_output_on_a_page_is_what_its_code_prints(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, folder_of_the_page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A text block with the title Output shows what the code since the last such block printed."""
-    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     capsys.readouterr()
     for number, (kind, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):

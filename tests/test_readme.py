@@ -15,10 +15,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_of_a_page_runs(page: Path, folder_of_the_page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {"__name__": "page"}
     for number, code in enumerate(blocks(page, "python")):
         exec(compile(code, f"{page.name}[{number}]", "exec"), names)

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/builtins.md: `python tests/report/pictures_of_builtins.py docs/images`.
+"""Makes the pictures of docs/builtins: `python tests/report/pictures_of_builtins.py docs/images`.
 
 The page of memory takes torch's script from the network.
 """
