@@ -353,6 +353,7 @@ def test_the_commands_of_a_block_are_accepted(block: Block, tmp_path: Path, monk
     "command",
     [
         "callsheet train pretrain --max_durtion 2ep",
+        "callsheet show pretrain --model.layer 2",
         "callsheet train mine.yaml --optimizer.lrr 1e-3",
         "callsheet runs --wher 'validation/loss < 2'",
         "callsheet exec --run_nme baseline train.py",
