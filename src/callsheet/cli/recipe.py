@@ -227,7 +227,9 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         exit_on_error=False,
         allow_abbrev=False,  # a misspelt key is an error, also if it is the beginning of a key
     )
-    parser.add_argument("--recipe", type=str, help="the name of a shipped recipe, or the import path of your own class; every file needs it")
+    parser.add_argument(
+        "--recipe", type=str, help="the name of a shipped recipe, or the import path of your own class; every file needs it"
+    )
     parser.add_class_arguments(kind.Config, None, as_group=False)
     parser.add_argument(
         "--callbacks",
