@@ -129,6 +129,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
     [
         (["train", "pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
         (["train", "tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'?"),
+        (["train", "tiny.yaml", "--max_dur", "3ba"], "did you mean 'max_duration'?"),
         (["train", "tiny.yaml", "--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
         (["train", "tiny.yaml", "--batch_size", "many"], "batch_size"),
         (["train", "tiny.yaml", "--max_duration", "3parsecs"], "unknown unit 'parsecs'"),

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from callsheet.bridges import matrix
+from callsheet.cli.shipped import RECIPES
 from callsheet.core import lifecycle
 from callsheet.core.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
 from lifecycle_picture import picture
+from recipe_keys import SHARED, keys_of, keys_of_all, keys_of_recipe, may_change, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -141,6 +143,10 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
     "api-errors": lambda: [line for name in error_names() for line in (f"::: callsheet.errors.{name}", "")][:-1],
     "api-bridges": api_of_bridges,
+    "recipe-keys": keys_of_all,
+    "recipe-keys-that-may-change": may_change,
+    **{f"recipe-keys-{section}": partial(lambda kind: table(keys_of(kind)), kind) for kind, (_, section) in SHARED.items()},
+    **{f"recipe-keys-{name}": partial(keys_of_recipe, name) for name in RECIPES},
     **{f"api-{name}": partial(api, f"callsheet.{name}") for name in API},
     "matrix": matrix.markdown,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},

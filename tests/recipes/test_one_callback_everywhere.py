@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,9 @@ MORE = {
 """Those that some have besides."""
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("everywhere")
@@ -66,6 +70,20 @@ def test_metrics_have_the_same_names(name: str, folder: Path) -> None:
     assert names == COMMON | MORE.get(name, set())
     assert [step for step, _ in report.records] == [step for step, _ in recorded("pretrain", folder)[1].records]
     assert all(math.isfinite(value) for _, values in report.records for value in values.values())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_metrics_are_those_in_the_docs(name: str) -> None:
+    page = (ROOT / "docs" / "reference" / "recipe_keys.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.partition("## Metrics\n")[2].splitlines() if line.startswith("| `")]
+    documented = {
+        metric.replace("<dataset>", dataset)
+        for metrics, _, recipes, _ in rows
+        if recipes == "all" or f"`{name}`" in recipes
+        for metric in re.findall(r"`([^`]+)`", metrics)
+        for dataset in ("validation", "test")
+    }
+    assert documented == (COMMON | MORE[name]) - {"everywhere/steps"}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -89,6 +89,8 @@ def in_words(kind: Any) -> str:
         return "one of " + ", ".join(map(str, parts))
     if origin is Callable:
         return f"class of {in_words(parts[1])}"
+    if origin is dict:
+        return f"mapping from {in_words(parts[0])} to {in_words(parts[1])}"
     if origin is not None and parts:
         name = getattr(origin, "__name__", str(origin))
         return f"{name} of {' and '.join(in_words(part) for part in parts if part is not Ellipsis)}"

@@ -225,15 +225,18 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         parser_mode=names.FORMAT,
         formatter_class=KeyHelp,
         exit_on_error=False,
+        allow_abbrev=False,  # a misspelt key is an error, also if it is the beginning of a key
     )
-    parser.add_argument("--recipe", type=str, help="which recipe the file is for")
+    parser.add_argument(
+        "--recipe", type=str, help="the name of a shipped recipe, or the import path of your own class; every file needs it"
+    )
     parser.add_class_arguments(kind.Config, None, as_group=False)
     parser.add_argument(
         "--callbacks",
         type=list[Callback],
         default=[],
-        help="callbacks: a list of class_path and init_args, each optionally with a name",
+        help="a list of callbacks, each with `class_path`, and optionally with `init_args` and `name`",
     )
-    parser.add_argument("--loggers", type=list[Callback], default=[], help="loggers: likewise")
+    parser.add_argument("--loggers", type=list[Callback], default=[], help="a list of loggers in the same form")
     parser.add_argument("--config", action="config", help="a further file, whose values override those of the recipe")
     return parser

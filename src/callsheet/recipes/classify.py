@@ -32,14 +32,14 @@ class ClassifyConfig(JobConfig):
     """The configuration of the recipe `classify`.
 
     Args:
-        model: the model to train; one without a classification head gets a new one.
+        model: the model to train; a model without a classification head gets a new one.
         train: rows to train on; None trains on `pieces`.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
         pieces: the packages of source files that are the classes, if `train` is None.
-        text_column: the column of texts.
-        label_column: the column of labels: names, or numbers from 0.
-        labels: the classes' names in the order of their numbers; None takes those of the rows to train on.
+        text_column: the name of the column with the texts.
+        label_column: the name of the column with the labels. A label is the name of a class, or its number, counted from 0.
+        labels: the names of the classes, in the order of their numbers; None takes those in the training rows.
         class_weights: the weight of a sample in the loss. `none`: all samples have the same weight. `balanced`: all classes have
             the same total weight. Or a number for each class.
         sequence_length: the maximum number of tokens of a text.

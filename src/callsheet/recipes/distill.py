@@ -44,9 +44,9 @@ class DistillConfig(FinetuneConfig):
     """The configuration of the recipe `distill`: that of `finetune` (its `model` is the student), and a teacher.
 
     Args:
-        teacher: the teacher, which must have the student's vocabulary. A teacher without a path is first trained on the same
+        teacher: the teacher, which must have the student's vocabulary. A teacher without a `path` is first trained on the same
             data.
-        teacher_duration: how long such a teacher is trained; `2dur` is twice `max_duration`.
+        teacher_duration: how long a teacher without a `path` is trained, such as `200ba`; `2dur` is twice `max_duration`.
         kd_temperature: the temperature by which the logits of student and teacher are divided before they are compared.
         mix: the fraction of the loss that comes from the labels, from 0 to 1; the rest comes from the teacher.
         compare_with_hard_labels: whether another student is trained for the same time on the labels alone, as a comparison in the

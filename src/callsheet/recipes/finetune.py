@@ -38,8 +38,9 @@ class FinetuneConfig(JobConfig):
 
     Args:
         model: the model to train.
-        lora: train only low-rank adapters; None trains all parameters except those that `model.freeze` names.
-        train: rows to train on: `messages`, or `prompt` and `completion`, or `text`; None takes `docstrings`.
+        lora: the low-rank adapters, which are then the only parameters that are trained; None trains all parameters except those
+            that `model.freeze` names.
+        train: rows to train on, with the columns `messages`, or `prompt` and `completion`, or `text`; None trains on `docstrings`.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
         docstrings: the source files whose functions are explained, if `train` is None.
@@ -50,7 +51,7 @@ class FinetuneConfig(JobConfig):
             `drop` leaves them out.
         packing: whether to put several examples into each row of `sequence_length` tokens; `batch_size` is then a number of rows.
         evaluate_first: whether the validation data is also evaluated before the first step.
-        prompts: prompts for the trained model at the end of the run.
+        prompts: prompts that the trained model answers at the end of the run.
         samples: how many prompts of each validation dataset the trained model also answers.
         generated_tokens: the maximum number of tokens of an answer.
         temperature: the sampling temperature; 0 chooses the most likely token.

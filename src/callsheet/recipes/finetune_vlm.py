@@ -44,7 +44,7 @@ class FinetuneVLMConfig(JobConfig):
         checked_rows: how many rows of each dataset are checked before training; None checks all.
         answered_rows: how many rows of each validation dataset, and of the test data, the trained model answers, so that its
             answers can be compared.
-        answer_tokens: the most tokens of an answer.
+        answer_tokens: the maximum number of tokens of an answer.
     """
 
     run_name: str = "finetune_vlm"
@@ -110,10 +110,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
-        """Return the vision-language model, after checking with the first row that the processor fits it.
-
-        It is checked with the first row that the processor fits the model.
-        """
+        """Return the vision-language model, after checking with the first row that the processor fits it."""
         model = self.config.model.make_model(self.vlm_processor, self.config.sequence_length + self.config.answer_tokens)
         check_images(model, self.batches(self._examples("train", 1)))
         return model

@@ -28,30 +28,32 @@ class JobConfig:
     Args:
         run_name: the name of the run, and of its folder in `runs_folder`.
         runs_folder: the folder that contains the runs' folders.
-        resume: `auto` resumes the run of this name if it exists. `new` renames that run's folder and starts a new run. A path
-            resumes from that checkpoint.
+        resume: `auto` resumes the run of this name if it exists. `new` renames that run's folder and starts a new run. The path
+            of a checkpoint resumes from this checkpoint.
         seed: the seed of the weights, the order of the data, and the generated text.
-        max_duration: how long to train, such as `75s`, `1000ba` or `2ep`.
-        eval_interval: how often to evaluate; there is always an evaluation at the end. None: only at the end.
+        max_duration: how long to train, such as `75s`, `1000ba` or `2ep`. It needs a unit.
+        eval_interval: how often to evaluate, such as `200ba` or `1ep`; there is always an evaluation at the end. None: only at the
+            end.
         log_interval: how often to make a metrics record. A number without a unit means batches, here and in every interval.
-        batch_size: samples per batch on one rank.
-        eval_batch_size: samples per batch in evaluation; None is `batch_size`.
-        microbatch_size: samples per forward and backward pass; None is the whole batch.
-        gradient_accumulation_steps: how many batches make one step.
+        batch_size: the number of samples in a batch on one rank.
+        eval_batch_size: the number of samples in a batch on one rank in evaluation; None is `batch_size`.
+        microbatch_size: the number of samples in one forward and backward pass; None is the whole batch.
+        gradient_accumulation_steps: the number of batches from which the gradients of one optimizer step are computed.
         clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
         optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
         scheduler: a learning-rate scheduler class in the same form, stepped after every optimizer step; None keeps the rate
             constant.
-        precision: `fp32`, or `bf16` and `fp16` under autocast.
-        parallel: how several ranks share the work: `auto`, `ddp`, `fsdp` or `single`.
+        precision: `fp32` is the type of the model's weights. `bf16` and `fp16` run the model under torch's autocast.
+        parallel: how several ranks share the work. `ddp` keeps the whole model on every rank, `fsdp` shards it, `single` is for one
+            process. `auto` is `ddp` if the model fits on a device, else `fsdp`.
         compile: whether the model's forward pass is compiled.
         gradient_checkpointing: whether activations are recomputed in the backward pass, if the model supports it.
         save_in_background: whether checkpoints are written while training continues.
-        device: `auto` is CUDA if available.
+        device: the device to train on, such as `cpu` or `cuda`; `auto` is CUDA if available, else the CPU.
         workers: the number of processes that load data, on each rank.
         threads: the number of torch's threads on the CPU; None leaves the choice to torch.
-        timeout_seconds: the run fails if a rank does not answer for this long.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder.
+        timeout_seconds: for how many seconds a rank may not answer before the run fails.
+        lock_timeout_seconds: for how many seconds to wait if another process trains in the run's folder.
         stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false continues training.
         export: whether the trained model is written to the folder `export` of the run, so that `from_pretrained` can load it.
     """

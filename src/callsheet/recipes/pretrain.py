@@ -30,11 +30,11 @@ class PretrainConfig(JobConfig):
 
     Args:
         model: the model to train.
-        data: files to train on; their tokens are bytes.
-        rows: texts to train on instead, tokenized with `model.tokenizer`.
-        prompts: prompts for the trained model at the end of the run.
+        data: files to train on, if `rows` is None; each byte is a token.
+        rows: texts to train on instead of `data`, tokenized with `model.tokenizer`.
+        prompts: prompts that the trained model continues at the end of the run.
         generated_tokens: the number of tokens to generate for each prompt.
-        temperature: the sampling temperature.
+        temperature: the sampling temperature; 0 chooses the most likely token.
     """
 
     run_name: str = "pretrain"

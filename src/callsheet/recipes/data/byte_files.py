@@ -27,7 +27,7 @@ class ByteFiles:
     Args:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
         pattern: which files in the folder and below it, such as `*.py`.
-        sequence_length: bytes per window.
+        sequence_length: the number of bytes in a window.
         validation_percent: the percentage of files for validation. A file's name decides whether it is one of them, so that the
             split is always the same.
         test_percent: the percentage of files for the test after training.

@@ -47,9 +47,9 @@ class Docstrings:
     Some files are held out for validation. A file's name decides whether it is one of them, so that the split is always the same.
 
     Args:
-        folder: None is the standard library of the running Python, without its tests.
+        folder: the folder of Python files; None is the standard library of the running Python, without its tests.
         held_out_percent: the percentage of files for validation.
-        longest_signature: functions with a longer one, in characters, are left out.
+        longest_signature: the maximum number of characters of a signature; functions with a longer one are left out.
     """
 
     folder: str | None = None

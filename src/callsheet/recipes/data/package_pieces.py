@@ -26,9 +26,10 @@ class PackagePieces:
     Args:
         folder: the folder whose subfolders are the packages; None is the standard library of the running Python, without its tests.
         packages: the packages to use; None takes the largest `most_packages` that have at least ten files.
-        most_packages: the number of packages, if they are not named.
-        characters: characters per piece.
-        most_pieces: the maximum number of pieces of a package in each part; they are evenly spread over its files.
+        most_packages: the number of packages to use, if `packages` is None.
+        characters: the number of characters in a piece.
+        most_pieces: the maximum number of pieces of a package in each of training, validation and test; they are evenly spread over
+            the package's files.
         validation_percent: the percentage of files for validation, at least one of each package.
         test_percent: the percentage of files for the test after training.
     """

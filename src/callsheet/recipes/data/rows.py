@@ -38,10 +38,10 @@ class Rows:
         path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
             `metadata.jsonl`), what `datasets` has saved to disk, or the name of a dataset on the hub.
         name: the configuration of a dataset on the hub.
-        split: the split of a dataset that has several.
+        split: the split to read, if the folder or the dataset has several.
         revision: the revision of a dataset on the hub.
         streaming: whether to read rows only when they are needed, without knowing their number.
-        limit: the maximum number of rows to read.
+        limit: how many rows to use, from the first; None uses all.
     """
 
     path: str

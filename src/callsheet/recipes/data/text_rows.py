@@ -25,8 +25,9 @@ class TextRows:
         train: rows to train on; may be streamed.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
-        column: the column of texts.
-        sequence_length: tokens per window; texts are concatenated, each followed by the end token.
+        column: the name of the column with the texts.
+        sequence_length: the number of tokens in a window. Texts are concatenated, each followed by the end token, and cut into
+            windows.
     """
 
     train: Rows

@@ -40,15 +40,15 @@ class LanguageModel:
         path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes a model with random weights.
         revision: the revision of a model on the hub.
         config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
-            weights, they override its own. Without `path` and `config`, the model is a Llama of the shape below.
+            weights, they override its own. None, if there is no `path` either: the model is a Llama.
         tokenizer: the tokenizer's folder or name. `bytes` is one that needs no file. None is the model's own, or `bytes` for a
             model without a path.
-        hidden_size: width of the residual stream.
-        layers: number of blocks.
-        heads: number of attention heads, which must divide `hidden_size`.
-        intermediate_size: width of the feed-forward layers.
+        hidden_size: the width of the residual stream of the Llama.
+        layers: the number of blocks of the Llama.
+        heads: the number of attention heads of the Llama. `hidden_size` must be a multiple of twice this number.
+        intermediate_size: the width of the feed-forward layers of the Llama.
         dtype: the type of the weights: `float32`, `bfloat16` or `float16`.
-        attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves it to transformers.
+        attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves the choice to transformers.
         freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
     """
 

@@ -26,10 +26,10 @@ class Lora:
     """Train two low-rank matrices in addition to each weight matrix, which stays frozen (Hu et al. 2021, LoRA).
 
     Args:
-        r: the rank of the matrices.
-        alpha: their product is scaled by `alpha / r`.
-        dropout: the dropout of their input.
-        targets: the names of the modules, such as `q_proj`; `all-linear` is every linear layer except the last.
+        r: the rank of the adapters' matrices.
+        alpha: the scale of the adapters: the product of the two matrices is multiplied by `alpha / r`.
+        dropout: the dropout probability of the adapters' input.
+        targets: the names of the modules that get adapters, such as `q_proj`; `all-linear` is every linear layer except the last.
         merge: whether the export adds the adapters to the model's weights. False exports only the adapters, as a folder that peft
             loads over the model of `model.path`.
     """

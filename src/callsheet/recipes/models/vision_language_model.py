@@ -36,12 +36,14 @@ class VisionLanguageModel(LanguageModel):
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
 
     Args:
+        config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
+            weights, they override its own. None, if there is no `path` either: the model is a Llava.
         processor: the processor's folder or name. `bytes` is one that needs no file, for images of `image_size`. None is the
             model's own, or `bytes` for a model without a path.
-        image_size: for a model without `path` and `config`, the side of its images in pixels.
-        patch_size: the side of its patches in pixels; it must divide `image_size`.
-        vision_hidden_size: width of its vision tower, which has as many `heads` as the Llama.
-        vision_layers: number of blocks of its vision tower.
+        image_size: the side of an image of the Llava, in pixels.
+        patch_size: the side of a patch of an image of the Llava, in pixels; `image_size` must be a multiple of it.
+        vision_hidden_size: the width of the Llava's vision tower, which has as many `heads` as its Llama.
+        vision_layers: the number of blocks of the Llava's vision tower.
         freeze: the parts that are not trained: `vision_tower`, `projector` or `language_model`, or patterns of parameter names.
     """
 
