@@ -65,6 +65,8 @@ def main() -> int:
         ("guests", ["guests.py"]),
         ("instructions", ["instructions.py", "hosts"]),
         ("guest-instructions", ["instructions.py", "guests"]),
+        ("exec-instructions", ["exec_cost.py", "instructions"]),
+        ("exec-seconds", ["exec_cost.py", "seconds"]),
         ("shortcuts", ["shortcuts.py"]),
         ("watching", ["watching.py"]),
     ):

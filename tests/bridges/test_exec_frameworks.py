@@ -95,7 +95,34 @@ for inputs, targets in loader:
 end(model)
 """
 
-SCRIPTS = {"huggingface": HUGGINGFACE, "lightning": LIGHTNING, "keras": KERAS, "ignite": IGNITE, "accelerate": ACCELERATE}
+TORCHTNT = f"""{_DATA}
+from torch.utils.data import DataLoader, TensorDataset
+from torchtnt.framework.auto_unit import AutoUnit
+from torchtnt.framework.fit import fit
+from torchtnt.framework.train import train
+class Unit(AutoUnit):
+    def compute_loss(self, state, data):
+        outputs = self.module(data[0])
+        return nn.functional.mse_loss(outputs, data[1]), outputs
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+unit = Unit(module=nn.Linear(4, 1), device=torch.device("cpu"))
+loader = DataLoader(TensorDataset(x, y), batch_size=8)
+for number in range(int(sys.argv[1])):
+    if number:
+        unit = Unit(module=unit.module, device=torch.device("cpu"))
+    fit(unit, loader, loader, max_epochs=1) if number else train(unit, loader, max_epochs=1)
+end(unit.module)
+"""
+
+SCRIPTS = {
+    "huggingface": HUGGINGFACE,
+    "lightning": LIGHTNING,
+    "keras": KERAS,
+    "torchtnt": TORCHTNT,
+    "ignite": IGNITE,
+    "accelerate": ACCELERATE,
+}
 
 DDP = f"""{_DATA}
 import torch.distributed as dist

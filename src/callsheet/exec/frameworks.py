@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 Around = Callable[..., Any]
-"""Called instead of a trainer's method, with the observation, the method, and the method's arguments."""
+"""Called instead of what trains, with the observation, the method or function, and its arguments."""
 
 
 class Frameworks:
@@ -41,12 +41,11 @@ class Frameworks:
 
     def _wrap(self, module: ModuleType) -> None:
         owner_name, method, around = _METHODS[module.__name__]
-        owner = getattr(module, owner_name, None)
+        owner: Any = getattr(module, owner_name, None) if owner_name else module
         given = getattr(owner, method, None)
         if owner is None or given is None:
-            logger.warning(
-                "callsheet exec: %s has no %s.%s, so its trainers are not observed", module.__name__, owner_name, method
-            )
+            name = f"{owner_name}.{method}" if owner_name else method
+            logger.warning("callsheet exec: %s has no %s, so its trainers are not observed", module.__name__, name)
             return
         setattr(owner, method, _wrapper(self._observation, given, around))
         self._undo.append(lambda: setattr(owner, method, given))
@@ -81,19 +80,28 @@ def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
     return around
 
 
-def _keras(observation: Observation, fit: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    try:
-        arguments = inspect.signature(fit).bind(*args, **options).arguments
-        given = arguments.get("callbacks")
-    except (TypeError, ValueError):  # arguments that `fit` itself rejects
-        return fit(*args, **options)
-    if given is not None and not isinstance(given, (list, tuple)):  # a `CallbackList`, to which nothing can be added here
-        return fit(*args, **options)
-    hosted = _host(observation, given or (), "callsheet.bridges.keras", log_interval=observation.log_interval)
-    if hosted is None:
-        return _trained(observation, None, lambda: fit(*args, **options))
-    named = {**arguments, "callbacks": [*(given or ()), hosted]}
-    return _trained(observation, hosted, lambda: fit(**named))
+def _with_argument(bridge: str) -> Around:
+    """Return the function for a function or method that trains and has an argument `callbacks`, which is a list or None.
+
+    Args:
+        bridge: the module that has the framework's `host`.
+    """
+
+    def around(observation: Observation, train: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            arguments = inspect.signature(train).bind(*args, **options).arguments
+            given = arguments.get("callbacks")
+        except (TypeError, ValueError):  # arguments that `train` itself rejects
+            return train(*args, **options)
+        if given is not None and not isinstance(given, (list, tuple)):  # such as Keras' `CallbackList`: nothing can be added here
+            return train(*args, **options)
+        hosted = _host(observation, given or (), bridge, log_interval=observation.log_interval)
+        if hosted is None:
+            return _trained(observation, None, lambda: train(*args, **options))
+        named = {**arguments, "callbacks": [*(given or ()), hosted]}
+        return _trained(observation, hosted, lambda: train(**named))
+
+    return around
 
 
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, **options: Any) -> Any:
@@ -133,6 +141,8 @@ _METHODS: Mapping[str, tuple[str, str, Around]] = {
         "fit",
         _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks),
     ),
-    "keras.src.backend.torch.trainer": ("TorchTrainer", "fit", _keras),
+    "keras.src.backend.torch.trainer": ("TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
+    "torchtnt.framework.fit": ("", "fit", _with_argument("callsheet.bridges.torchtnt")),
+    "torchtnt.framework.train": ("", "train", _with_argument("callsheet.bridges.torchtnt")),
 }
-"""By module: the class, the method that trains, and the function that is called instead."""
+"""By module: the class that has the method that trains, or nothing for a function; its name; and the function that is called instead."""
