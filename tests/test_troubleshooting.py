@@ -19,7 +19,7 @@ from callsheet import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```(?:python|text) title=\"(run\.py|Error|Log|Printed)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```[^\n]*title=\"(run\.py|Error|Log|Printed)\"[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARYING = re.compile(
     r"\d+(?:\.\d+)?(?= s\b)"  # times
     r"|(?<=process )\d+ on machine \S+ since [\d: -]+\d"
