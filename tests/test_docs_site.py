@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"^```(python|text title=\"Output\")\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```(python|text title=\"Output\")\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)  # indented in a tab
 NUMBER = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
 PAGES_WITH_OUTPUT = [
@@ -52,7 +53,8 @@ def test_the_output_on_a_page_is_what_its_code_prints(
     """A text block with the title Output shows what the code since the last such block printed."""
     names: dict[str, object] = {"__name__": "page"}
     capsys.readouterr()
-    for number, (kind, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+    for number, (_, kind, indented) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+        text = textwrap.dedent(indented)
         if kind == "python":
             exec(compile(text, f"{page.name}[{number}]", "exec"), names)
         else:

@@ -1,6 +1,7 @@
 """The code in README and docs runs, and what they say it prints is what it prints."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the code blocks of a page, also those in a tab, which are indented."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
 
 
 @pytest.mark.test_all
@@ -29,7 +32,8 @@ def test_the_code_of_a_page_runs(page: Path, folder_of_the_page: Path, capsys: p
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text) + re.findall(r"<img src=\"([^\"]+)\"", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 

@@ -111,6 +111,15 @@ def error_names() -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
+def api_of_errors() -> list[str]:
+    """Return the entries of the exceptions, each with a link to its section of the page about troubleshooting."""
+    lines: list[str] = []
+    for name in error_names():
+        link = f"[The message, its causes, and what to do](../troubleshooting.md#{name.lower()})"
+        lines += [f"::: callsheet.errors.{name}", "", link, ""]
+    return lines[:-1]
+
+
 def api(module: str, *, without: Iterable[str] = ()) -> list[str]:
     """Return the entries of an API page: mkdocstrings replaces each with the signature and the docstring."""
     return [line for name in public_names(module) if name not in without for line in (f"::: {module}.{name}", "")][:-1]
@@ -141,7 +150,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "field-table": field_table,
     "order-table": order_table,
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
-    "api-errors": lambda: [line for name in error_names() for line in (f"::: callsheet.errors.{name}", "")][:-1],
+    "api-errors": api_of_errors,
     "api-bridges": api_of_bridges,
     "recipe-keys": keys_of_all,
     "recipe-keys-that-may-change": may_change,

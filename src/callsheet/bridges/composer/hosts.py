@@ -8,6 +8,7 @@ from typing import Any
 
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
+from callsheet.core.optional import needed_by
 from callsheet.core.time import Time
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
@@ -41,7 +42,8 @@ def host(
     Raises:
         NotSupported: when the Trainer is created or after its first step, depending on `strict`.
     """
-    from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, because it imports Composer
+    with needed_by("callsheet.bridges.composer.host"):
+        from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, because it imports Composer
 
     return ComposerHost(
         callbacks,
