@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import callsheet
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import LRMonitor
 
@@ -107,3 +108,43 @@ def test_one_group_is_as_the_record_says_and_a_later_group_is_logged_too(tmp_pat
     ) as trainer:  # fmt: skip
         trainer.fit()
     assert seen.records == [{"lr/SGD/0": 1.0}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}]
+
+
+class Rateless(torch.optim.Optimizer):
+    """An optimizer of the user's whose parameter groups have no `lr`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("loop", ["Trainer", "attach"])
+def test_an_optimizer_without_a_learning_rate(groups: int, loop: str, tmp_path: Path) -> None:
+    model, seen, loss = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates(), nn.functional.mse_loss
+    layers = [model] if groups == 1 else list(model)
+    optimizer = Rateless([{"params": list(layer.parameters())} for layer in layers], {})
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
+    if loop == "Trainer":
+        with Trainer(
+            model,
+            loss,
+            data,
+            optimizer=optimizer,
+            callbacks=[LRMonitor(), seen],
+            log_interval=1,
+            runs_folder=tmp_path,
+            device="cpu",
+        ) as trainer:
+            trainer.fit()
+    else:
+        with callsheet.attach(
+            model=model, optimizer=optimizer, callbacks=[LRMonitor(), seen], log_interval=1, runs_folder=tmp_path
+        ) as run:
+            for inputs, targets in run.steps(data):
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+    assert seen.records == [{}, {}, {}]

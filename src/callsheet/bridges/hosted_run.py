@@ -455,7 +455,7 @@ class HostedRun(Run):
 
     def _set_learning_rate(self) -> None:
         if self._optimizer is not None:
-            rate: Any = self._optimizer.param_groups[0]["lr"]
+            rate: Any = self._optimizer.param_groups[0].get("lr")  # None: an optimizer without a learning rate
             if isinstance(rate, Tensor):
                 rate = rate.clone()  # copy the rate, because a scheduler changes the tensor in place
             self.ctx.learning_rate = self.records.learning_rate = rate

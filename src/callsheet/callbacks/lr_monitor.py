@@ -34,7 +34,7 @@ class LRMonitor(Callback):
             ctx.mute(self, "on_optimizer_step_end")  # one group's rate is in every metrics record already
             return
         self._rates = [
-            rate if type(rate := group["lr"]) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
+            rate if type(rate := group.get("lr")) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
         ]
 
     def on_log(self, ctx: Context) -> None:
@@ -48,4 +48,4 @@ class LRMonitor(Callback):
         if rates:
             self._last_step = ctx.step
         names = (f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}" for i, group in enumerate(groups))
-        ctx.log(dict(zip(names, rates, strict=False)), across="same")
+        ctx.log({name: rate for name, rate in zip(names, rates, strict=False) if rate is not None}, across="same")

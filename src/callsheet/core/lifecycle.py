@@ -288,7 +288,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "learning_rate",
             "float",
-            "the first parameter group's, as the step uses it; a scalar tensor if the optimizer keeps one",
+            "the first parameter group's, as the step uses it; a scalar tensor if the optimizer keeps one, None if it has no rate",
             "replicated",
             (("on_optimizer_step_start", "on_train_step_end"),),
         ),
