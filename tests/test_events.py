@@ -2,6 +2,8 @@
 
 import pytest
 
+from callsheet import Callback, CallbackManager
+from callsheet.core import familiar_names
 from callsheet.core.events import Event, as_event
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import CallsheetError, UnknownEventError
@@ -30,6 +32,27 @@ def test_an_unknown_event_names_the_nearest() -> None:
         as_event("on_train_stepend")
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, CallsheetError)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("on_step_end", "on_train_step_end"),  # Hugging Face
+        ("on_train_begin", "on_train_start"),
+        ("on_validation_end", "on_eval_all_end"),  # Lightning
+        ("on_pre_optimizer_step", "on_clip_gradients_start"),  # InstructLab
+    ],
+)
+def test_an_event_of_another_framework_names_ours(name: str, meant: str) -> None:
+    with pytest.raises(UnknownEventError, match=f"did you mean '{meant}'"):
+        as_event(name)
+    with pytest.raises(UnknownEventError, match=f"did you mean '{meant}'"):
+        CallbackManager([type("Theirs", (Callback,), {name: lambda self, ctx: None})()])
+
+
+def test_the_familiar_events_are_not_ours_and_lead_to_ours() -> None:
+    assert not set(familiar_names.EVENTS) & set(EVENTS)
+    assert set(familiar_names.EVENTS.values()) <= set(EVENTS)
 
 
 def test_an_unknown_event_that_is_near_to_none_names_none() -> None:

@@ -84,4 +84,12 @@ def as_event(name: str) -> Event:
     try:
         return _EVENTS[name]
     except KeyError:
-        raise UnknownEventError(f"unknown event {name!r}{did_you_mean(name, EVENTS)}") from None
+        raise UnknownEventError(f"unknown event {name!r}{event_hint(name)}") from None
+
+
+def event_hint(name: str) -> str:
+    """Return `; did you mean 'on_x'?` for a name that is no event: the event that other frameworks call so, or the most similar one."""
+    from callsheet.core import familiar_names  # imported here, because only error messages need it
+
+    meant = familiar_names.EVENTS.get(name)
+    return f"; did you mean {meant!r}?" if meant else did_you_mean(name, EVENTS)

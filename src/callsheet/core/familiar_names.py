@@ -1,4 +1,4 @@
-"""Class and argument names of other frameworks, and what callsheet uses instead of each."""
+"""Names of classes, events and arguments in other frameworks, and what callsheet uses instead of each."""
 
 from __future__ import annotations
 
@@ -39,6 +39,59 @@ FAMILIAR: Mapping[str, str] = {
     "WandbLogger": "WandBLogger",
 }
 """For class names of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer: callsheet's equivalents."""
+
+EVENTS: Mapping[str, str] = {
+    "on_after_backward": "on_backward_end",
+    "on_after_loss": "on_loss_end",
+    "on_after_forward": "on_forward_end",
+    "on_after_optimizer_step": "on_optimizer_step_end",
+    "on_batch_begin": "on_train_step_start",
+    "on_batch_end": "on_train_step_end",
+    "on_batch_start": "on_train_step_start",
+    "on_before_backward": "on_backward_start",
+    "on_before_forward": "on_forward_start",
+    "on_before_optimizer_step": "on_clip_gradients_start",
+    "on_before_zero_grad": "on_optimizer_step_end",
+    "on_checkpoint_save": "on_checkpoint_published",
+    "on_epoch_begin": "on_epoch_start",
+    "on_evaluate": "on_eval_all_end",
+    "on_evaluation_end": "on_eval_all_end",
+    "on_evaluation_start": "on_eval_all_start",
+    "on_fit_end": "on_train_end",
+    "on_fit_start": "on_train_start",
+    "on_init_end": "on_data_init_end",
+    "on_keyboard_interrupt": "on_exception",
+    "on_optimizer_step": "on_optimizer_step_end",
+    "on_pre_optimizer_step": "on_clip_gradients_start",
+    "on_predict": "on_predict_end",
+    "on_predict_batch_end": "on_predict_step_end",
+    "on_predict_batch_start": "on_predict_step_start",
+    "on_prediction_step": "on_eval_step_end",
+    "on_run_begin": "on_run_start",
+    "on_save": "on_checkpoint_published",
+    "on_save_checkpoint": "on_checkpoint_published",
+    "on_step_begin": "on_train_step_start",
+    "on_step_end": "on_train_step_end",
+    "on_step_start": "on_train_step_start",
+    "on_substep_end": "on_microbatch_end",
+    "on_test_batch_end": "on_test_step_end",
+    "on_test_batch_start": "on_test_step_start",
+    "on_train_batch_begin": "on_train_step_start",
+    "on_train_batch_end": "on_train_step_end",
+    "on_train_batch_start": "on_train_step_start",
+    "on_train_begin": "on_train_start",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_epoch_start": "on_epoch_start",
+    "on_validation_batch_end": "on_eval_step_end",
+    "on_validation_batch_start": "on_eval_step_start",
+    "on_validation_end": "on_eval_all_end",
+    "on_validation_epoch_end": "on_eval_all_end",
+    "on_validation_epoch_start": "on_eval_all_start",
+    "on_validation_start": "on_eval_all_start",
+    "on_val_end": "on_eval_all_end",
+    "on_val_start": "on_eval_all_start",
+}
+"""For event names of Hugging Face, Lightning, Keras, torchtnt, Megatron Bridge, AutoModel, InstructLab and Ultralytics: callsheet's events."""
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",

@@ -25,6 +25,7 @@ from callsheet.core.callback import (
     ungated,
 )
 from callsheet.core.control import REQUESTS
+from callsheet.core.events import event_hint
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
@@ -76,7 +77,7 @@ def check_callback(callback: object) -> Callback:
         raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{hint}")
     for name in _public_names(callback):
         if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
-            raise UnknownEventError(_at(f"unknown event {name!r}{did_you_mean(name, EVENTS)}", callback, getattr(callback, name)))
+            raise UnknownEventError(_at(f"unknown event {name!r}{event_hint(name)}", callback, getattr(callback, name)))
         if (
             marks(getattr(callback, name, None)) != Marks()
             and name not in _EVENTS
