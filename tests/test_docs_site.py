@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"^```(python|text title=\"Output\")\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(python|sh|text)(?: title=\"([^\"]+)\")?\n(.*?)^```\n(?=(\n```text title=\"Output\")?)", re.MULTILINE | re.DOTALL
+)
+"""A block: its language, its title, its text, and whether an output follows it at once."""
 NUMBER = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
 PAGES_WITH_OUTPUT = [
@@ -44,20 +48,50 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def printed_by_shell(commands: str, folder: Path) -> str:
+    """Return what shell commands print on standard output. Their port is replaced by one that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        commands = commands.replace("29400", str(free.getsockname()[1]))
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python, torchrun and callsheet
+    done = subprocess.run(
+        ["bash", "-c", commands],
+        cwd=folder,
+        env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.test_all
 @pytest.mark.parametrize("page", PAGES_WITH_OUTPUT, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_output_on_a_page_is_what_its_code_prints(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text block with the title Output shows what the code since the last such block printed."""
+    """A text block with the title Output shows what the code since the last such block printed.
+
+    A Python block with a title is a file of that name. Shell commands run if an output follows them at once.
+    """
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     capsys.readouterr()
-    for number, (kind, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
-        if kind == "python":
+    printed = ""
+    for number, (language, title, text, is_shown) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+        if language == "python" and title:
+            (tmp_path / title).write_text(text, encoding="utf-8")
+        elif language == "python":
             exec(compile(text, f"{page.name}[{number}]", "exec"), names)
-        else:
-            assert_same_output(text, capsys.readouterr().out)
+            printed += capsys.readouterr().out
+        elif language == "sh" and is_shown:
+            printed += printed_by_shell(text, tmp_path)
+        elif title == "Output":
+            assert_same_output(text, printed)
+            printed = ""
+    assert not printed
 
 
 @pytest.mark.test_all
