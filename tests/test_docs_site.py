@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -54,20 +55,26 @@ def printed_by_shell(commands: str, folder: Path) -> str:
         free.bind(("127.0.0.1", 0))
         commands = commands.replace("29400", str(free.getsockname()[1]))
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python, torchrun and callsheet
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-c", commands],
         cwd=folder,
         env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=240,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    try:
+        printed, errors = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
+    assert process.returncode == 0, printed + errors
+    return printed
 
 
 @pytest.mark.test_all
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES_WITH_OUTPUT, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_output_on_a_page_is_what_its_code_prints(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
