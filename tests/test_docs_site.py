@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from callsheet import Event
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FENCE = re.compile(
@@ -27,6 +29,9 @@ PAGES_WITH_OUTPUT = [
     for page in sorted(DOCS.rglob("*.md"))
     if 'title="Output"' in page.read_text(encoding="utf-8") and page.parent.name != "tutorial"  # which test_tutorial.py tests
 ]
+
+
+MIGRATION_GUIDES = [page for page in sorted(DOCS.glob("howto/migrate/*.md")) if page.stem != "index"]
 
 
 def assert_same_output(shown: str, printed: str) -> None:
@@ -99,6 +104,21 @@ def test_the_output_on_a_page_is_what_its_code_prints(
             assert_same_output(text, printed)
             printed = ""
     assert not printed
+
+
+@pytest.mark.parametrize("page", MIGRATION_GUIDES, ids=lambda page: page.stem)
+def test_a_migration_guide_has_code_before_and_after_and_a_table_of_names(page: Path) -> None:
+    """Both codes print the same, which the test of outputs checks; the events that the table names exist."""
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+    outputs = [
+        [text for *_, title, text, _ in FENCE.findall(sections[part]) if title == "Output"] for part in ("Before", "After")
+    ]
+    assert outputs[0] == outputs[1] != []
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", sections["Names"], re.MULTILINE)[2:]
+    assert len(rows) > 5
+    named = {name for _, ours in rows for name in re.findall(r"`(on_\w+)`", ours)}
+    assert named
+    assert named <= set(Event), named - set(Event)
 
 
 @pytest.mark.test_all

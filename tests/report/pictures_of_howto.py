@@ -1,0 +1,48 @@
+"""Makes the pictures of docs/howto/read_a_report.md from the program on that page: `python tests/report/pictures_of_howto.py docs/images`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from report.pictures import take
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "read_a_report.md"
+
+
+def main(out: Path) -> None:
+    program = re.findall(r'^```python title="train.py"\n(.*?)^```$', PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[
+        0
+    ]
+    callsheet = [sys.executable, "-m", "callsheet"]
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        folder = Path(scratch)
+        (folder / "train.py").write_text(program, encoding="utf-8")
+        for name in ("good", "slow", "unstable"):
+            subprocess.run([sys.executable, "train.py", name], cwd=folder, check=True)
+            subprocess.run([*callsheet, "report", name], cwd=folder, check=True)
+        subprocess.run([*callsheet, "compare", "good", "slow"], cwd=folder, check=True)  # the text that the page shows
+        subprocess.run([*callsheet, "compare", "good", "slow", "unstable", "-o", "compare.html"], cwd=folder, check=True)
+        arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        page = browser.new_context(viewport={"width": 1280, "height": 1600}, offline=True).new_page()
+        page.goto((folder / "runs" / "slow" / "report.html").as_uri())
+        page.locator("#timeline").scroll_into_view_if_needed()
+        take(page, out / "howto-slow.png", 880, "#timeline")
+        page.goto((folder / "runs" / "unstable" / "report.html").as_uri())
+        page.locator("#log").check()
+        page.locator("summary", has_text="throughput").first.click()  # folds its charts
+        take(page, out / "howto-unstable.png", 1180)
+        page.goto((folder / "compare.html").as_uri())
+        take(page, out / "howto-compare.png", 1000)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
