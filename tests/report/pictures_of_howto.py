@@ -1,4 +1,7 @@
-"""Makes the pictures of docs/howto/read_a_report.md from the program on that page: `python tests/report/pictures_of_howto.py docs/images`."""
+"""Makes the pictures of docs/howto/read_a_report.md from the program on that page.
+
+In the folder `tests`: `python -m report.pictures_of_howto ../docs/images`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from report.pictures import take
+from .pictures import take
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "read_a_report.md"
 
