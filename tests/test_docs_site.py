@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,9 +15,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from callsheet import Event
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"^( *)```(python|text title=\"Output\")\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)  # indented in a tab
+FENCE = re.compile(
+    r"^( *)```(python|sh|text)(?: title=\"([^\"]+)\")?\n(.*?)^\1```\n(?=(\n *```text title=\"Output\")?)",
+    re.MULTILINE | re.DOTALL,
+)
+"""A block, which is indented in a tab: its language, its title, its text, and whether an output follows it at once."""
 NUMBER = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
 PAGES_WITH_OUTPUT = [
@@ -23,6 +31,9 @@ PAGES_WITH_OUTPUT = [
     for page in sorted(DOCS.rglob("*.md"))
     if 'title="Output"' in page.read_text(encoding="utf-8") and page.parent.name != "tutorial"  # which test_tutorial.py tests
 ]
+
+
+MIGRATION_GUIDES = [page for page in sorted(DOCS.glob("howto/migrate/*.md")) if page.stem != "index"]
 
 
 def assert_same_output(shown: str, printed: str) -> None:
@@ -45,20 +56,71 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def printed_by_shell(commands: str, folder: Path) -> str:
+    """Return what shell commands print on standard output. Their port is replaced by one that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        commands = commands.replace("29400", str(free.getsockname()[1]))
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python, torchrun and callsheet
+    process = subprocess.Popen(
+        ["bash", "-c", commands],
+        cwd=folder,
+        env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, errors = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
+    assert process.returncode == 0, printed + errors
+    return printed
+
+
 @pytest.mark.test_all
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES_WITH_OUTPUT, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_output_on_a_page_is_what_its_code_prints(
     page: Path, folder_of_the_page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text block with the title Output shows what the code since the last such block printed."""
+    """A text block with the title Output shows what the code since the last such block printed.
+
+    A Python block with a title is a file of that name. Shell commands run if an output follows them at once.
+    """
     names: dict[str, object] = {"__name__": "page"}
     capsys.readouterr()
-    for number, (_, kind, indented) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+    printed = ""
+    for number, (_, language, title, indented, is_shown) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
         text = textwrap.dedent(indented)
-        if kind == "python":
+        if language == "python" and title:
+            (folder_of_the_page / title).write_text(text, encoding="utf-8")
+        elif language == "python":
             exec(compile(text, f"{page.name}[{number}]", "exec"), names)
-        else:
-            assert_same_output(text, capsys.readouterr().out)
+            printed += capsys.readouterr().out
+        elif language == "sh" and is_shown:
+            printed += printed_by_shell(text, folder_of_the_page)
+        elif title == "Output":
+            assert_same_output(text, printed)
+            printed = ""
+    assert not printed
+
+
+@pytest.mark.parametrize("page", MIGRATION_GUIDES, ids=lambda page: page.stem)
+def test_a_migration_guide_has_code_before_and_after_and_a_table_of_names(page: Path) -> None:
+    """Both codes print the same, which the test of outputs checks; the events that the table names exist."""
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+    outputs = [
+        [text for _, _, title, text, _ in FENCE.findall(sections[part]) if title == "Output"] for part in ("Before", "After")
+    ]
+    assert outputs[0] == outputs[1] != []
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", sections["Names"], re.MULTILINE)[2:]
+    assert len(rows) > 5
+    named = {name for _, ours in rows for name in re.findall(r"`(on_\w+)`", ours)}
+    assert named
+    assert named <= set(Event), named - set(Event)
 
 
 @pytest.mark.test_all

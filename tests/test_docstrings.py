@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,57 @@ def undocumented(tree: ast.Module) -> list[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_public_name_has_a_docstring(path: Path) -> None:
     assert undocumented(TREES[path]) == []
+
+
+REFERENCE = SOURCE.parent / "docs" / "reference"
+API = {
+    name
+    for page in REFERENCE.glob("*.md")
+    for name in re.findall(r"^::: callsheet[\w.]*\.(\w+)$", page.read_text(), re.MULTILINE)
+}
+"""The names that have a place in the API reference."""
+
+
+def documented_arguments(docstring: str) -> list[str]:
+    """The names in the section Args, where one entry may describe several: `run_name, runs_folder: ...`."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)*)", docstring + "\n", re.MULTILINE)
+    entries = re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", section[1], re.MULTILINE) if section else []
+    return [name.strip("*") for entry in entries for name in entry.split(", ")]
+
+
+def wrong_sections(tree: ast.Module) -> list[str]:
+    """Functions whose Args are not their parameters, and sections under another name than Google's."""
+    wrong = []
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in API]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in API]
+    of_the_api = {id(node) for node in (*functions, *(method for each in classes for method in each.body))}
+    for node in ast.walk(tree):
+        docstring = (
+            ast.get_docstring(node)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            else None
+        )
+        if not docstring:
+            continue
+        name = getattr(node, "name", "module")
+        if other := re.search(r"^(Example|Arguments|Parameters|Params|Return|Yield|Raise|Throws):$", docstring, re.MULTILINE):
+            wrong.append(f"{name}: the section {other[0]}")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (described := documented_arguments(docstring)):
+            given = node.args
+            parameters = [
+                each.arg for each in (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg) if each
+            ]
+            public = {each for each in parameters if each not in ("self", "cls", "ctx") and not each.startswith("_")}
+            wrong += [f"{name}: Args describe {each}, which is no parameter" for each in described if each not in parameters]
+            if id(node) in of_the_api:
+                wrong += [f"{name}: Args leave out {each}" for each in sorted(public.difference(described))]
+    return wrong
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_sections_of_docstrings_are_google_s_and_args_are_the_parameters(path: Path) -> None:
+    """A function may describe its parameters in a sentence. If a public one has a section Args, the section is complete."""
+    assert wrong_sections(TREES[path]) == []
 
 
 @pytest.mark.parametrize(

@@ -421,3 +421,17 @@ def test_archived_runs_must_be_named(tmp_path: Path, called: Call) -> None:
     status, _, err = called(str(tmp_path / "a-*"))
     assert status == 2
     assert "are archived; name one, or run callsheet mark" in err
+
+
+def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -> None:
+    folder = Path(folder_of(tmp_path, "run", [1.0]))
+    slices: list[list[Any]] = []
+    for step in range(1, 5):  # while a batch is fetched, the run's step is the one before
+        slices += [["fetch", 2.0 * step, 0.5, step - 1, ""], ["on_fetch_end", 2.0 * step + 0.5, 0.1, step - 1, "Late"]]
+        slices += [["train_step", 2.0 * step + 1, 0.2, step, ""]]
+    window = {"first_step": 1, "last_step": 4, "began": 0.0, "seconds": 8.0, "slices": slices, "is_whole": True}
+    (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
+    found = anatomy_of(RunFolder.read(folder))
+    assert found.steps == 4
+    assert found.parts["span", "fetch"].samples == (0.5,) * 4
+    assert found.parts["span", "fetch"].step == pytest.approx(0.7)

@@ -106,7 +106,7 @@ def attach(
         ConfigError: an argument is invalid.
         NotSupported: raised at the end of the first step; see `strict`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from callsheet.callbacks import History
         >>> model = torch.nn.Linear(2, 1)

@@ -25,7 +25,7 @@ class History(Callback):
         ConfigError: `most` is less than 1.
         KeyError: no record has the metric that was read; the message suggests the nearest name.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from callsheet import Trainer
         >>> history, data = History(), [(torch.ones(4, 2), torch.ones(4, 1))] * 6

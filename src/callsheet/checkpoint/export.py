@@ -77,6 +77,9 @@ def export_huggingface(
     Rank 0 holds the full weights in host memory. Existing files with the same names are overwritten.
 
     Args:
+        model: a model of transformers, which may be sharded.
+        path: a folder of this machine.
+        group: a gloo group; None for one process.
         processor: the model's tokenizer or processor, saved with it.
 
     Raises `CheckpointError` on all ranks if the model is not one of transformers, the path is a URL, or the folder cannot be

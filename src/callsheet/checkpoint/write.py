@@ -53,6 +53,7 @@ def write_checkpoint(
         local: this rank's own tree.
         info: the data for the manifest; only that of rank 0 is used.
         group: a gloo group; None for one process.
+        overwrite: whether to replace a checkpoint that exists at `path`.
         check_owner: called on rank 0 before anything is removed, and again before the checkpoint is committed. It raises if
             another process has taken over the run; nothing is written or removed after that.
         is_good: called with the name and the flat pieces of every tensor while it is written, for each piece on one rank

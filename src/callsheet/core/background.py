@@ -33,7 +33,7 @@ class Background(Callback):
         ConfigError: an option has an invalid value.
         NotACallbackError: `callback` is not a callback, or is in a lane already.
 
-    Example:
+    Examples:
         >>> class Slow(Callback):
         ...     snapshot_fields = ("loss",)
         ...     async def on_train_step_end(self, ctx):

@@ -40,7 +40,7 @@ class Callback(Hooks):
     A class overrides either these methods or `on_event`, which handles every event. The options are class attributes, and an instance may
     have its own. They are checked when the callback is added, not when an event is fired.
 
-    Example:
+    Examples:
         >>> class Greeter(Callback):
         ...     def on_train_start(self, ctx):
         ...         print(f"training {ctx.run.name} from step {ctx.step}")

@@ -56,7 +56,7 @@ class CallbackManager:
     Raises:
         ConfigError: `costs` is unknown, or `warn_share` is not a positive fraction.
 
-    Example:
+    Examples:
         >>> manager = CallbackManager()
         >>> @manager.register("on_train_step_end", every="10ba")
         ... def show(ctx):

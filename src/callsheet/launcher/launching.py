@@ -106,7 +106,7 @@ def launch(
         LaunchError: a rank failed; the message begins with the traceback of the first one.
         MissingPackage: `allow_pickle` is set, and cloudpickle is not installed.
 
-    Example:
+    Examples:
         ```python
         def train(lr, callbacks):
             with Trainer(..., callbacks=callbacks) as trainer:

@@ -202,7 +202,7 @@ def classify(
 ) -> Classify:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
-    Example:
+    Examples:
         >>> from callsheet.recipes import Rows, classify, ClassifyConfig  # doctest: +SKIP
         >>> classify(ClassifyConfig(train=Rows("train.jsonl"), test=Rows("test.jsonl"))).results  # doctest: +SKIP
     """

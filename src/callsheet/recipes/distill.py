@@ -259,7 +259,7 @@ def distill(
 ) -> Distill:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
-    Example:
+    Examples:
         >>> from callsheet.recipes import DistillConfig, LanguageModel, Rows, distill  # doctest: +SKIP
         >>> student, teacher = LanguageModel("small"), LanguageModel("large")  # doctest: +SKIP
         >>> distill(DistillConfig(model=student, teacher=teacher, train=Rows("chats.jsonl"))).results  # doctest: +SKIP

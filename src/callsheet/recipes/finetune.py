@@ -296,7 +296,7 @@ def finetune(
 ) -> Finetune:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
-    Example:
+    Examples:
         >>> from callsheet.recipes import finetune  # doctest: +SKIP
         >>> finetune(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
     """

@@ -215,7 +215,7 @@ def finetune_vlm(
 ) -> FinetuneVLM:
     """Run the recipe: set up, train, evaluate, test and answer. Return the recipe, with its `results` and its `trainer`.
 
-    Example:
+    Examples:
         >>> from callsheet.recipes import finetune_vlm  # doctest: +SKIP
         >>> finetune_vlm(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
     """

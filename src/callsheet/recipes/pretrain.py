@@ -162,7 +162,7 @@ def pretrain(
 ) -> Pretrain:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
 
-    Example:
+    Examples:
         >>> from callsheet.recipes import pretrain  # doctest: +SKIP
         >>> pretrain(callbacks=[SpeedMonitor()]).results  # doctest: +SKIP
     """

@@ -121,7 +121,7 @@ def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> N
         ConformanceError: the callback does not pass a check; the message has a hint.
         unittest.SkipTest: the callback passes everything that could be checked; the reason says what could not.
 
-    Example:
+    Examples:
         >>> from callsheet.callbacks import LRMonitor
         >>> def test_lr_monitor(tmp_path):
         ...     check_callback(LRMonitor, tmp_path)

@@ -51,7 +51,7 @@ class FakeLoop:
     Raises:
         ConfigError: there are no losses, or a dataset has none.
 
-    Example:
+    Examples:
         >>> from callsheet.callbacks import EarlyStopper
         >>> loop = FakeLoop(EarlyStopper(monitor="validation/loss"), [1.0] * 9, steps_per_epoch=3, validation={"validation": [2, 1, 3]})
         >>> loop.run().steps

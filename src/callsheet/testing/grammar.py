@@ -141,7 +141,7 @@ class GrammarChecker:
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
 
-    Example:
+    Examples:
         >>> checker = GrammarChecker()
         >>> checker.check("on_run_start")
         >>> checker.check("on_train_step_start")

@@ -43,7 +43,7 @@ class RankProcesses:
     The function is imported by its name, so it must be defined at the top of a module; its arguments and result are pickled. This
     process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still run.
 
-    Example:
+    Examples:
         >>> import os
         >>> with RankProcesses(os.getpid, 2) as ranks:
         ...     ends = ranks.wait(60)

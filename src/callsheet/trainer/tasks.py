@@ -181,7 +181,7 @@ class ForwardStepTask(Task):
 
     Means are weighted by samples. If the loss is a mean over tokens, override `weight`.
 
-    Example:
+    Examples:
         >>> def forward_step(model, batch):
         ...     outputs = model(batch["inputs"])
         ...     return outputs, lambda outputs: (outputs - batch["targets"]).square().mean()

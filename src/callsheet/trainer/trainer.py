@@ -129,7 +129,7 @@ class Trainer:
         CheckpointError: the checkpoint that `resume` names is not valid, or does not fit this model.
         RunInUseError: another process trains in the run's folder.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
         >>> data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3

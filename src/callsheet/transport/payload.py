@@ -45,7 +45,7 @@ class Payload:
 
         Yield the environment variables that the receiving processes need. Delete the file at the end of the block.
 
-        Example:
+        Examples:
             ```python
             with pack(callbacks).post() as variables:
                 subprocess.run(["torchrun", "train.py"], env=os.environ | variables, check=True)

@@ -67,6 +67,7 @@ def host(
     written with `save_state`. `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         accelerator: the Accelerator whose `prepare` was called.
         model, optimizer, scheduler: as `prepare` returned them.
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.

@@ -66,6 +66,7 @@ def host(
     the program ends; it is recorded as failed.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.

@@ -34,6 +34,7 @@ def host(
     then ends with `close()` and is recorded as failed.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         log_interval: how often a metrics record is made; an integer means batches.
         runs_folder: the folder that contains the run's folder, whose name is Composer's run name.

@@ -95,7 +95,7 @@ def guest(
             requests are warnings.
         ConfigError: `args` has an unknown argument.
 
-    Example:
+    Examples:
         >>> from transformers import EarlyStoppingCallback
         >>> stopper = guest(EarlyStoppingCallback(early_stopping_patience=2), args={"metric_for_best_model": "loss"})
         >>> stopper.name

@@ -75,7 +75,7 @@ def guest(
         NotSupported: the handler cannot be a guest, or listens to an event that is never fired. The message names it.
         RegistrationError: `foreign` is no handler, or its engine belongs to another guest.
 
-    Example:
+    Examples:
         >>> from ignite.handlers import Timer
         >>> timer = Timer()
         >>> callback = guest(timer)

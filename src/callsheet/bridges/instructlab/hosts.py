@@ -25,6 +25,7 @@ def host(
     If InstructLab starts the ranks itself, send them the callbacks: `with hosted.sent(): run_training(...)`.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that needs what is not available is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with `RunInUseError`, and
             InstructLab's training continues.

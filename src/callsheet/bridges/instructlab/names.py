@@ -73,7 +73,7 @@ class TrainerCallback:
     A hook may be `async`. Hooks are called on every rank, so check `context.is_world_process_zero` before work that must be done
     only once.
 
-    Example:
+    Examples:
         >>> class Progress(TrainerCallback):
         ...     def on_log(self, context):
         ...         if context.is_world_process_zero:

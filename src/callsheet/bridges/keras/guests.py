@@ -60,6 +60,7 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
     `set_weights`. Its logs have the mean loss of the epoch so far, and after an evaluation its results, such as `val_loss`.
 
     Args:
+        foreign: the callback, an instance.
         verbose: the value of `verbose` in the callback's `params`, as in `fit(verbose=...)`.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase.

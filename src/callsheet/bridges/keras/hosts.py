@@ -67,6 +67,7 @@ def host(
     checkpoint is written in callsheet's format, and `resume` resumes from it.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         model: the torch module that callbacks see as `ctx.model`, with its own parameter names. The Keras model has to wrap it, and it
             has to hold all of the Keras model's weights. None: the Keras model, whose weights have Keras's names.

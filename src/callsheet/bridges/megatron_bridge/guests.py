@@ -40,6 +40,7 @@ def guest(
     `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
 
     Args:
+        foreign: the callback, a list of callbacks, or a manager.
         name: the name under which state is saved; by default that of the callback's class or of the manager's.
         phase: the phase of all these callbacks.
         strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.

@@ -60,6 +60,7 @@ def host(
             pretrain(config, forward_step, callbacks=[hosted])
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 

@@ -59,6 +59,7 @@ def guest(
     map them to metrics in `attributes`.
 
     Args:
+        foreign: the callback, an instance.
         attributes: for each attribute of the unit, the metric that provides its latest value: `"loss"` for the step's loss, else a metric
             of a record or an evaluation, such as `"train/loss"` or `"validation/loss"`.
         replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. This is known of torchtnt's own

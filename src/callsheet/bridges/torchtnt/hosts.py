@@ -62,6 +62,7 @@ def host(
     (`unit.callsheet = host([...])`), torchtnt's own checkpoints contain the callbacks' states too.
 
     Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         metrics: names of attributes of the unit. Their values are added to the results of each evaluation, in addition to the
             loss that `eval_step` returns.

@@ -172,7 +172,7 @@ def qwen25_500m_pretrain_config() -> ConfigContainer:
 
     For a trial, set fewer and narrower layers:
 
-    Example:
+    Examples:
         >>> config = qwen25_500m_pretrain_config()
         >>> config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size = 2, 64, 128
         >>> config.model.num_attention_heads, config.model.num_query_groups = 2, 1

@@ -83,6 +83,8 @@ class Lora:
         This is a collective, which returns when everything is written.
 
         Args:
+            model: the model with the adapters, which may be sharded.
+            path: a folder of this machine.
             writes: whether this rank writes; it then holds all weights in host memory during the call.
             processor: the tokenizer or processor to save with the model.
 

@@ -15,6 +15,7 @@ from callsheet.report.costs import cost_rows
 from callsheet.report.run_folder import RunFolder
 
 _STEP = ("fetch", "train_step")
+_FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
 """A part is compared with the baseline if its time changed by more than the first fraction of itself, and the second of a step."""
 
@@ -62,10 +63,15 @@ def anatomy_of(run: RunFolder) -> Anatomy:
     for window in run.windows:
         if not window.is_whole:  # some timed slices of the window are missing, so sums would be too small
             continue
+        fetched: dict[
+            tuple[Kind, str], float
+        ] = {}  # belongs to the step that follows: until that step begins, the number is the old one
         for each in window.slices:
             if each.callback or each.name in names:
-                found = steps.setdefault(each.step, {})
                 part: tuple[Kind, str] = ("callback", each.callback) if each.callback else ("span", each.name)
+                if part == ("span", "train_step"):
+                    steps[each.step], fetched = fetched, {}
+                found = fetched if each.name in _FETCH else steps.setdefault(each.step, {})
                 found[part] = found.get(part, 0.0) + each.seconds
     # Leave out incomplete steps: a timing window ends while the batch of the next step is fetched.
     timed = [found for found in steps.values() if ("span", "train_step") in found]

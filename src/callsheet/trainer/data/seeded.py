@@ -156,7 +156,7 @@ class SeededDataset(Dataset[Any]):
     Raises:
         ConfigError: the dataset is an iterable one, whose samples have no index.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> loader = DataLoader(SeededDataset(TensorDataset(torch.arange(8)), seed=0), batch_size=4, num_workers=0)
