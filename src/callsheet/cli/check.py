@@ -221,4 +221,5 @@ def probe() -> ArgumentParser:
     """Return an empty parser that reads values as a recipe's parser does."""
     from jsonargparse import ArgumentParser
 
+    names.register()
     return ArgumentParser(exit_on_error=False, parser_mode=names.FORMAT)
