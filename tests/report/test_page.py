@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from callsheet import Trainer
+from callsheet.loggers import JSONLLogger
 from callsheet.report import Live, RunFolder, data, page, write_report
 
 from .sample_run import HOSTILE
@@ -43,6 +46,17 @@ def test_what_is_drawn_is_what_was_recorded(html: str, folder: Path) -> None:
     assert curve["y"] == pytest.approx([value for _, value in recorded], rel=1e-8)
     assert embedded(html)["data"]["run"]["outcome"] == "finished"
     assert {row["callback"]: row["of_step"] > 0.05 for row in embedded(html)["data"]["costs"]["rows"]}["Slow"]
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(6, 3), (5, 2)])
+def test_epochs_are_the_completed_ones(steps: int, epochs: int, tmp_path: Path) -> None:
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 2
+    with Trainer(
+        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_duration=f"{steps}ba", log_interval=1, loggers=[JSONLLogger()], run_name="run", runs_folder=tmp_path, device="cpu",
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert embedded(page(RunFolder.read(tmp_path / "run")))["data"]["run"]["epochs"] == epochs
 
 
 def test_the_results_of_a_recipe_are_in_the_page(html: str) -> None:

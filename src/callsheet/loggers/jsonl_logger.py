@@ -171,7 +171,8 @@ class JSONLLogger(Logger):
             if writer.lost:
                 more["lines_lost"] = writer.lost
             try:
-                self._event(ctx, "run_end", outcome=ctx.run.outcome, seconds=ctx.state.timestamp.seconds, **more)
+                now = ctx.state.timestamp
+                self._event(ctx, "run_end", outcome=ctx.run.outcome, seconds=now.seconds, epochs=now.epoch, **more)
             finally:
                 self._close()
 

@@ -78,7 +78,9 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, st
 def _run(run: RunFolder) -> dict[str, Any]:
     start = run.start_event()
     versions = start.get("versions")
-    epochs = [record.values["time/epoch"] for record in run.records if "time/epoch" in record.values]
+    # The record of an epoch's last step is made before the epoch is counted, so the event of the run's end is more exact.
+    epochs = [record.values["time/epoch"] for record in run.records[-1:] if "time/epoch" in record.values]
+    epochs += [count for event in run.events[-1:] if math.isfinite(count := number(event.get("epochs")))]
     return {
         "name": run.name,
         "path": str(run.path),
@@ -90,7 +92,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "ended": run.ended,
         "last_write": run.last_write,
         "steps": run.last_step,
-        "epochs": epochs[-1] if epochs else math.nan,
+        "epochs": max(epochs, default=math.nan),
         "seconds": run.seconds,
         "records": len(run.records) + run.records_left_out,
         "starts": max(1, sum(event["event"] == "run_start" for event in run.events)),
