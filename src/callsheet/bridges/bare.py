@@ -442,7 +442,7 @@ class AttachedRun:
         was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # after a signal, end the loop, because the run no longer handles it
+        self._is_over |= run.signals.received is not None  # the run no longer handles signals
         self._release()
 
     def _release(self) -> None:

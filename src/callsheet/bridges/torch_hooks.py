@@ -99,7 +99,7 @@ def is_traced() -> bool:
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
-    """Start the forward pass, because the loop calls the model within a microbatch.
+    """Fire the start of the forward pass. The host calls this when the loop calls the model within a microbatch.
 
     A forward pass after a backward pass begins the step's next microbatch, because a loop may split what the host has reported as
     one microbatch.

@@ -120,7 +120,7 @@ class Hooks:
         """
 
     def on_backward_end(self, ctx: Context) -> Awaitable[None] | None:
-        """The microbatch's gradients have been added.
+        """The microbatch's gradients have been added to each parameter's `.grad`.
 
         Available here: optimizer, scheduler, batch, microbatch, loss.
         """

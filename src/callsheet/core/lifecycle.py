@@ -139,7 +139,7 @@ SPANS: dict[str, Span] = {
             "forward", "Before the model is called on a microbatch.", "The model has returned its outputs, which may be replaced."
         ),
         Span("loss", "Before the loss is computed.", "The microbatch's loss is computed and may be replaced."),
-        Span("backward", "Before the backward pass.", "The microbatch's gradients have been added."),
+        Span("backward", "Before the backward pass.", "The microbatch's gradients have been added to each parameter's `.grad`."),
         Span(
             "clip_gradients",
             "Before gradients are clipped; fired also if clipping is off.",

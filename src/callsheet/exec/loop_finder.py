@@ -51,8 +51,8 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
-        self._others = 0  # the steps of other optimizers since the observed one has stepped
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers whose loops were or cannot be observed
+        self._others = 0  # the number of steps of other optimizers since the observed one last stepped
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those whose loop has been observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator: its dataloader
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop

@@ -83,7 +83,7 @@ class Observation:
         self._names = 0
         self._ended: list[tuple[RunInfo, int]] = []  # the runs that have ended, with the number of their steps
         self._loop: BareLoop | None = None
-        self._finder: LoopFinder | None = None  # from the script's import of torch on
+        self._finder: LoopFinder | None = None  # None until the script imports torch
         self._depth = 0  # how many trainers of frameworks are training
         self._has_reported = False
         self._has_trained = False  # whether a trainer of a framework has trained

@@ -80,7 +80,7 @@ class Agreement:
                 self._read()
 
     def evaluated_step(self, step: int) -> None:
-        """Read and send messages, as `look` does, after a step of evaluation."""
+        """Exchange requests with the other ranks after a step of evaluation, as `look` does after a training step."""
         self._evaluated += 1
         self.look(step)
 

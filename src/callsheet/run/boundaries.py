@@ -126,7 +126,7 @@ class Boundaries:
             records.tally.update_timestamp(ctx.state)
         if self.is_over:  # training is over, so no later metrics record may come
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # the updated counts may have reached `max_duration`
+        if logs or self.is_over or self._due():  # tested again, because the updated counts may have reached `max_duration`
             records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)

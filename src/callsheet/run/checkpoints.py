@@ -310,7 +310,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # raise if the folder was lost, because handlers may delete older checkpoints
+        self._guard.check()  # raise if another run has taken the folder over: handlers may delete checkpoints in it
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:

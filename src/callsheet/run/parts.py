@@ -137,7 +137,11 @@ class CheckpointsPart(Protocol):
         """After training step `step`, allocate the buffers that the first background save needs."""
 
     def publish(self, durable: int) -> None:
-        """Publish the background save, if all ranks have finished it. `durable` is how many saves all ranks have finished."""
+        """Fire `on_checkpoint_published` for the background save, if every rank has finished it.
+
+        Args:
+            durable: the number of background saves that every rank has finished so far.
+        """
 
     def finish(self) -> None:
         """Wait until the background save is complete, and publish it."""

@@ -135,7 +135,7 @@ def _processes() -> tuple[psutil.Process, ...]:
 
 
 def _files() -> Counter[str]:
-    """Return how often each path is open in this process.
+    """Return how many file descriptors of this process are open on each path.
 
     Pipes and sockets are listed by type, because their numbers differ. The result is empty on systems that do not list
     descriptors.

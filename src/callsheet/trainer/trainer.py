@@ -224,7 +224,7 @@ class Trainer:
             world.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
-        the_task = self.task  # used instead of `self`, so that the lifetime does not keep the trainer alive
+        the_task = self.task  # in place of `self`, to which the lambda below must not refer: it would keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(

@@ -297,7 +297,7 @@ def _memory(ctx: Context) -> float:
 
 
 def _has_listeners(callback: Any, hook: str) -> bool:
-    """Return whether the callback overrides the hook of its base class, which is AutoModel's or callsheet's copy of it."""
+    """Return whether the callback overrides `hook`. Its base class is AutoModel's `Callback` or callsheet's copy of that class."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)
     if function is getattr(AutoModelCallback, hook):

@@ -359,7 +359,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, within training or standalone. Further datasets begin with their first batches."""
+        """Begin an evaluation, during training or standalone, with its first dataset. `on_validation_batch_start` begins each further
+        dataset, at its first batch.
+        """
         if trainer.sanity_checking or (self._has_given_up and trainer.state.fn == "fit"):
             return
         run = self._run

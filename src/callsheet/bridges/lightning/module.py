@@ -101,7 +101,9 @@ class ModuleFacade(OfGuest):
         return dict(self._ctx.run.config)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
-        """Log a number for the next metrics record as `lightning/<name>`, and for the callback metrics."""
+        """Log a number: as `lightning/<name>` in the next metrics record (unless `logger=False`), and as `<name>` in Lightning's
+        `callback_metrics`.
+        """
         self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:

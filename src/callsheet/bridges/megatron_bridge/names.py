@@ -183,7 +183,7 @@ def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bo
 
 
 def _warn_of_mistakes(callback: Any, has_a_hook: bool) -> None:
-    """Log a warning for mistakes that the original ignores."""
+    """Warn if `add` registers nothing, or if a method looks like a misspelt event. Megatron Bridge ignores both."""
     if not has_a_hook:
         logger.warning("add(%.80r) registers nothing: pass a callback, or a list of callbacks", callback)
         return

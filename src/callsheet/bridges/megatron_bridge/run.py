@@ -45,7 +45,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # with a given state, `drive` is called after each event instead
+        if state is None:  # with a given state, the caller calls `drive` after each event
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:

@@ -32,12 +32,13 @@ class StepScheduler(Scheduled):
 
     @property
     def ckpt_every_steps(self) -> int | None:
-        """The steps between checkpoints, besides those at the end of each epoch and of training; None for only these."""
+        """How many steps apart checkpoints are. A checkpoint is also saved at the end of each epoch and of training; with None, only
+        there."""
         return self._schedule.ckpt_every_steps
 
     @property
     def val_every_steps(self) -> int | None:
-        """The steps between validations, besides those before checkpoints; None for only these."""
+        """How many steps apart validations are. A validation also runs before each checkpoint; with None, only there."""
         return self._schedule.val_every_steps
 
     @property
