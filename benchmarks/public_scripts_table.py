@@ -49,6 +49,8 @@ process, the recorder hashes the parameters of the optimizers that have stepped,
   optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared.
 - **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
 - **Output**: whether standard output is equal, apart from times and rates.
+- **Exit**: the exit status, of both variants if they differ. None: the process reached the time limit of its script and was ended, so the rest of
+  its row means nothing.
 - **Time**: the wall time of the observed process divided by that of the process alone, and the same ratio for the time from the first to the last
   step. The processes last seconds, and a shared machine with two cores was used, so the ratios are rough. The time of the process includes the
   import of callsheet and the report, a few seconds that do not grow with training; a metrics record is written at each step.
