@@ -124,7 +124,9 @@ class UltralyticsHost(HostBase):
     def on_train_start(self, trainer: Any) -> None:
         """Begin a run, because Ultralytics begins to train."""
         self._forget_earlier_run()
-        self._trainer = weakref.ref(trainer)  # a strong reference would keep this host alive, which ends the run when it is deleted
+        self._trainer = weakref.ref(
+            trainer
+        )  # a strong reference would keep this host alive, which ends the run when it is deleted
         self._outer_error = sys.exc_info()[1]
         me = weakref.proxy(self)
         model = trainer.model
