@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-import logging
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from callsheet import Callback, CallbackManager, Context
 from callsheet.bridges import versions
@@ -29,7 +26,7 @@ from callsheet.bridges.ultralytics.internals import HOST
 from callsheet.bridges.versions import has
 from callsheet.callbacks import EMA, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.core.lifecycle import EVENTS
-from callsheet.errors import ConfigError, HostError, NotSupported, RequestRejected
+from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
@@ -82,7 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image = drawn.integers(0, 60, (32, 32, 3), dtype=np.uint8)
             image[y : y + 14, x : x + 14, colour] = 230
             Image.fromarray(image).save(folder / "images" / split / f"{number}.png")
-            (folder / "labels" / split / f"{number}.txt").write_text(f"{colour} {(x + 7) / 32} {(y + 7) / 32} {14 / 32} {14 / 32}\n")
+            (folder / "labels" / split / f"{number}.txt").write_text(
+                f"{colour} {(x + 7) / 32} {(y + 7) / 32} {14 / 32} {14 / 32}\n"
+            )
     (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [red, green]\n")
     (folder / "small.yaml").write_text(MODEL)
     return folder
@@ -91,7 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trained:
     """A training of the small YOLO: its model, its trainer, and the tensors that `backward` received."""
 
-    def __init__(self, folder: Path, callbacks: Any, *, kind: Any = None, before: Any = None, given: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, callbacks: Any, *, kind: Any = None, before: Any = None, given: Any = None, **settings: Any
+    ) -> None:
         self.model = YOLO(str(folder / "small.yaml"), task="detect")
         self.losses: list[float] = []
         self.trainers: list[Any] = []
@@ -100,7 +101,7 @@ class Trained:
             before(self.model)
         if callbacks is not None:
             self.host = host(callbacks, **{"run_name": "small", "log_interval": 1} | (given or {})).attach(self.model)
-        self.model.add_callback("on_train_batch_end", lambda trainer: self.losses.append(float(trainer.loss)))
+        self.model.add_callback("on_train_batch_end", lambda trainer: self.losses.append(float(trainer.loss.detach())))
         where = {"data": str(folder / "data.yaml"), "project": str(Path.cwd() / ("plain" if callbacks is None else "observed"))}
         self.model.train(trainer=kind, **{**SETTINGS, **where, **settings})
 
@@ -137,7 +138,7 @@ class Losses(Callback):
         self.steps: list[tuple[int, float, bool]] = []
 
     def on_backward_end(self, ctx: Context) -> None:
-        self.backward.append(float(ctx.loss))
+        self.backward.append(float(ctx.loss.detach()))
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.steps.append((ctx.step, float(ctx.loss), bool(ctx.step_skipped)))
@@ -198,10 +199,21 @@ def test_a_version_that_is_not_tested_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert caplog.text.count("ultralytics 99.1.0 is not tested with callsheet") == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"nbs": 8}, {"nbs": 12, "warmup_epochs": 1.0, "epochs": 3}, {"optimizer": "MuSGD"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"nbs": 8}, {"nbs": 12, "warmup_epochs": 1.0, "epochs": 3}, {"optimizer": "MuSGD"}], ids=str
+)
 def test_training_is_unchanged_and_every_event_is_fired(settings: Any, folder: Path) -> None:
     recorder, losses = Recorder(fields=("loss", "learning_rate", "batch")), Losses()
-    given = [recorder, losses, History(), SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor(), EMA(half_life=2, at_end=False)]
+    given = [
+        recorder,
+        losses,
+        History(),
+        SpeedMonitor(),
+        OptimizerMonitor(),
+        LRMonitor(),
+        NaNMonitor(),
+        EMA(half_life=2, at_end=False),
+    ]
     observed, plain = Trained(folder, given, **settings), Trained(folder, None, **settings)
     assert_same(observed, plain)
     check_events(recorder.events)
@@ -220,10 +232,9 @@ def test_the_loss_of_a_step_that_begins_in_one_epoch_and_ends_in_the_next(folder
     losses = Losses()
     trained = Trained(folder, [losses], nbs=8)  # two batches a step, and three batches an epoch
     one, two, three, four, five, six = trained.losses
-    assert losses.steps == [
-        (1, pytest.approx(one + two), False), (2, pytest.approx(three), True),  # not counted: the optimizer steps in the next epoch
-        (2, pytest.approx(three + four), False), (3, pytest.approx(five + six), False),
-    ]  # fmt: skip
+    # The second is not counted: the optimizer steps in the next epoch.
+    assert [(step, is_skipped) for step, _, is_skipped in losses.steps] == [(1, False), (2, True), (2, False), (3, False)]
+    assert [loss for _, loss, _ in losses.steps] == pytest.approx([one + two, three, three + four, five + six])
 
 
 def test_results_and_records(folder: Path) -> None:
@@ -263,20 +274,20 @@ def test_a_callback_may_replace_the_batch_and_the_loss(folder: Path) -> None:
 
 
 class Scaled(DetectionTrainer):  # type: ignore[misc]  # mypy does not read Ultralytics' types
-    """Scales the loss as on a GPU, at first by so much that the optimizer's steps are skipped."""
+    """Scales the loss as on a GPU. The first gradients overflow, so that the optimizer's step is skipped."""
 
     def _setup_train(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_train(*args, **kwargs)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        overflows = [float("inf")]
+        next(self.model.parameters()).register_hook(lambda gradient: gradient * (overflows.pop() if overflows else 1.0))
 
 
 def test_a_loss_scaler(folder: Path) -> None:
     losses, norms = Losses(), History()
     observed, plain = Trained(folder, [losses, norms, OptimizerMonitor()], kind=Scaled), Trained(folder, None, kind=Scaled)
     assert_same(observed, plain)
-    skipped = [is_skipped for _, _, is_skipped in losses.steps]
-    assert skipped[0]
-    assert not skipped[-1]
+    assert [is_skipped for _, _, is_skipped in losses.steps] == [True, *[False] * 5]
     assert losses.backward == pytest.approx(observed.losses)  # unscaled
 
 
@@ -293,10 +304,15 @@ def test_a_stop_ends_the_epoch_after_the_step(folder: Path) -> None:
 
 
 def test_ultralytics_own_early_stop_is_an_outcome(folder: Path) -> None:
+    class Worsens(DetectionTrainer):  # type: ignore[misc]
+        def validate(self) -> Any:
+            metrics, _ = super().validate()
+            return metrics, 1.0 / (self.epoch + 1)
+
     ends = Ends()
-    trained = Trained(folder, [ends], epochs=9, patience=1, lr0=0.0)
-    assert trained.trainer.epoch < 8
-    assert ends.recorded == ["stopped", f"Ultralytics: Ultralytics stopped after epoch {trained.trainer.epoch + 1} of 9"]
+    trained = Trained(folder, [ends], kind=Worsens, epochs=9, patience=2)
+    assert trained.trainer.epoch == 2
+    assert ends.recorded == ["stopped", "stopped by Ultralytics: it stopped after epoch 3 of 9"]
 
 
 def test_a_requested_save_is_written_after_the_epoch(folder: Path) -> None:
@@ -305,6 +321,7 @@ def test_a_requested_save_is_written_after_the_epoch(folder: Path) -> None:
             self.paths: list[tuple[str, int, tuple[str, ...]]] = []
 
         def on_checkpoint_published(self, ctx: Context) -> None:
+            assert ctx.checkpoint is not None
             self.paths.append((Path(ctx.checkpoint.path).name, ctx.checkpoint.step, ctx.checkpoint.requested_by))
 
     saved, recorder = Saved(), Recorder()
@@ -314,14 +331,17 @@ def test_a_requested_save_is_written_after_the_epoch(folder: Path) -> None:
     check_events(recorder.events)
 
 
-def test_an_evaluation_cannot_be_requested(folder: Path) -> None:
+def test_an_evaluation_cannot_be_requested(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Evaluates(Asks):
         requests = ("evaluate",)
 
-    with pytest.raises(NotSupported, match=r"asks for ctx\.control\.evaluate, which Ultralytics does not support here; Ultralytics validates"):
+    with pytest.raises(
+        NotSupported, match=r"asks for ctx\.control\.evaluate, which Ultralytics does not support here; Ultralytics validates"
+    ):
         Trained(folder, [Evaluates("evaluate", 1)])
-    with pytest.raises(RequestRejected, match="evaluate"):
-        Trained(folder, [Asks("evaluate", 1)])
+    Trained(folder, [Asks("evaluate", 1)])
+    assert "Asks calls ctx.control.evaluate, which Ultralytics does not support here" in caplog.text
+    assert "training continues; Ultralytics validates after each epoch" in caplog.text
 
 
 @pytest.mark.parametrize("event", ["on_test_start", "on_predict_step_end"])
@@ -344,7 +364,7 @@ def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
     ends = Ends()
     trained = Trained(folder, [ends], given={"run_name": None})
     trained.model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "again"), "epochs": 1})
-    assert ends.recorded == ["finished", None] * 2
+    assert ends.recorded == ["finished", "reached max_duration, 2ep", "finished", "reached max_duration, 1ep"]
 
 
 class Interrupted(Exception):
@@ -418,7 +438,7 @@ def test_an_error_of_a_callback_is_raised(folder: Path) -> None:
     assert Tensor.backward.__qualname__ == "Tensor.backward"
 
 
-def test_a_host_that_is_deleted_ends_its_run(folder: Path) -> None:
+def test_a_failure_that_ultralytics_does_not_report(folder: Path) -> None:
     class Left(DetectionTrainer):  # type: ignore[misc]
         def run_callbacks(self, event: str) -> None:
             if event != "teardown":  # as in versions that do not call it after an error
@@ -429,15 +449,13 @@ def test_a_host_that_is_deleted_ends_its_run(folder: Path) -> None:
 
     ends = Ends()
     model = YOLO(str(folder / "small.yaml"), task="detect")
-    kept = weakref.ref(host([ends], run_name="small").attach(model))
+    host([ends], run_name="small").attach(model)
+    settings: Any = {**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "left")}
     with pytest.raises(ZeroDivisionError):
-        model.train(trainer=Left, data=str(folder / "data.yaml"), project=str(Path.cwd() / "left"), **SETTINGS)
+        model.train(trainer=Left, **settings)
     assert ends.recorded == []
-    del model
-    gc.collect()
-    assert kept() is None
-    assert ends.recorded[0] == "failed"
-    assert Tensor.backward.__qualname__ == "Tensor.backward"
+    model.train(**settings)
+    assert [each for each in ends.recorded if each in ("failed", "finished")] == ["failed", "finished"]
 
 
 def test_an_epoch_that_ultralytics_repeats(folder: Path) -> None:
@@ -500,9 +518,7 @@ def test_a_fault_at_a_part_of_a_step(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_ultralytics_confused(
-    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ultralytics_confused(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     attach = UltralyticsHost.attach
 
     def confused(self: Any, model: Any) -> Any:
@@ -535,7 +551,7 @@ from callsheet import Callback
 settings.update(dict.fromkeys(("clearml", "comet", "dvc", "mlflow", "raytune", "tensorboard", "wandb"), False))
 
 class OnCPU(DetectionTrainer):
-    """Two ranks without GPUs: the process group is gloo, DDP gets no device, and best.pt, which each rank loads to its GPU, is not validated."""
+    """Two ranks without GPUs: the group is gloo, DDP gets no device, and the average is validated instead of best.pt, which each rank loads to its GPU."""
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.world_size, self.ddp = 2, LOCAL_RANK == -1
@@ -549,7 +565,7 @@ class OnCPU(DetectionTrainer):
         finally:
             nn.parallel.DistributedDataParallel = kind
     def final_eval(self):
-        pass
+        self.metrics = self.validator(self)
 
 class Notes(Callback):
     def __init__(self, path, stop_at=0):
@@ -564,14 +580,15 @@ class Notes(Callback):
         if ctx.step == self.stop_at and ctx.run.rank == 1:
             ctx.control.stop("asked")
     def on_eval_all_end(self, ctx):
-        self.note(ctx, sorted(ctx.eval_results["validation"].items()))
+        self.note(ctx, [(name, sorted(found.items())) for name, found in ctx.eval_results.items()])
     def on_checkpoint_published(self, ctx):
         self.note(ctx, ctx.checkpoint.step)
     def on_run_end(self, ctx):
         self.note(ctx, ctx.run.outcome)
 
 def show(trainer):
-    print("LOSS", os.environ.get("RANK"), float(trainer.loss), flush=True)
+    with open(f"shown-{RANK}", "a") as file:
+        print(float(trainer.loss.detach()), file=file)
 
 def train(*hosts, **given):
     model = YOLO("small.yaml", task="detect")
@@ -606,6 +623,8 @@ def weights_of(ran: subprocess.CompletedProcess[str]) -> str:
     return next(line for line in ran.stdout.splitlines() if line.startswith("weights "))
 
 
+ALONE = "from cpu import *\nif __name__ == '__main__':\n    train()\n"
+
 OBSERVED = """
 from cpu import *
 from callsheet.bridges.ultralytics import host
@@ -625,6 +644,16 @@ def notes(rank: int, event: str) -> list[str]:
     return [text for name, _, text in lines if name == event]
 
 
+@pytest.fixture(scope="module")
+def weights_of_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two workers without callsheet train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("alone"))
+        alone = run(folder, ALONE)
+    assert alone.returncode == 0, alone.stderr
+    return weights_of(alone)
+
+
 @pytest.fixture
 def _no_payload_is_left() -> Iterator[None]:
     yield
@@ -633,20 +662,18 @@ def _no_payload_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_payload_is_left")
-def test_callbacks_reach_the_workers_of_ultralytics(folder: Path) -> None:
-    alone = run(folder, "from cpu import *\nif __name__ == '__main__':\n    train()\n")
-    assert alone.returncode == 0, alone.stderr
+def test_callbacks_reach_the_workers_of_ultralytics(folder: Path, weights_of_workers: str) -> None:
     observed = run(folder, OBSERVED)
     assert observed.returncode == 0, observed.stderr
-    assert weights_of(observed) == weights_of(alone)
+    assert weights_of(observed) == weights_of_workers
     assert weights_of(observed).endswith(" []")  # the key is not in the environment of later processes
     for rank in (0, 1):
         assert notes(rank, "on_run_start") == ["2"]
         losses = [float(text.split()[1]) for text in notes(rank, "on_train_step_end")]
-        shown = [float(line.split()[2]) for line in observed.stdout.splitlines() if line.startswith(f"LOSS {rank} ")]
-        assert losses == shown or not shown  # versions without pickled callbacks lose `show` in the workers
         assert len(losses) == 6
-        assert len(notes(rank, "on_eval_all_end")) == 2
+        if (shown := Path(f"shown-{rank}")).exists():  # until 8.4.130, Ultralytics lost its own callbacks in the workers
+            assert losses == [float(line) for line in shown.read_text().split()]
+        assert [text.split("'")[1] for text in notes(rank, "on_eval_all_end")] == ["validation", "validation", "best"]
         assert notes(rank, "on_checkpoint_published") == ["3", "6"]
         assert notes(rank, "on_run_end") == ["finished"]
     assert notes(0, "on_eval_all_end") == notes(1, "on_eval_all_end")
@@ -655,7 +682,7 @@ def test_callbacks_reach_the_workers_of_ultralytics(folder: Path) -> None:
 
 
 def test_a_stop_of_one_worker_stops_all(folder: Path) -> None:
-    ran = run(folder, OBSERVED.replace('os.path.abspath("notes")', 'os.path.abspath("notes"), 2').replace("train(host", "train(host"))
+    ran = run(folder, OBSERVED.replace('os.path.abspath("notes")', 'os.path.abspath("notes"), 2'))
     assert ran.returncode == 0, ran.stderr
     steps = [[text.split()[0] for text in notes(rank, "on_train_step_end")] for rank in (0, 1)]
     assert steps[0] == steps[1]
@@ -665,11 +692,10 @@ def test_a_stop_of_one_worker_stops_all(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"host([Mine(": "host([lambda: 0, Mine("}, "not a callback"),
-        ({"run_name": "allow_pickle=False, run_name", 'os.path.abspath("notes")': "lambda: 0"}, "allow_pickle=True"),
+        ({'os.path.abspath("notes")': "lambda: 0"}, "allow_pickle=True"),
         ({'if __name__ == "__main__":': "if True:"}, "put it and the training under `if __name__ == '__main__'`"),
     ],
-    ids=["no callback", "a lambda", "no guard"],
+    ids=["a lambda", "no guard"],
 )
 def test_what_cannot_be_sent_is_rejected_before_workers_start(changed: dict[str, str], message: str, folder: Path) -> None:
     text = OBSERVED
@@ -698,15 +724,14 @@ def test_functions_cannot_be_sent() -> None:
 
 
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["one process", "workers"])
-def test_a_script_is_observed(is_parallel: bool, folder: Path) -> None:
-    text = "from cpu import *\nif __name__ == '__main__':\n    train()\n"
+def test_a_script_is_observed(is_parallel: bool, folder: Path, request: pytest.FixtureRequest) -> None:
+    text, expected = ALONE, request.getfixturevalue("weights_of_workers") if is_parallel else None
     if not is_parallel:
-        text = text.replace("    train", "    globals()['train'].__globals__['OnCPU'] = None\n    train")
-    alone = run(folder, text)
-    assert alone.returncode == 0, alone.stderr
+        text = text.replace("    train", "    train.__globals__['OnCPU'] = None\n    train")
+        expected = weights_of(run(folder, text))
     observed = run(folder, text, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2")
     assert observed.returncode == 0, observed.stderr
-    assert weights_of(observed) == weights_of(alone)
+    assert weights_of(observed) == expected
     found = RunFolder.read(Path("runs/a"))
     ranks = 2 if is_parallel else 1
     assert (found.outcome, found.last_step, found.start_event()["world_size"]) == ("finished", 6, ranks), observed.stderr
@@ -716,7 +741,9 @@ def test_a_script_is_observed(is_parallel: bool, folder: Path) -> None:
     assert not list(Path("out").rglob("callsheet"))  # nothing is added to Ultralytics' checkpoints
 
 
-@pytest.mark.parametrize("is_parallel", [False, True], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "is_parallel", [pytest.param(False, id="one process"), pytest.param(True, id="workers", marks=pytest.mark.slow)]
+)
 def test_a_script_that_uses_callsheet_runs_as_it_is(is_parallel: bool, folder: Path) -> None:
     text = OBSERVED if is_parallel else OBSERVED.replace("    train(", "    train.__globals__['OnCPU'] = None\n    train(")
     observed = run(folder, text, "-m", "callsheet.exec", "--run_name", "a")

@@ -34,13 +34,13 @@ settings.update(dict.fromkeys(("clearml", "comet", "dvc", "mlflow", "raytune", "
 class OfUltralytics(nn.Module):
     """A model that returns its loss if it is called with a batch, as Ultralytics' models do. Its modules keep their names."""
 
-    of_outputs: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    of_outputs: ClassVar[Callable[..., Tensor]]
     criterion = None
 
     def forward(self, batch: Any, augment: bool = False) -> Any:
         if not isinstance(batch, dict):
-            return super().forward(batch)  # type: ignore[misc]  # of the model's own class
-        return self.loss(batch, super().forward(batch["img"]))  # type: ignore[misc]
+            return super().forward(batch)  # of the model's own class
+        return self.loss(batch, super().forward(batch["img"]))
 
     def loss(self, batch: Any, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = type(self).of_outputs(outputs, batch["cls"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from callsheet.bridges.host_base import HostBase
 from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
 from callsheet.errors import NotSupported
 from callsheet.transport import pack
 from callsheet.transport.preflight import START
@@ -78,7 +79,7 @@ def _callbacks_of(host: Any) -> list[Callback]:
     Raises:
         NotSupported: the manager has handlers that are functions, which cannot be sent.
     """
-    manager = host.manager
+    manager: CallbackManager = host.manager
     functions = {each for event in manager.events for each in manager.list_callbacks(event) if not isinstance(each, Callback)}
     if functions:
         names = ", ".join(sorted(getattr(each, "__qualname__", repr(each)) for each in functions))

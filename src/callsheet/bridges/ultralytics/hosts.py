@@ -152,14 +152,16 @@ class UltralyticsHost(HostBase):
         self._optimizer_hooks = OptimizerHooks(run.driver, trainer.optimizer, watch=watch)
         self._eval_hooks: ForwardHooks | None = None  # while Ultralytics validates
         hooks: list[Any] = [watch, self._model_hooks, self._optimizer_hooks]
-        for owner, methods in (
-            (trainer, {"preprocess_batch": self._preprocess, "validate": self._validate, "final_eval": self._final_eval}),
-            (trainer.scaler, {"unscale_": self._unscale}),
-            (trainer.validator, {"preprocess": self._preprocess_to_validate}),
-        ):
+        around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (trainer, "preprocess_batch", self._preprocess),
+            (trainer, "validate", self._validate),
+            (trainer, "final_eval", self._final_eval),
+            (trainer.scaler, "unscale_", self._unscale),
+            (trainer.validator, "preprocess", self._preprocess_to_validate),
+        )
+        for owner, name, method in around:
             hooks.append(wrapped := WrappedMethods(owner))
-            for name, around in methods.items():
-                wrapped.wrap(name, _weak(around))
+            wrapped.wrap(name, _weak(method))
         self._begin_epoch_counts(0)
         self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
@@ -181,7 +183,7 @@ class UltralyticsHost(HostBase):
             self._fail(error)
             return
         if run.control.stop_requested is None and not trainer.args.time and trainer.epoch + 1 < trainer.epochs:
-            why = f"Ultralytics stopped after epoch {trainer.epoch + 1} of {trainer.epochs}"
+            why = f"it stopped after epoch {trainer.epoch + 1} of {trainer.epochs}"
             run.control.agree(Request("stop", why, "Ultralytics"))
         self._finish()
 
@@ -276,9 +278,11 @@ class UltralyticsHost(HostBase):
         batch = preprocess(batch)
         try:
             if self._listens_to_forward and self._run is run:
+                run.driver.end("microbatch")
                 run.ctx.microbatch = batch
                 run.driver.start("microbatch")
-                batch = run.ctx.microbatch
+                if run.driver.parts["microbatch"].is_open:
+                    batch = run.ctx.microbatch
         except BaseException as error:
             self._leave(error)
         return batch
@@ -322,7 +326,7 @@ class UltralyticsHost(HostBase):
                 run.driver.end("microbatch")
                 return
             self._end_step(run, trainer)
-            if not trainer.stop:
+            if self._batches < self._epoch_length and not trainer.stop:
                 self._begin_fetch(run)
         except BaseException as error:
             self._leave(error)
