@@ -1,7 +1,7 @@
 """Sends a host's callbacks to the DDP workers that Ultralytics starts.
 
 With several devices, Ultralytics starts its workers with torchrun on a file that it generates, which makes a trainer of its own. This
-module makes them run `worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
+module makes them run `ultralytics_worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ultralytics.engine import trainer as engine
+
 from callsheet.bridges.host_base import HostBase
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import NotSupported
 from callsheet.transport import pack
-from callsheet.transport.preflight import START
+from callsheet.transport.preflight import command as command_of
 
-WORKER = "callsheet.bridges.ultralytics.worker"
+WORKER = "callsheet.bridges.ultralytics_worker"
 
 _sent: dict[str, contextlib.ExitStack] = {}
 """What to undo when the workers that run a generated file have ended, by the file's path."""
@@ -29,11 +31,9 @@ def install() -> None:
 
     They do the same as before for trainers without a host.
     """
-    from ultralytics.engine import trainer as module
-
-    if not hasattr(module.generate_ddp_command, "callsheet_calls"):
-        module.generate_ddp_command = _sending(module.generate_ddp_command)
-        module.ddp_cleanup = _cleaning(module.ddp_cleanup)
+    if not hasattr(engine.generate_ddp_command, "callsheet_calls"):
+        engine.generate_ddp_command = _sending(engine.generate_ddp_command)
+        engine.ddp_cleanup = _cleaning(engine.ddp_cleanup)
 
 
 def host_of(trainer: Any) -> Any:
@@ -58,7 +58,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
             _sent[str(file)] = undo.pop_all()
         place = command.index(file)
-        return [*command[:place], str(START), WORKER, *command[place:]], file
+        return [*command[:place], "--no-python", *command_of(WORKER), *command[place:]], file
 
     generate_ddp_command.callsheet_calls = given  # type: ignore[attr-defined]
     return generate_ddp_command

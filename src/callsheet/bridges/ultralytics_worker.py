@@ -1,4 +1,7 @@
-"""A DDP worker of Ultralytics: it attaches the callbacks that were sent to the trainer of Ultralytics' file, and runs the file."""
+"""A DDP worker of Ultralytics: it attaches the callbacks that were sent to the trainer of Ultralytics' file, and runs the file.
+
+It is not in the package `ultralytics`, which imports Ultralytics: this process can only find that when the payload is opened.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import runpy
 import sys
 from typing import Any
 
-from callsheet.bridges.ultralytics.hosts import UltralyticsHost
 from callsheet.transport.payload import open_payload
 
 
@@ -18,6 +20,8 @@ def main() -> None:
     sent = unpacked.extra
 
     from ultralytics.engine.trainer import BaseTrainer
+
+    from callsheet.bridges.ultralytics.hosts import UltralyticsHost
 
     host = UltralyticsHost(unpacked.callbacks, sent["settings"], allow_pickle=False, strict=sent["strict"])
     host.only_observes = sent["only_observes"]
