@@ -367,6 +367,13 @@ def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
     assert ends.recorded == ["finished", "reached max_duration, 2ep", "finished", "reached max_duration, 1ep"]
 
 
+def test_a_list_of_datasets_has_a_run_for_each(folder: Path) -> None:
+    ends = Ends()
+    trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
+    assert len(trained.trainers) == 2
+    assert ends.recorded == ["finished", "reached max_duration, 1ep"] * 2
+
+
 class Interrupted(Exception):
     pass
 
