@@ -49,6 +49,7 @@ test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one fra
 
 test-all: test $(READY)  ## make test, and then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
 	$(BIN)/python tools/composer_venv.py
+	$(BIN)/python tools/ultralytics_venv.py
 	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" --ignore tests/bridges --ignore tests/compat
 	$(PYTEST) --maxprocesses 4 tests/bridges tests/compat $(ONE_FRAMEWORK:%=--deselect %)
 	$(PYTEST) --maxprocesses 2 -m browser tests/report
@@ -58,7 +59,8 @@ slow: $(READY)  ## the tests that start many interpreters, and variants of what 
 
 matrix: $(READY)  ## which callback works in which loop, measured again; about five minutes
 	$(BIN)/python tools/composer_venv.py
-	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer" -m "slow or not slow" -p no:randomly
+	$(BIN)/python tools/ultralytics_venv.py
+	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer or ultralytics" -m "slow or not slow" -p no:randomly
 	$(BIN)/python tools/generate.py
 
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md
@@ -111,4 +113,4 @@ bench: $(READY)  ## the figures of benchmarks/, ratios to a floor or a peer in t
 	$(BIN)/python benchmarks/run.py
 
 clean:  ## everything that the other targets made, but not runs/
-	rm -rf $(VENV) .venv-composer .venv-versions site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-composer .venv-ultralytics .venv-versions site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / ".venv-composer"
@@ -33,15 +34,15 @@ VERSIONS = {
 }
 
 
-def make() -> Path:
-    """The venv's interpreter, made where it is not there."""
-    python = FOLDER / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    wanted = "\n".join(["this one", sys.executable, *(f"{name}=={version}" for name, version in VERSIONS.items())])
-    ready = FOLDER / ".ready"
+def make(folder: Path = FOLDER, versions: Mapping[str, str] = VERSIONS) -> Path:
+    """The venv's interpreter, made where it is not there. `folder` and `versions` are those of another venv of this kind."""
+    python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    wanted = "\n".join(["this one", sys.executable, *(f"{name}=={version}" for name, version in versions.items())])
+    ready = folder / ".ready"
     if ready.is_file() and ready.read_text() == wanted:
         return python
-    print(f"making {FOLDER.name} ...", flush=True)
-    venv.create(FOLDER, clear=True, with_pip=False)
+    print(f"making {folder.name} ...", flush=True)
+    venv.create(folder, clear=True, with_pip=False)
     packages = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -49,7 +50,7 @@ def make() -> Path:
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # with its own .pth files: callsheet is in one of them
     )
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages]
-    subprocess.run([*install, *(f"{name}=={version}" for name, version in VERSIONS.items())], check=True)
+    subprocess.run([*install, *(f"{name}=={version}" for name, version in versions.items())], check=True)
     ready.write_text(wanted)
     return python
 

@@ -9,8 +9,8 @@ Results are kept in benchmarks/results/versions.json after each version, so that
 How a version is installed: the version in this environment is tested as it is. Another one is installed with `pip install --no-deps
 --target` into a folder in `.venv-versions/`, and this folder precedes this environment on PYTHONPATH. All other packages are therefore
 shared. Requirements that this environment does not meet are installed into the same folder and named in the results. torch is
-installed with its dependencies, because its libraries cannot be loaded without them. Composer is tested with the interpreter of
-`.venv-composer`; see `composer_venv.py`.
+installed with its dependencies, because its libraries cannot be loaded without them. Composer and Ultralytics are tested with the
+interpreters of `.venv-composer` and `.venv-ultralytics`; see `composer_venv.py` and `ultralytics_venv.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
@@ -39,6 +40,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import composer_venv
+import ultralytics_venv
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-versions"
@@ -98,7 +100,21 @@ PACKAGES = (
         "composer",
         has_free_requirements=True,
     ),
+    Package(
+        "ultralytics",
+        "Ultralytics",
+        (
+            "tests/bridges/ultralytics_in_its_own_venv.py",
+            *(f"tests/bridges/test_{name}.py" for name in ("matrix", "alone", "copies")),
+        ),
+        "ultralytics",
+        minors=2,
+        has_free_requirements=True,
+    ),
 )
+
+VENVS: Mapping[str, ModuleType] = {"mosaicml": composer_venv, "ultralytics": ultralytics_venv}
+"""By package: the module that makes the venv of its own in which the package is tested."""
 
 NOTES: Mapping[tuple[str, str], str] = {
     **dict.fromkeys(
@@ -205,8 +221,8 @@ def releases(package: Package) -> list[str]:
 
 def pinned(package: Package) -> str:
     """Return the version that this environment has, without its local part such as `+cpu`."""
-    if package.name in composer_venv.VERSIONS:
-        return composer_venv.VERSIONS[package.name]
+    if package.name in VENVS:
+        return str(VENVS[package.name].VERSIONS[package.name])
     return Version(importlib.metadata.version(package.name)).public
 
 
@@ -315,7 +331,7 @@ _OPTIONS = shlex.split(
 
 def _run(package: Package, folder: Path | None) -> tuple[list[ElementTree.Element], str]:
     """Run the package's tests with the packages in `folder`. Return their results in JUnit's format, and how pytest ended."""
-    python = composer_venv.make() if package.name in composer_venv.VERSIONS else Path(sys.executable)
+    python = VENVS[package.name].make() if package.name in VENVS else Path(sys.executable)
     paths = [str(path) for path in (folder, ROOT / "src") if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as where:

@@ -8,53 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from callsheet import Callback, Context
+from callsheet import Callback
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.instructlab.run import HookedRun
 from callsheet.errors import HostError
 
+from .faults import EVALUATED, TRAINED, Breaks
 from .loops import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
 from .loops import keras as keras_loop
 from .loops.job import POINTS
 
 LOOPS = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_loop, lightning, megatron_bridge, torchtnt)
-TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
-EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
 """One span for each way in which hosts fire events: from the loop, a hook of the model, a hook of the optimizer, an evaluation."""
-
-
-class Breaks(Callback):
-    """After the third step, makes the host fail wherever it starts or ends the span; notes how the run ends."""
-
-    def __init__(self, span: str, edge: str) -> None:
-        self.span, self.edge = span, edge
-        self.run: Any = None
-        self.faults = 0
-        self.ends: list[Any] = []
-
-    def on_event(self, ctx: Context) -> None:
-        if ctx.event == "on_train_step_end" and ctx.step == 3:
-            for driver in (self.run.driver, self.run.eval.driver if isinstance(self.run, HostedRun) else self.run.eval_driver):
-                self.break_driver(driver)
-        elif ctx.event == "on_exception":
-            self.ends.append(type(ctx.exception))
-        elif ctx.event == "on_run_end":
-            self.ends.append(ctx.run.outcome)
-
-    def break_driver(self, driver: Any) -> None:
-        method = getattr(driver, self.edge)
-
-        def called(name: str) -> None:
-            if name == self.span:
-                self.faults += 1
-                raise RuntimeError("a fault of the host")
-            method(name)
-
-        setattr(driver, self.edge, called)
-        if self.span == "train_step":  # the short ways
-            name = f"{self.edge}_step"
-            setattr(driver, name, lambda: called("train_step"))
 
 
 def weights(loop: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:

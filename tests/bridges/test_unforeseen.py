@@ -40,6 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
+from .faults import Confused
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -212,29 +213,6 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
     check_events(recorder.events)
     assert recorder.events.count("on_eval_all_end") == 3
     assert sum("was not reported" in record.message for record in caplog.records) == 1
-
-
-class Confused:
-    """In the place of a host's methods: leaves some calls out, makes some twice, and some again that were made before."""
-
-    def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
-        self.drawn = random.Random(seed)
-        self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        self.odd = 0
-        for name in names:
-            setattr(host, name, self.around(getattr(host, name)))
-
-    def around(self, method: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> None:
-            self.made.append((method, args, kwargs))
-            calls = [self.made[-1]]
-            if self.drawn.random() < 0.15:
-                self.odd += 1
-                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made), *calls]])
-            for call, given, named in calls:
-                call(*given, **named)
-
-        return called
 
 
 OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]

@@ -48,6 +48,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "pytorch_lightning": "lightning",
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
+    "ultralytics": "ultralytics",
 }
 """For each optional module, the name to pass to `pip install`."""
 

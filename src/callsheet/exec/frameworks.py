@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,37 @@ def _with_argument(bridge: str) -> Around:
     return around
 
 
+def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    owners = [getattr(each, "__self__", each) for functions in trainer.callbacks.values() for each in functions]
+    if trainer.ddp:  # it starts workers, in which it trains
+        if observation.is_observed_otherwise(owners):
+            return train(trainer, *args, **options)
+        with _workers_under_exec(observation):
+            return _trained(observation, None, lambda: train(trainer, *args, **options))
+    hosted = _host(observation, owners, "callsheet.bridges.ultralytics", log_interval=observation.log_interval)
+    if hosted is not None:
+        hosted.attach(trainer)
+    return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+
+
+@contextmanager
+def _workers_under_exec(observation: Observation) -> Iterator[None]:
+    """Make Ultralytics start its DDP workers under `callsheet exec` while the `with` block runs."""
+    module = importlib.import_module("ultralytics.engine.trainer")
+    given = module.generate_ddp_command
+
+    def under_exec(trainer: Any) -> tuple[list[str], str]:
+        command, file = given(trainer)
+        place = command.index(file)
+        return [*command[:place], "-m", "callsheet.exec", *observation.options(), *command[place:]], file
+
+    module.generate_ddp_command = under_exec  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.generate_ddp_command = given  # type: ignore[attr-defined]
+
+
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, **options: Any) -> Any:
     """Return a new host, or None if the script has one itself, or none can be made."""
     try:
@@ -144,5 +176,6 @@ _METHODS: Mapping[str, tuple[str, str, Around]] = {
     "keras.src.backend.torch.trainer": ("TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
     "torchtnt.framework.fit": ("", "fit", _with_argument("callsheet.bridges.torchtnt")),
     "torchtnt.framework.train": ("", "train", _with_argument("callsheet.bridges.torchtnt")),
+    "ultralytics.engine.trainer": ("BaseTrainer", "train", _ultralytics),
 }
 """By module: the class that has the method that trains, or nothing for a function; its name; and the function that is called instead."""

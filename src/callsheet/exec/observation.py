@@ -75,6 +75,7 @@ class Observation:
         log_interval: int,
     ) -> None:
         check_run_name(run_name, None)
+        self._callbacks = callbacks
         self._make = observers_of(callbacks, log_interval)
         self.runs_folder = Path(runs_folder).absolute()
         self.log_interval = log_interval
@@ -124,6 +125,16 @@ class Observation:
         if name != wanted:
             warn(f"{self.runs_folder / wanted} exists, so this run is called {name}")
         return name
+
+    def options(self) -> list[str]:
+        """Return the options of `callsheet exec` for processes that the script starts to train in."""
+        given = {
+            "callbacks": self._callbacks,
+            "run_name": self.next_name(),
+            "runs_folder": self.runs_folder,
+            "log_interval": self.log_interval,
+        }
+        return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
     def _numbered(self) -> str:
         self._names += 1

@@ -1,0 +1,100 @@
+"""Sends a host's callbacks to the DDP workers that Ultralytics starts.
+
+With several devices, Ultralytics starts its workers with torchrun on a file that it generates, which makes a trainer of its own. This
+module makes them run `ultralytics_worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ultralytics.engine import trainer as engine
+
+from callsheet.bridges.host_base import HostBase
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
+from callsheet.errors import NotSupported
+from callsheet.transport import pack
+from callsheet.transport.preflight import command as command_of
+
+WORKER = "callsheet.bridges.ultralytics_worker"
+
+_sent: dict[str, contextlib.ExitStack] = {}
+"""What to undo when the workers that run a generated file have ended, by the file's path."""
+
+
+def install() -> None:
+    """Replace the functions with which Ultralytics' trainer makes and cleans up the workers' command, if that is not done already.
+
+    They do the same as before for trainers without a host.
+    """
+    if not hasattr(engine.generate_ddp_command, "callsheet_calls"):
+        engine.generate_ddp_command = _sending(engine.generate_ddp_command)
+        engine.ddp_cleanup = _cleaning(engine.ddp_cleanup)
+
+
+def host_of(trainer: Any) -> Any:
+    """Return the host that is attached to the trainer, or None."""
+    owners = (getattr(each, "__self__", None) for functions in trainer.callbacks.values() for each in functions)
+    return next((owner for owner in owners if isinstance(owner, HostBase)), None)
+
+
+def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], tuple[list[str], str]]:
+    def generate_ddp_command(trainer: Any) -> tuple[list[str], str]:
+        host = host_of(trainer)
+        if host is None:
+            return given(trainer)
+        payload = pack(_callbacks_of(host), allow_pickle=host.allow_pickle, extra={
+            "settings": dict(host.settings), "strict": host.is_strict, "only_observes": host.only_observes,
+        })  # fmt: skip
+        with _without(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
+            command, file = given(trainer)
+        with contextlib.ExitStack() as undo:
+            variables = undo.enter_context(payload.post())
+            undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
+            os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
+            _sent[str(file)] = undo.pop_all()
+        place = command.index(file)
+        return [*command[:place], "--no-python", *command_of(WORKER), *command[place:]], file
+
+    generate_ddp_command.callsheet_calls = given  # type: ignore[attr-defined]
+    return generate_ddp_command
+
+
+def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    def ddp_cleanup(trainer: Any, file: str) -> None:
+        if (undo := _sent.pop(str(file), None)) is not None:
+            undo.close()
+        given(trainer, file)
+
+    return ddp_cleanup
+
+
+def _callbacks_of(host: Any) -> list[Callback]:
+    """Return the callbacks to send.
+
+    Raises:
+        NotSupported: the manager has handlers that are functions, which cannot be sent.
+    """
+    manager: CallbackManager = host.manager
+    functions = {each for event in manager.events for each in manager.list_callbacks(event) if not isinstance(each, Callback)}
+    if functions:
+        names = ", ".join(sorted(getattr(each, "__qualname__", repr(each)) for each in functions))
+        raise NotSupported(f"{names}: functions cannot be sent to Ultralytics' DDP workers; make them methods of a callback")
+    return manager.callbacks
+
+
+@contextlib.contextmanager
+def _without(trainer: Any, host: Any) -> Iterator[None]:
+    """Leave the host's methods out of the trainer's callbacks while the `with` block runs."""
+    kept = {event: list(functions) for event, functions in trainer.callbacks.items()}
+    for functions in trainer.callbacks.values():
+        functions[:] = [each for each in functions if getattr(each, "__self__", None) is not host]
+    try:
+        yield
+    finally:
+        for event, functions in kept.items():
+            trainer.callbacks[event][:] = functions

@@ -1,0 +1,457 @@
+"""Runs callsheet's callbacks in Ultralytics' training, as callbacks of a model or a trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+from torch import Tensor
+
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.ultralytics import ddp
+from callsheet.bridges.ultralytics.events import HANDLED, NOT_FIRED
+from callsheet.bridges.ultralytics.internals import HOST, PACKAGE
+from callsheet.bridges.wrapped_methods import WrappedMethods
+from callsheet.core.callback import Callback
+from callsheet.core.control import Request
+from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
+from callsheet.core.time import Time
+from callsheet.errors import ConfigError
+from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.transport import TransportError, payload
+
+logger = logging.getLogger("callsheet")
+
+VALIDATION = "validation"
+"""The name of the dataset that Ultralytics validates on after an epoch."""
+
+BEST = "best"
+"""The dataset's name when Ultralytics validates `best.pt` on it after training."""
+
+
+def host(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+    *,
+    log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
+    runs_folder: str | os.PathLike[str] = "runs",
+    timeout_seconds: float = 600.0,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    allow_pickle: bool = False,
+    strict: bool = True,
+) -> UltralyticsHost:
+    """Return the callbacks as callbacks of an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
+
+    A run is one training. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics' validation after an
+    epoch is an evaluation of the dataset `validation`, that of `best.pt` after training one of the dataset `best`. A stop ends the
+    epoch after the current step. Ultralytics writes checkpoints after epochs only; one that a callback asks for is written after the
+    epoch. The callbacks' states are written beside `last.pt`, and a training with `resume=True` restores them.
+
+    If Ultralytics starts DDP workers, each worker rebuilds the callbacks from a signed file; see `callsheet.transport.pack`.
+
+    Args:
+        callbacks: a manager, a callback, or any iterable of callbacks.
+        log_interval: how often a metrics record is made. A bare number means batches.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder.
+        timeout_seconds: a rank that does not answer for so long fails the run.
+        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        allow_pickle: whether to send callbacks that are not data to DDP workers as signed cloudpickle.
+        strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
+
+    Raises:
+        NotSupported: when training begins, or after the first step; see `strict`.
+    """
+    settings = {
+        "log_interval": str(log_interval) if isinstance(log_interval, Time) else log_interval, "run_name": run_name,
+        "runs_folder": os.fspath(runs_folder), "timeout_seconds": timeout_seconds, "lock_timeout_seconds": lock_timeout_seconds,
+    }  # fmt: skip
+    return UltralyticsHost(callbacks, settings, allow_pickle=allow_pickle, strict=strict)
+
+
+class UltralyticsHost(HostBase):
+    """The object that `host` returns: its methods are callbacks of Ultralytics, which fire callsheet's events."""
+
+    _PACKAGE, _INTERNALS = PACKAGE, HOST
+    _run: HostedRun | None = None
+
+    def __init__(
+        self,
+        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        settings: Mapping[str, Any],
+        *,
+        allow_pickle: bool,
+        strict: bool,
+    ) -> None:
+        super().__init__(callbacks, strict=strict)
+        self.settings = settings
+        """The arguments of `host` that are those of `HostedRun` too, as plain data."""
+        self.allow_pickle = allow_pickle
+        """Whether callbacks may be sent to DDP workers as pickles."""
+        self.is_strict = strict
+        """Whether it is an error if a callback listens to an event that is not fired."""
+        self._is_attached = False
+
+    def attach(self, model: Any) -> Self:
+        """Add the host's methods to the callbacks of an Ultralytics model, such as `YOLO("yolo11n.yaml")`, or of a trainer.
+
+        Raises:
+            ConfigError: the host is attached already.
+            TransportError: a DDP worker imports the script that calls this.
+        """
+        if payload.is_opening:
+            raise TransportError(
+                "attach() was called while a DDP worker imports the script: put it and the training under `if __name__ == '__main__'`"
+            )
+        if self._is_attached:
+            raise ConfigError("this host is attached to a model already: make another host for another model")
+        self._is_attached = True
+        for event in HANDLED:
+            model.add_callback(event, getattr(self, event))
+        ddp.install()
+        return self
+
+    # --- the run ---
+
+    @observing
+    def on_train_start(self, trainer: Any) -> None:
+        """Begin a run, because Ultralytics begins to train."""
+        self._forget_earlier_run()
+        self._trainer = weakref.ref(
+            trainer
+        )  # a strong reference would keep this host alive, which ends the run when it is deleted
+        self._outer_error = sys.exc_info()[1]
+        me = weakref.proxy(self)
+        model = trainer.model
+        self._run = run = HostedRun(
+            self.manager,
+            model=model.module if type(model).__name__ == "DistributedDataParallel" else model,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.scheduler,
+            host="Ultralytics",
+            config={name: value for name, value in vars(trainer.args).items() if isinstance(value, (str, int, float, bool))},
+            max_duration=None if trainer.args.time else f"{trainer.epochs}ep",
+            device=trainer.device,
+            able=("stop", "save"),
+            saves=lambda requests: me._request_save(),
+            **self.settings,
+        )
+        run.control.hints = {"evaluate": "Ultralytics validates after each epoch", "save": "Ultralytics saves after each epoch"}
+        run.checkpoints.loads = lambda: me._load()
+        run.state.evaluators = (VALIDATION,) if trainer.args.val else ()
+        self._watch = watch = BackwardWatch(run.driver, run.ctx, trainer.scaler)
+        run.losses = watch.reader
+        self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
+        self._optimizer_hooks = OptimizerHooks(run.driver, trainer.optimizer, watch=watch)
+        self._eval_hooks: ForwardHooks | None = None  # while Ultralytics validates
+        hooks: list[Any] = [watch, self._model_hooks, self._optimizer_hooks]
+        around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (trainer, "preprocess_batch", self._preprocess),
+            (trainer, "validate", self._validate),
+            (trainer, "final_eval", self._final_eval),
+            (trainer.scaler, "unscale_", self._unscale),
+            (trainer.validator, "preprocess", self._preprocess_to_validate),
+        )
+        for owner, name, method in around:
+            hooks.append(wrapped := WrappedMethods(owner))
+            wrapped.wrap(name, _weak(method))
+        self._begin_epoch_counts(0)
+        self._listens_to_forward = True
+        self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
+        self._has_unscaled = False  # whether the loop has unscaled the gradients, so that it steps the optimizer now
+        self._carried: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
+        self._waits_for_boundary = self._is_whole = False
+        self._is_save_requested = self._is_saved = False
+        self._begin_run(run, hooks, NOT_FIRED)
+        run.driver.start("round")
+        self._stop_if_asked(run, trainer)
+
+    @observing
+    def teardown(self, trainer: Any) -> None:
+        """End the run, because Ultralytics' training has ended or failed."""
+        run, error = self._run, sys.exc_info()[1]  # Ultralytics calls this in a `finally` block
+        if run is None:
+            return
+        if error is not None and error is not self._outer_error:
+            self._fail(error)
+            return
+        if run.control.stop_requested is None and not trainer.args.time and trainer.epoch + 1 < trainer.epochs:
+            why = f"it stopped after epoch {trainer.epoch + 1} of {trainer.epochs}"
+            run.control.agree(Request("stop", why, "Ultralytics"))
+        self._finish()
+
+    def _stop(self, loop: Any) -> None:
+        loop.stop = True
+
+    # --- epochs ---
+
+    @in_a_run
+    def on_train_epoch_start(self, run: HostedRun, trainer: Any) -> None:
+        """Start an epoch, perhaps one that Ultralytics repeats."""
+        if run.driver.is_open("epoch"):  # memory ran out, and Ultralytics begins the epoch again with smaller batches
+            self._watch.is_on = False
+            run.drop_step()
+            self._carried = None, (0, 0)
+            run.close_epoch(is_whole=False)
+        self._reach(run, trainer)  # Ultralytics has reloaded last.pt after a loss that was not finite
+        self._begin_epoch_counts(len(trainer.train_loader))
+        run.driver.start("epoch")
+        self._begin_fetch(run)
+
+    def _begin_epoch_counts(self, length: int) -> None:
+        self._batches, self._epoch_length = 0, length
+
+    @in_a_run
+    def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
+        """End the epoch. What is due after it, such as a save, waits for Ultralytics' validation."""
+        self._watch.is_on = False
+        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # Ultralytics' time was over
+            self._batches += 1
+            self._end_step(run, trainer)
+        elif run.driver.is_open("train_step"):
+            # The next step of the optimizer, which is in the next epoch, uses these batches too.
+            self._carried = self._watch.total, run.counted
+            run.drop_step()
+        self._is_whole = self._batches >= self._epoch_length
+        run.close_epoch(is_whole=self._is_whole)
+        self._waits_for_boundary = True
+
+    def _reach(self, run: HostedRun, trainer: Any) -> None:
+        """Carry out what is due after the epoch, which has waited for Ultralytics' validation and save."""
+        if not self._waits_for_boundary:
+            return
+        self._waits_for_boundary = False
+        if self._is_whole:
+            run.boundaries.reach("epoch")
+        else:
+            run.boundaries.fire_checkpoint_due("epoch")
+        is_saved = run.world.of_rank_zero(self._is_saved) if run.world.size > 1 else self._is_saved
+        if self._is_save_requested and not is_saved:
+            if run.world.rank == 0:
+                trainer.save_model()
+            is_saved = True
+        self._is_save_requested = self._is_saved = False
+        if is_saved:
+            run.fire_checkpoint(str(trainer.last), lambda info: self._write_states(run, trainer, info))
+        self._stop_if_asked(run, trainer)
+
+    @in_a_run
+    def on_fit_epoch_end(self, run: HostedRun, trainer: Any) -> None:
+        """Carry out what is due after the epoch."""
+        self._reach(run, trainer)
+
+    # --- steps ---
+
+    def _begin_fetch(self, run: HostedRun) -> None:
+        driver = run.driver
+        if driver.parts["train_step"].is_open:
+            return
+        if driver.listen():
+            self._listens_to_forward = driver.listens_to("forward")
+            self._model_hooks.listen(self._listens_to_forward)
+            self._optimizer_hooks.listen(driver.is_read)
+            self._watch.listen(driver.is_loss_read)
+        if not driver.parts["fetch"].has_no_listeners:
+            driver.start("fetch")
+            run.ctx.batch = None
+
+    def on_train_batch_start(self, trainer: Any) -> None:
+        """Expect the batch that the loop has fetched; it is the argument of the next call of `preprocess_batch`."""
+        self._is_batch_due = True
+
+    def _preprocess(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
+        run = self._run
+        if run is None or not self._is_batch_due:
+            return preprocess(batch)
+        self._is_batch_due = False
+        try:
+            batch = self._begin_batch(run, batch)
+        except BaseException as error:
+            self._leave(error)
+        batch = preprocess(batch)
+        try:
+            if self._listens_to_forward and self._run is run:
+                run.driver.end("microbatch")
+                run.ctx.microbatch = batch
+                run.driver.start("microbatch")
+                if run.driver.parts["microbatch"].is_open:
+                    batch = run.ctx.microbatch
+        except BaseException as error:
+            self._leave(error)
+        return batch
+
+    def _begin_batch(self, run: HostedRun, batch: Any) -> Any:
+        """Start the step with its first batch, or add a further batch to it. Return the batch, perhaps replaced by a callback."""
+        driver, ctx, watch = run.driver, run.ctx, self._watch
+        ctx.batch = batch
+        if not driver.parts["train_step"].is_open:
+            driver.end("fetch")
+            batch = ctx.batch
+            driver.start_step()
+            watch.total, run.counted = self._carried
+            self._carried = None, (0, 0)
+            self._optimizer_hooks.has_stepped = self._has_unscaled = False
+        run.counted = run.counted[0] + len(batch["img"]), 0
+        watch.is_on = True
+        return batch
+
+    def _unscale(self, unscale: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Unscale the gradients, which the loop does just before it clips them."""
+        unscale(*args, **kwargs)
+        run = self._run
+        if run is None or not run.driver.parts["train_step"].is_open:
+            return
+        try:
+            self._has_unscaled = True
+            run.driver.start("clip_gradients")
+        except BaseException as error:
+            self._leave(error)
+
+    def on_train_batch_end(self, trainer: Any) -> None:
+        """End the batch, and the step if the optimizer has stepped, or if the loss scaler has skipped its step."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            self._watch.is_on = False
+            self._batches += 1
+            if not (self._optimizer_hooks.has_stepped or self._has_unscaled):
+                run.driver.end("microbatch")
+                return
+            self._end_step(run, trainer)
+            if self._batches < self._epoch_length and not trainer.stop:
+                self._begin_fetch(run)
+        except BaseException as error:
+            self._leave(error)
+
+    def _end_step(self, run: HostedRun, trainer: Any) -> None:
+        run.step_skipped = not self._optimizer_hooks.has_stepped
+        losses = trainer.loss_items
+        run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
+        run.end_step()
+        if not self._is_checked:
+            if trainer.scaler.is_enabled():  # this may be normal: the loss scaler skips steps until it has found its scale
+                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
+            self._check_first_step(run)
+        if run.control.pending:
+            self._stop_if_asked(run, trainer)
+
+    # --- validation ---
+
+    def _validate(self, validate: Callable[[], Any]) -> Any:
+        """Validate the averaged weights after an epoch, as an evaluation."""
+        self._begin_evaluation(VALIDATION)
+        metrics, fitness = found = validate()
+        self._end_evaluation(VALIDATION, metrics or {}, fitness)
+        return found
+
+    def _final_eval(self, evaluate: Callable[[], None]) -> None:
+        """Validate `best.pt` after training, as an evaluation of its own."""
+        trainer: Any = self._trainer()
+        is_evaluated = trainer.best.exists()
+        if is_evaluated:
+            self._begin_evaluation(BEST)
+        evaluate()
+        if is_evaluated:
+            self._end_evaluation(BEST, trainer.metrics or {}, None)
+
+    @in_a_run
+    def _begin_evaluation(self, run: HostedRun, name: str) -> None:
+        trainer: Any = self._trainer()
+        if name == BEST:
+            run.driver.end("round")  # all epochs are over
+        elif run.eval.listens_to_outputs("eval"):
+            evaluated = trainer.ema.ema if trainer.ema else trainer.model
+            self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, evaluated, "eval")
+            self._eval_hooks.listen(True)
+            self._hooks.append(self._eval_hooks)
+        run.eval.begin(name)
+
+    def _preprocess_to_validate(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
+        batch = preprocess(batch)
+        self._begin_validation_step(batch)
+        return batch
+
+    @in_a_run
+    def _begin_validation_step(self, run: HostedRun, batch: Any) -> None:
+        if run.eval.driver.is_open("eval"):
+            run.eval.ctx.batch = batch
+            run.eval.driver.start("eval_step")
+
+    @in_a_run
+    def on_val_batch_end(self, run: HostedRun, validator: Any) -> None:
+        """End the evaluation's step."""
+        run.eval.driver.end("eval_step")
+
+    @in_a_run
+    def _end_evaluation(self, run: HostedRun, name: str, metrics: Mapping[str, Any], fitness: Any) -> None:
+        if self._eval_hooks is not None:
+            self._eval_hooks.remove()
+            self._hooks.remove(self._eval_hooks)
+            self._eval_hooks = None
+        if not run.eval.driver.is_open("eval"):
+            return
+        found = results(metrics, fitness)
+        if run.world.size > 1:  # Ultralytics has them on rank 0 only
+            found = run.world.of_rank_zero(found)
+        run.eval.end_dataset(name, found)
+        run.eval.end()
+        run.fire_record()
+        if name == BEST:
+            run.eval.driver.synthesized.clear()  # it evaluates a copy of the model, whose forward is not observed
+        else:
+            self._support(run).after_first_step(run.eval.driver)
+
+    # --- checkpoints ---
+
+    def on_model_save(self, trainer: Any) -> None:
+        """Note that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this on rank 0 only."""
+        self._is_saved = True
+
+    def _request_save(self) -> None:
+        self._is_save_requested = True
+
+    def _write_states(self, run: HostedRun, trainer: Any, info: CheckpointInfo) -> None:
+        if not self.only_observes:
+            write_states(run, trainer.wdir, info)
+
+    def _load(self) -> CheckpointInfo | None:
+        """Restore the callbacks' states, if Ultralytics resumes its training."""
+        run, trainer = self._run, self._trainer()
+        assert run is not None
+        assert trainer is not None
+        if not trainer.start_epoch:
+            return None
+        step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)  # the average is updated once a step
+        if self.only_observes or not (trainer.wdir / STATE).is_dir():
+            if not self.only_observes:
+                logger.warning("%s resumes from %s, beside which no callbacks' states were found", run.host, trainer.last)
+            resume_without_states(run, step, trainer.start_epoch)
+            return None
+        return read_states(run, trainer.wdir, step)
+
+
+def results(metrics: Mapping[str, Any], fitness: Any = None) -> dict[str, float]:
+    """Return Ultralytics' metrics under callsheet's names: `val/box_loss` is `box_loss`, and `loss` is the sum of the losses."""
+    losses = {name.removeprefix("val/"): float(value) for name, value in metrics.items() if name.startswith("val/")}
+    others = {name.removeprefix("metrics/"): float(value) for name, value in metrics.items() if not name.startswith("val/")}
+    total = {"loss": sum(losses.values())} if losses else {}
+    return {**total, **losses, **others, **({"fitness": float(fitness)} if fitness is not None else {})}
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the host's method around a method of Ultralytics, and does not keep the host alive."""
+    reference = weakref.WeakMethod(method)
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        return bound(original, *args, **kwargs) if bound is not None else original(*args, **kwargs)
+
+    return around

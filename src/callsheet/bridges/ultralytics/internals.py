@@ -1,0 +1,14 @@
+"""The parts of Ultralytics that the bridge needs besides its callbacks. Without them, a host raises `NotSupported`."""
+
+PACKAGE = "ultralytics"
+
+_TRAINER, _VALIDATOR = "ultralytics.engine.trainer.BaseTrainer", "ultralytics.engine.validator.BaseValidator"
+
+HOST = (
+    *(f"{_TRAINER}.{name}" for name in ("preprocess_batch", "validate", "final_eval", "save_model", "train")),
+    *(f"{_TRAINER}.{name}" for name in ("model", "optimizer", "scheduler", "scaler", "ema", "train_loader", "validator")),
+    *(f"{_TRAINER}.{name}" for name in ("callbacks", "stop", "start_epoch", "epochs", "epoch", "last", "wdir", "ddp")),
+    f"{_VALIDATOR}.preprocess",
+    *("ultralytics.engine.trainer.generate_ddp_command", "ultralytics.engine.trainer.ddp_cleanup"),
+)
+"""The host wraps the methods, reads or sets the attributes, and replaces the command that starts DDP workers."""

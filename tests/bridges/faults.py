@@ -1,0 +1,68 @@
+"""Faults for tests of hosts: calls that are left out, repeated or reordered, and a host that fails at a part of a step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from callsheet import Callback, Context
+from callsheet.bridges.hosted_run import HostedRun
+
+TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
+EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
+
+
+class Confused:
+    """In the place of a host's methods: leaves some calls out, makes some twice, and some again that were made before."""
+
+    def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
+        self.drawn = random.Random(seed)
+        self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.odd = 0
+        for name in names:
+            setattr(host, name, self.around(getattr(host, name)))
+
+    def around(self, method: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> None:
+            self.made.append((method, args, kwargs))
+            calls = [self.made[-1]]
+            if self.drawn.random() < 0.15:
+                self.odd += 1
+                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made), *calls]])
+            for call, given, named in calls:
+                call(*given, **named)
+
+        return called
+
+
+class Breaks(Callback):
+    """After the third step, makes the host fail wherever it starts or ends the span; notes how the run ends."""
+
+    def __init__(self, span: str, edge: str) -> None:
+        self.span, self.edge = span, edge
+        self.run: Any = None
+        self.faults = 0
+        self.ends: list[Any] = []
+
+    def on_event(self, ctx: Context) -> None:
+        if ctx.event == "on_train_step_end" and ctx.step == 3:
+            for driver in (self.run.driver, self.run.eval.driver if isinstance(self.run, HostedRun) else self.run.eval_driver):
+                self.break_driver(driver)
+        elif ctx.event == "on_exception":
+            self.ends.append(type(ctx.exception))
+        elif ctx.event == "on_run_end":
+            self.ends.append(ctx.run.outcome)
+
+    def break_driver(self, driver: Any) -> None:
+        method = getattr(driver, self.edge)
+
+        def called(name: str) -> None:
+            if name == self.span:
+                self.faults += 1
+                raise RuntimeError("a fault of the host")
+            method(name)
+
+        setattr(driver, self.edge, called)
+        if self.span == "train_step":  # the short ways
+            name = f"{self.edge}_step"
+            setattr(driver, name, lambda: called("train_step"))
