@@ -219,3 +219,14 @@ def test_the_package_exports_what_a_user_writes() -> None:
         *("MetricsRecord", "Outcome", "Process", "RunInfo", "Time", "Timestamp", "TrainState", "Trainer"),
         *("at", "attach", "every", "launch", "local_rank_zero_only", "normalize_callbacks", "rank_zero_only", "should_fire"),
     }
+
+
+def test_import_callsheet_is_enough_for_the_public_modules() -> None:
+    """`callsheet.callbacks.SpeedMonitor` works without `import callsheet.callbacks`, and a misspelt name gets one hint."""
+    names = [each.partition(".")[2] for each in PUBLIC if "." in each]
+    code = f"import callsheet; print([getattr(callsheet, name).__name__ for name in {names}]); callsheet.Calback"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == str([f"callsheet.{name}" for name in names]), ran.stderr
+    assert (
+        ran.stderr.splitlines()[-1] == "AttributeError: module 'callsheet' has no attribute 'Calback'; did you mean 'Callback'?"
+    )

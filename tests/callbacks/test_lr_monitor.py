@@ -114,7 +114,7 @@ class Rateless(torch.optim.Optimizer):
     """An optimizer of the user's whose parameter groups have no `lr`."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without the overloads
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(0.1 * parameter.grad)

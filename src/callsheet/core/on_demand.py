@@ -15,6 +15,12 @@ _PACKAGES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
 """The packages that are searched for a name that was imported from the wrong package."""
 
 
+_SUBPACKAGES = (
+    "bridges", "callbacks", "checkpoint", "compat", "errors", "loggers", "metrics", "recipes", "report", "testing", "trainer", "transport"
+)  # fmt: skip
+"""What users import of the package, and may also use as `callsheet.callbacks` after `import callsheet` alone."""
+
+
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package, which imports each attribute at its first use, from the module that `modules` names.
 
@@ -28,11 +34,14 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
                 found = getattr(importlib.import_module(modules[name]), name)
             setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
             return found
+        if package == "callsheet" and name in _SUBPACKAGES:
+            return importlib.import_module(f"{package}.{name}")  # which also stores it as an attribute of the package
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
             # In a `from package import name` statement, Python would replace the message of an AttributeError by its own.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}")
+        # Without `name`, Python would add a suggestion of its own to the traceback.
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}", name=name)
 
     return get
 
