@@ -338,3 +338,22 @@ def test_a_module_that_misses_one_of_its_own_says_which(tmp_path: Path, monkeypa
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
         import_path("needs_another.Thing")
     assert "needs_another" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["on_init_end", "on_train_batch_end", "state_key", "set_params"])
+def test_a_framework_that_gets_a_callback_without_a_host_says_so(name: str) -> None:
+    """Hugging Face, Lightning and Keras look these up in the callbacks that they are given."""
+    with pytest.raises(
+        AttributeError, match=rf"'Callback' has no attribute '{name}', because it is a callback of callsheet.*host"
+    ):
+        getattr(Callback(), name)
+
+
+def test_an_attribute_error_in_a_property_keeps_its_message() -> None:
+    class Broken(Callback):
+        @property
+        def value(self) -> int:
+            return self.missing  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
+        Broken().value  # noqa: B018

@@ -278,3 +278,11 @@ def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
     ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {})
     with pytest.raises(ConfigError, match=r"^speed/steps: .* is not one number a name"):
         ctx.log({"speed/steps": value}, across="same")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("lr", "learning_rate"), ("logs", "record"), ("global_step", "step"), ("los", "loss")]
+)
+def test_an_unknown_field_names_the_one_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^the context has no field '{name}'; did you mean '{meant}'\?$"):
+        getattr(Context(RunInfo("run")), name)

@@ -3,8 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from callsheet import CallbackManager, Context, RunInfo
+from callsheet import CallbackManager, Context, RunInfo, Trainer
 from callsheet.core.manager import CallbackManager as Manager
 from callsheet.loggers import Logger
 
@@ -65,3 +66,14 @@ def test_a_broken_logger_does_not_end_the_run(caplog: pytest.LogCaptureFixture) 
 
     CallbackManager([Broken()]).fire("on_log", Context(RunInfo("run")))
     assert "disk full" in caplog.text
+
+
+def test_a_logger_of_the_user_is_given_the_runs_configuration(tmp_path: Path) -> None:
+    keeps = Keeps()
+    with Trainer(
+        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 1))], max_duration="1ba",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), config={"lr": 0.1}, loggers=[keeps], runs_folder=tmp_path,
+        device="cpu",
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert keeps.given == [(0, {"lr": 0.1})]

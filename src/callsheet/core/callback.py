@@ -125,6 +125,19 @@ class Callback(Hooks):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Called when a checkpoint is loaded."""
 
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they reject unknown attributes
+
+        def __getattr__(self, name: str) -> Any:  # Python calls this only if there is no such attribute
+            from callsheet.core import familiar_names
+
+            if name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS:
+                raise AttributeError(
+                    f"{type(self).__name__!r} has no attribute {name!r}, because it is a callback of callsheet. Another framework runs it in "
+                    f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",
+                    name=name,
+                )
+            return object.__getattribute__(self, name)  # raise Python's own error
+
 
 def label_of(callback: Callback) -> str:
     """Return the callback's name in tables, errors and checkpoints: its `name`, or the name of its class if that is empty."""

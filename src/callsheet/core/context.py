@@ -272,7 +272,16 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls this only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            raise AttributeError(f"the context has no field {name!r}{did_you_mean(name, FIELDS)}")
+            raise AttributeError(
+                f"the context has no field {name!r}{_field_hint(name)}", name=name
+            )  # with `name`, Python adds no hint
+
+
+def _field_hint(name: str) -> str:
+    from callsheet.core import familiar_names  # imported here, because only error messages need it
+
+    meant = familiar_names.FIELDS.get(name)
+    return f"; did you mean {meant!r}?" if meant else did_you_mean(name, FIELDS)
 
 
 def _floats(values: Loggable) -> dict[str, float]:

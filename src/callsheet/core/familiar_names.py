@@ -1,4 +1,4 @@
-"""Names of classes, events and arguments in other frameworks, and what callsheet uses instead of each."""
+"""Names of classes, events, fields and arguments in other frameworks, and what callsheet uses instead of each."""
 
 from __future__ import annotations
 
@@ -92,6 +92,28 @@ EVENTS: Mapping[str, str] = {
     "on_val_start": "on_eval_all_start",
 }
 """For event names of Hugging Face, Lightning, Keras, torchtnt, Megatron Bridge, AutoModel, InstructLab and Ultralytics: callsheet's events."""
+
+CALLBACK_METHODS = ("state_key", "setup", "set_model", "set_params", "run_event")
+"""What Lightning, Keras and Composer look up first in a callback of theirs, besides events."""
+
+FIELDS: Mapping[str, str] = {
+    "batch_idx": "step",
+    "current_epoch": "epoch",
+    "error": "exception",
+    "global_step": "step",
+    "input": "batch",
+    "inputs": "batch",
+    "iteration": "step",
+    "logs": "record",
+    "lr": "learning_rate",
+    "lr_scheduler": "scheduler",
+    "metrics": "eval_results",
+    "output": "outputs",
+    "preds": "outputs",
+    "train_loss": "loss",
+    "val_loss": "eval_results",
+}
+"""For names of the values that other frameworks pass to callbacks: the fields of callsheet's context."""
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",

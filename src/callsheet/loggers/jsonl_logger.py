@@ -117,8 +117,6 @@ class JSONLLogger(Logger):
             **facts,
             **_whereabouts(),
         )
-        if ctx.run.config:
-            self.log_hyperparameters(ctx, ctx.run.config)
         path, run = self._folder / environment.FILE, ctx.run
 
         def write(found: dict[str, Any]) -> None:

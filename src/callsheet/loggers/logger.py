@@ -22,7 +22,11 @@ class Logger(Callback):
     on_error: OnError | None = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Log hyperparameters of the run, by name. May be called several times; later values replace earlier ones."""
+        """Log hyperparameters of the run, by name.
+
+        This is called with the run's configuration (`ctx.run.config`), if there is one, after the checkpoint was loaded, and with what
+        callbacks pass to `ctx.log_hyperparameters`. Later values replace earlier ones.
+        """
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log a table. Each row is a sequence of cells, one for each of the `columns`."""

@@ -119,6 +119,8 @@ class Run:
 
     def tell_loggers(self, settings: Mapping[str, Any]) -> None:
         """Pass the call sheet and the settings of the run to the loggers."""
+        if self.ctx.run.config:
+            self.manager.notify_loggers("log_hyperparameters", self.ctx, values=dict(self.ctx.run.config))
         self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))
         self.manager.notify_loggers("log_settings", self.ctx, settings=settings)
 

@@ -96,8 +96,6 @@ class Tracker(Logger):
             if self._is_ours:
                 self._opened.add(self.run_id)
         self._saved["run_id"], self.is_open = self.run_id, True
-        if ctx.run.config:
-            self.log_hyperparameters(ctx, ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
         if self.is_open:
