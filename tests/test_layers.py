@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bridges", "launcher", "testing", "report"),
     ("recipes",),
     ("exec",),
-    ("compat", "cli", "__main__"),
+    ("compat", "plugins", "cli", "__main__"),
 )
 """Folders and files of the package, from the bottom up. One imports from its own folder, and from folders named before it."""
 
