@@ -1,4 +1,4 @@
-"""Programs that train with the Hugging Face Trainer as a configuration says, with callsheet's callbacks.
+"""callsheet's callbacks in axolotl, ms-swift, LLaMA-Factory and Unsloth, which train with the Hugging Face Trainer.
 
 The packages pin many others, so each test needs an interpreter of its own in which its package is installed, and is skipped otherwise.
 """
@@ -102,6 +102,70 @@ def executed(folder: Path, output: str, *, max_steps: int | None, hosted: bool) 
     return ["-m", "callsheet", "exec", "--callbacks", "callbacks.yaml", *plain] if hosted else plain
 
 
+UNSLOTH = """
+import sys
+from unsloth import FastLanguageModel  # first, because it replaces parts of the others
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+from callsheet.bridges.huggingface import host
+from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, SpeedMonitor
+from callsheet.testing import Recorder, check_events
+from stops import Stops
+
+def trained(output, callbacks, **more):
+    is_full = sys.argv[1] == "full"
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        "./model", max_seq_length=64, load_in_4bit=False, dtype=torch.float32, full_finetuning=is_full
+    )
+    if not is_full:
+        model = FastLanguageModel.get_peft_model(model, r=2, target_modules=["q_proj", "v_proj"], random_state=3)
+    arguments = SFTConfig(
+        output_dir=output, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1, logging_steps=1,
+        learning_rate=1e-2, lr_scheduler_type="constant", report_to=[], save_strategy="no", seed=3, dataset_text_field="text",
+        max_length=64, bf16=False, fp16=False, **more,
+    )
+    rows = Dataset.from_json("texts.jsonl")
+    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=arguments, callbacks=callbacks)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer.state.global_step, losses, list(trainer.model.state_dict().values())
+
+recorder, history, saver = Recorder(), History(), CheckpointSaver(save_interval="2ba", keep=None)
+acting = [EMA(half_life=2, at_end=False), saver, Stops()]
+ours = trained("hosted", [host([recorder, history, SpeedMonitor(), LRMonitor(), *acting])])
+plain = trained("plain", [], max_steps=4)
+assert ours[:2] == plain[:2], (ours[:2], plain[:2])
+assert ours[0] == 4
+assert history["train/loss"] == plain[1], history["train/loss"]
+assert all(torch.equal(one, other) for one, other in zip(ours[2], plain[2], strict=True))
+check_events(recorder.events)
+assert recorder.events.count("on_backward_end") == 8
+"""
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Write a model, the data and the callbacks, and return the environment of the training."""
+    from .built_on import language_model
+
+    model, tokenizer = language_model()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    numbers = range(24)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} and {i} is {2 * i}"}) + "\n" for i in numbers))
+    talks = [[{"role": "user", "content": f"{i} and {i}"}, {"role": "assistant", "content": f"{2 * i}"}] for i in numbers]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    rows = [{"instruction": f"{i} and {i}", "input": "", "output": f"{2 * i}"} for i in numbers]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    (folder / "callbacks.yaml").write_text(CALLBACKS)
+    (folder / "stops.py").write_text(STOPS)
+    return os.environ | {
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CALLSHEET_CALLBACKS": "callbacks.yaml",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("package", "command", "keeps_states"),
     [("axolotl", axolotl, True), ("swift", swift, True), ("llamafactory", llamafactory, True), ("llamafactory", executed, False)],
@@ -113,24 +177,7 @@ def test_a_configured_training_stops_and_saves_with_the_same_weights(
         pytest.skip(f"{package} is not installed here")
     from safetensors.torch import load_file
 
-    from .built_on import language_model
-
-    model, tokenizer = language_model()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    numbers = range(24)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} and {i} is {2 * i}"}) + "\n" for i in numbers))
-    talks = [[{"role": "user", "content": f"{i} and {i}"}, {"role": "assistant", "content": f"{2 * i}"}] for i in numbers]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    rows = [{"instruction": f"{i} and {i}", "input": "", "output": f"{2 * i}"} for i in numbers]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
-    (tmp_path / "callbacks.yaml").write_text(CALLBACKS)
-    (tmp_path / "stops.py").write_text(STOPS)
-    environment = os.environ | {
-        "PYTHONPATH": f"{SOURCE}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CALLSHEET_CALLBACKS": "callbacks.yaml",
-    }  # fmt: skip
+    environment = prepare(tmp_path)
     for output, max_steps in (("hosted", None), ("plain", 4)):
         arguments = command(tmp_path, output, max_steps=max_steps, hosted=output == "hosted")
         ran = subprocess.run(
@@ -144,3 +191,14 @@ def test_a_configured_training_stops_and_saves_with_the_same_weights(
     assert (tmp_path / "hosted" / "checkpoint-2" / STATE).is_dir() is keeps_states  # `callsheet exec` adds nothing to checkpoints
     assert json.loads((tmp_path / "hosted" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
     assert not list((tmp_path / "hosted").glob("checkpoint-[56]"))
+
+
+@pytest.mark.skipif(find_spec("unsloth") is None, reason="unsloth is not installed here")
+@pytest.mark.parametrize("what", ["full", "adapter"])
+def test_unsloth_trains_as_without_callbacks(what: str, tmp_path: Path) -> None:
+    environment = prepare(tmp_path)
+    (tmp_path / "train.py").write_text(UNSLOTH)
+    arguments = [sys.executable, "train.py", what]
+    ran = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert (tmp_path / "hosted" / "checkpoint-2" / STATE).is_dir()
