@@ -48,6 +48,9 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "pytorch_lightning": "lightning",
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
+    "axolotl": "axolotl",  # this and the following are for callsheet's plugins
+    "pydantic": "pydantic",
+    "swift": "ms-swift",
 }
 """For each optional module, the name to pass to `pip install`."""
 
