@@ -60,7 +60,7 @@ slow: $(READY)  ## the tests that start many interpreters, and variants of what 
 matrix: $(READY)  ## which callback works in which loop, measured again; about five minutes
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
-	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer or ultralytics" -m "slow or not slow" -p no:randomly
+	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer or ultralytics or built_on" -m "slow or not slow" -p no:randomly
 	$(BIN)/python tools/generate.py
 
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bridges", "launcher", "testing", "report"),
     ("recipes",),
     ("exec",),
-    ("compat", "cli", "__main__"),
+    ("compat", "plugins", "cli", "__main__"),
 )
 """Folders and files of the package, from the bottom up. One imports from its own folder, and from folders named before it."""
 
@@ -42,7 +42,7 @@ PUBLIC = (
     "callsheet.testing",
     "callsheet.recipes",
 )
-"""The import paths of users, beside `callsheet.bridges.<name>` and `callsheet.compat.<name>`; docs/architecture.md lists them."""
+"""The import paths of users, beside `callsheet.bridges.<name>`, `.compat.<name>` and `.plugins.<name>`; docs/architecture.md lists them."""
 
 ORDER = [name for layer in LAYERS for name in layer]
 ROOT = ORDER.index("lanes") + 1  # callsheet/__init__.py imports from the core; nothing that it imports may import it

@@ -158,6 +158,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     **{f"recipe-keys-{name}": partial(keys_of_recipe, name) for name in RECIPES},
     **{f"api-{name}": partial(api, f"callsheet.{name}") for name in API},
     "matrix": matrix.markdown,
+    "matrix-built-on": matrix.markdown_of_derived,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
     **{
         f"figures-{name}": figures(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import callsheet.bridges.matrix as matrix
-from callsheet.bridges.matrix import Cell, Framework, frameworks
+from callsheet.bridges.matrix import Cell, Derived, Framework, frameworks
 
 WRITES = os.environ.get("CALLSHEET_MATRIX") == "write"
 FILES = Path(matrix.__file__).parent
@@ -30,3 +30,21 @@ def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> No
     rows: dict[str, Any] = {part: {**getattr(known, part), name: found}}
     known = replace(known, **rows)
     path.write_text(known.to_json(), "utf-8")
+
+
+def hold_trainer(name: str, library: str, check: str, found: Cell) -> None:
+    """Hold what a check found of a trainer that is built on the Hugging Face Trainer against its row, or write it there.
+
+    Raises:
+        AssertionError: the matrix says something else.
+    """
+    bridge = "huggingface"
+    if not WRITES:
+        row = frameworks()[bridge].derived[name]
+        assert (row.library, row.checks.get(check)) == (library, found), f"make matrix writes what is found: {library}, {found}"
+        return
+    path = FILES / f"{bridge}.json"
+    known = matrix.read(path.read_text("utf-8"))
+    checks = known.derived[name].checks if name in known.derived else {}
+    derived = {**known.derived, name: Derived(library, {**checks, check: found})}
+    path.write_text(replace(known, derived=derived).to_json(), "utf-8")

@@ -443,17 +443,25 @@ def test_data_events_are_fired_if_they_have_listeners() -> None:
 
 
 def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) -> None:
-    """Its callbacks have the same form: available fields are passed, and unsupported requests are rejected."""
+    """All events have one context, whose fields keep their values. Available fields are passed, unsupported requests rejected."""
 
     def run(hosted: MegatronBridgeHost) -> None:
         trained = loop(None, None)
+        context = SimpleNamespace(
+            model=trained.model,
+            optimizer=None,
+            scheduler=None,
+            loss_dict=None,
+            grad_norm=None,
+            skipped_iter=None,
+            total_loss_dict=None,
+        )
 
         def fire(event: str, **fields: Any) -> None:
+            vars(context).update(fields)
             noted = getattr(hosted, event, None)
             if noted is not None:
-                noted(
-                    SimpleNamespace(**{"optimizer": None, "scheduler": None, "loss_dict": None, "model": trained.model, **fields})
-                )
+                noted(context)
 
         trained.fire = fire  # type: ignore[method-assign]
         with hosted:

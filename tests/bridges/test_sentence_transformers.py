@@ -15,7 +15,6 @@ from sentence_transformers import (
     CrossEncoder,
     CrossEncoderTrainer,
     CrossEncoderTrainingArguments,
-    SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
@@ -26,13 +25,13 @@ from sentence_transformers.sentence_transformer.losses import (
     CosineSimilarityLoss,
     MultipleNegativesRankingLoss,
 )
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainerCallback
+from transformers import TrainerCallback
 
 from callsheet.bridges.huggingface import host
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, SpeedMonitor
-from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 from callsheet.testing import Recorder, check_events
+
+from .built_on import embedder, save_encoders
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,22 +46,9 @@ SPEEDS = ("runtime", "per_second")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models, as their libraries read them."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = byte_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, num_labels=1, hidden_dropout_prob=0.1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    for name, kind in {"encoder": BertModel, "cross": BertForSequenceClassification}.items():
-        kind(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_encoders(folder)
     embedder(folder).save(str(folder / "embedder"))
     return folder
-
-
-def embedder(saved: Path) -> SentenceTransformer:
-    torch.manual_seed(0)
-    return SentenceTransformer(modules=[Transformer(str(saved / "encoder"), max_seq_length=16), Pooling(16)], device="cpu")
 
 
 class Encodes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
@@ -198,3 +184,4 @@ def test_a_few_shot_classifier_trains_as_without_us(saved: Path, tmp_path: Path)
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 6
     assert len(history["train/loss"]) >= 6
+    assert {name for _, results in history.evaluations for name in results["validation"]} == {"loss"}  # SetFit has its own prefix

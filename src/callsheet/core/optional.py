@@ -49,6 +49,9 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
     "ultralytics": "ultralytics",
+    "axolotl": "axolotl",  # this and the following are for callsheet's plugins
+    "pydantic": "pydantic",
+    "swift": "ms-swift",
 }
 """For each optional module, the name to pass to `pip install`."""
 

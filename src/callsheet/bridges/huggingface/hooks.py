@@ -204,7 +204,12 @@ class StepWatch(BackwardWatch):
 
 
 def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Return the results of an evaluation without the Trainer's prefix, and without its timings."""
+    """Return the results of an evaluation without the Trainer's prefix, and without its timings.
+
+    A subclass of the Trainer may have extended the prefix, as SetFit does. The name of the evaluation's time shows the whole prefix.
+    """
+    timed = [name.removesuffix("_runtime") for name in metrics if name.startswith(prefix) and name.endswith("_runtime")]
+    prefix = min(timed, key=len, default=prefix)
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float)) and name != "epoch"}
     found = {name.removeprefix(f"{prefix}_").removeprefix("eval_"): value for name, value in numbers.items()}
     return {name: value for name, value in found.items() if name not in SPEEDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.huggingface.engine import check_engine, engine_of, watch_step
 from callsheet.bridges.huggingface.events import NOT_FIRED
 from callsheet.bridges.huggingface.hooks import SPEEDS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
 from callsheet.bridges.huggingface.internals import HOST, PACKAGE
@@ -128,6 +130,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
         self._skips: Any = None
+        self._has_engine = False  # whether DeepSpeed's engine steps the optimizer
 
     # --- the run ---
 
@@ -168,6 +171,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             raise NotSupported(
                 f"the Trainer trains a {type(model).__name__}, and the host needs a torch.nn.Module; train one, or leave the host out"
             )
+        engine = engine_of(trainer)
+        if engine is not None:
+            check_engine(engine, strict=self._strict)
         output = Path(args.output_dir or "runs/huggingface").absolute()
         self._run = run = HostedRun(
             self.manager,
@@ -195,8 +201,11 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._watch = watch = StepWatch(run.driver, run.ctx, getattr(optimizer, "scaler", None))
         run.losses = watch.reader
         self._forward = watch.hooks = hooks = HuggingFaceForwardHooks(run, model)
-        methods = self._wrap_methods(trainer) if trainer is not None else None
-        self._begin_run(run, [hooks, watch, *([methods] if methods is not None else [])], NOT_FIRED)
+        wrapped = [] if trainer is None else [self._wrap_methods(trainer)]
+        self._has_engine = engine is not None
+        if self._has_engine:
+            wrapped.append(watch_step(engine, functools.partial(_begin_engine_step, weakref.ref(self))))
+        self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         if state.global_step:
             self._resume(args, state)
         self._requests.control = control
@@ -277,17 +286,20 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the optimizer's step, because the gradients are computed and clipped."""
         run = self._run
-        if run is None or not self._listens_to_optimizer:
+        if run is None or self._has_engine or not self._listens_to_optimizer:
             return
         try:
-            driver = run.driver
-            if not driver.parts["train_step"].is_open:
-                self._begin_step(run)
-            if not driver.parts["clip_gradients"].has_no_listeners:
-                driver.start_and_end("clip_gradients")
-            driver.start("optimizer_step")
+            self._begin_optimizer_step(run)
         except BaseException as error:
             self._leave(error)
+
+    def _begin_optimizer_step(self, run: HostedRun) -> None:
+        driver = run.driver
+        if not driver.parts["train_step"].is_open:
+            self._begin_step(run)
+        if not driver.parts["clip_gradients"].has_no_listeners:
+            driver.start_and_end("clip_gradients")
+        driver.start("optimizer_step")
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the step, because the parameters have changed.
@@ -304,7 +316,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             if not self._listens_to_optimizer:
                 if not driver.parts["train_step"].is_open:
                     self._begin_step(run)
-                if driver.is_read:
+                if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
                 driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
@@ -523,6 +535,13 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
     found = host()
     return None if found is None else found._run
+
+
+def _begin_engine_step(host: weakref.ref[HuggingFaceHost]) -> None:
+    """Start the optimizer's step, because DeepSpeed's engine begins it."""
+    found, run = host(), _run_of(host)
+    if found is not None and run is not None and (found._listens_to_optimizer or run.driver.is_read):
+        found._within(run, found._begin_optimizer_step)
 
 
 def _dataset(prefix: str | None) -> str:

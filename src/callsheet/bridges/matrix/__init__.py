@@ -30,11 +30,26 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """A trainer of another library that is built on a framework's trainer, such as one of TRL's.
+
+    `library` is the library with its version, and `checks` has the result of each of `CHECKS`.
+    """
+
+    library: str
+    checks: Mapping[str, Cell] = field(default_factory=dict)
+
+
+CHECKS = ("observers", "stop", "save", "EMA", "resume")
+"""What is checked of a trainer that is built on another: training with callbacks that only observe, and four ways to act on it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Framework:
     """A framework that has a bridge.
 
     `name` is the framework's name in sentences, and `version` the tested version. `how` says how it was tested if that was not a
-    real training.
+    real training. `derived` has the trainers of other libraries that are built on it.
     """
 
     name: str
@@ -42,6 +57,7 @@ class Framework:
     how: str = ""
     callbacks: Mapping[str, Cell] = field(default_factory=dict)
     guests: Mapping[str, Cell] = field(default_factory=dict)
+    derived: Mapping[str, Derived] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of the framework's JSON file."""
@@ -59,8 +75,13 @@ def read(text: str) -> Framework:
     """Parse the content of a framework's JSON file."""
     given = json.loads(text)
     for part in ("callbacks", "guests"):
-        given[part] = {name: Cell(**cell) for name, cell in given[part].items()}
+        given[part] = _cells(given[part])
+    given["derived"] = {name: Derived(row["library"], _cells(row["checks"])) for name, row in given.get("derived", {}).items()}
     return Framework(**given)
+
+
+def _cells(given: Mapping[str, Mapping[str, str]]) -> dict[str, Cell]:
+    return {name: Cell(**cell) for name, cell in given.items()}
 
 
 def overview() -> str:
@@ -74,7 +95,18 @@ def overview() -> str:
         lines.append(" ".join([name.ljust(width), *signs]).rstrip())
     legend = "✓ works   ~ works with a limit   ✗ rejected"
     hint = "`callsheet bridges NAME` prints the limits and reasons of one bridge, and that framework's callbacks as guests"
-    return "\n".join([*lines, "", legend, hint])
+    built_on = [line for each in found.values() if each.derived for line in ["", f"Built on {each.name}", *_derived(each)]]
+    return "\n".join([*lines, *built_on, "", legend, hint])
+
+
+def _derived(framework: Framework) -> list[str]:
+    """Return a text table of the trainers that are built on the framework's."""
+    width = max(map(len, framework.derived))
+    lines = [" ".join([" " * width, *CHECKS, "library"])]
+    for name, row in framework.derived.items():
+        signs = [_sign(row.checks.get(check)).ljust(len(check)) for check in CHECKS]
+        lines.append(" ".join([name.ljust(width), *signs, row.library]))
+    return lines
 
 
 def about(bridge: str) -> str:
@@ -94,7 +126,15 @@ def about(bridge: str) -> str:
             first, *rest = wrap(words, 110) or [""]
             lines.append(f"  {_sign(cell)} {name:<{width}}  {first}".rstrip())
             lines += [f"    {'':<{width}}  {line}" for line in rest]
+    if found.derived:
+        lines += ["", f"trainers that are built on {found.name}", *_derived(found)]
+        lines += [f"  {_sign(cell)} {name}: {cell.why}" for name, _, cell in _limits(found)]
     return "\n".join(lines)
+
+
+def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
+    """Return the name, the check and the result for each trainer built on the framework's, where the result has a reason."""
+    return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 
 def _sign(cell: Cell | None) -> str:
@@ -107,6 +147,17 @@ def markdown() -> list[str]:
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     lines = [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
     return lines + [f"| `{name}` | {' | '.join(_sign(each.callbacks.get(name)) for each in found.values())} |" for name in names]
+
+
+def markdown_of_derived() -> list[str]:
+    """Return a Markdown table of the trainers that are built on a framework's, and below it what limits them."""
+    lines = [f"| trainer | library | {' | '.join(CHECKS)} |", f"| --- | --- |{' --- |' * len(CHECKS)}"]
+    limits = []
+    for each in frameworks().values():
+        for name, row in each.derived.items():
+            lines.append(f"| `{name}` | {row.library} | {' | '.join(_sign(row.checks.get(check)) for check in CHECKS)} |")
+        limits += [f"- `{name}`, {check}: {cell.why}" for name, check, cell in _limits(each)]
+    return [*lines, *([""] if limits else []), *limits]
 
 
 def markdown_of(bridge: str) -> list[str]:

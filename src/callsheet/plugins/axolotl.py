@@ -1,0 +1,40 @@
+"""The plugin for axolotl: callsheet's callbacks in a training that a YAML file of axolotl configures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from callsheet.core.optional import needed_by
+
+with needed_by(__name__):
+    from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel
+
+    from callsheet.bridges.huggingface import HuggingFaceHost, host
+    from callsheet.exec.observers import observers_of
+
+
+class Settings(BaseModel):
+    """The keys that the plugin adds to axolotl's configuration."""
+
+    callsheet_callbacks: str | None = None
+    """A YAML file that lists the callbacks, as for `callsheet exec`. None: callbacks that only observe."""
+
+
+class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are not read
+    """Add callsheet's callbacks to axolotl's trainer.
+
+    Name it in axolotl's configuration, and the file of callbacks if there is one:
+
+        plugins:
+          - callsheet.plugins.axolotl.CallsheetPlugin
+        callsheet_callbacks: callbacks.yaml
+    """
+
+    def get_input_args(self) -> str:
+        """Return the path of the class that has the plugin's keys."""
+        return f"{__name__}.Settings"
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[HuggingFaceHost]:
+        """Return the host of the callbacks, which axolotl passes to its trainer."""
+        return [host(observers_of(cfg.callsheet_callbacks, 10)())]
