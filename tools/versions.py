@@ -108,7 +108,7 @@ PACKAGES = (
             *(f"tests/bridges/test_{name}.py" for name in ("matrix", "alone", "copies")),
         ),
         "ultralytics",
-        minors=2,
+        minors=1,
         has_free_requirements=True,
     ),
 )

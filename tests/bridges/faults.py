@@ -10,6 +10,8 @@ from callsheet.bridges.hosted_run import HostedRun
 
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
+ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
+"""One span for each way in which hosts fire events: from the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
 class Confused:

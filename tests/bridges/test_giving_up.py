@@ -13,14 +13,12 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.instructlab.run import HookedRun
 from callsheet.errors import HostError
 
-from .faults import EVALUATED, TRAINED, Breaks
+from .faults import ALWAYS, EVALUATED, TRAINED, Breaks
 from .loops import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
 from .loops import keras as keras_loop
 from .loops.job import POINTS
 
 LOOPS = (accelerate, automodel, bare, huggingface, ignite, instructlab, keras_loop, lightning, megatron_bridge, torchtnt)
-ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
-"""One span for each way in which hosts fire events: from the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
 def weights(loop: Any, folder: Path, callbacks: list[Callback] | None) -> list[torch.Tensor]:

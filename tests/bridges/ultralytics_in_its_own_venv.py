@@ -30,7 +30,7 @@ from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
-from .faults import EVALUATED, TRAINED, Breaks, Confused
+from .faults import ALWAYS, EVALUATED, TRAINED, Breaks, Confused
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
@@ -502,7 +502,9 @@ def test_the_time_limit_of_ultralytics(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("edge", ["start", "end"])
-@pytest.mark.parametrize("span", TRAINED + EVALUATED)
+@pytest.mark.parametrize(
+    "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
+)
 def test_a_fault_at_a_part_of_a_step(
     span: str, edge: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,7 +526,7 @@ def test_a_fault_at_a_part_of_a_step(
         assert breaks.faults
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
 def test_ultralytics_confused(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     attach = UltralyticsHost.attach
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.mkdtemp(prefix="ultralytics-"))
+if "YOLO_CONFIG_DIR" not in os.environ:
+    _SETTINGS = tempfile.TemporaryDirectory(prefix="ultralytics-")  # removed when the tests end
+    os.environ["YOLO_CONFIG_DIR"] = _SETTINGS.name
 os.environ |= {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "YOLO_VERBOSE": "false"}
 
 import ultralytics  # isort: skip

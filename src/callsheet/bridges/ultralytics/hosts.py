@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
@@ -124,11 +123,8 @@ class UltralyticsHost(HostBase):
     def on_train_start(self, trainer: Any) -> None:
         """Begin a run, because Ultralytics begins to train."""
         self._forget_earlier_run()
-        self._trainer = weakref.ref(
-            trainer
-        )  # a strong reference would keep this host alive, which ends the run when it is deleted
+        self._trainer = trainer  # the run refers to it too, by the scheduler's function, so weak references would be of no use
         self._outer_error = sys.exc_info()[1]
-        me = weakref.proxy(self)
         model = trainer.model
         self._run = run = HostedRun(
             self.manager,
@@ -140,11 +136,11 @@ class UltralyticsHost(HostBase):
             max_duration=None if trainer.args.time else f"{trainer.epochs}ep",
             device=trainer.device,
             able=("stop", "save"),
-            saves=lambda requests: me._request_save(),
+            saves=self._request_save,
             **self.settings,
         )
         run.control.hints = {"evaluate": "Ultralytics validates after each epoch", "save": "Ultralytics saves after each epoch"}
-        run.checkpoints.loads = lambda: me._load()
+        run.checkpoints.loads = self._load
         run.state.evaluators = (VALIDATION,) if trainer.args.val else ()
         self._watch = watch = BackwardWatch(run.driver, run.ctx, trainer.scaler)
         run.losses = watch.reader
@@ -161,7 +157,7 @@ class UltralyticsHost(HostBase):
         )
         for owner, name, method in around:
             hooks.append(wrapped := WrappedMethods(owner))
-            wrapped.wrap(name, _weak(method))
+            wrapped.wrap(name, method)
         self._begin_epoch_counts(0)
         self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
@@ -232,7 +228,7 @@ class UltralyticsHost(HostBase):
             run.boundaries.reach("epoch")
         else:
             run.boundaries.fire_checkpoint_due("epoch")
-        is_saved = run.world.of_rank_zero(self._is_saved) if run.world.size > 1 else self._is_saved
+        is_saved = run.world.of_rank_zero(self._is_saved)
         if self._is_save_requested and not is_saved:
             if run.world.rank == 0:
                 trainer.save_model()
@@ -349,22 +345,22 @@ class UltralyticsHost(HostBase):
         """Validate the averaged weights after an epoch, as an evaluation."""
         self._begin_evaluation(VALIDATION)
         metrics, fitness = found = validate()
-        self._end_evaluation(VALIDATION, metrics or {}, fitness)
+        self._end_evaluation(VALIDATION, metrics, fitness)
         return found
 
     def _final_eval(self, evaluate: Callable[[], None]) -> None:
         """Validate `best.pt` after training, as an evaluation of its own."""
-        trainer: Any = self._trainer()
+        trainer = self._trainer
         is_evaluated = trainer.best.exists()
         if is_evaluated:
             self._begin_evaluation(BEST)
         evaluate()
         if is_evaluated:
-            self._end_evaluation(BEST, trainer.metrics or {}, None)
+            self._end_evaluation(BEST, trainer.metrics, None)
 
     @in_a_run
     def _begin_evaluation(self, run: HostedRun, name: str) -> None:
-        trainer: Any = self._trainer()
+        trainer = self._trainer
         if name == BEST:
             run.driver.end("round")  # all epochs are over
         elif run.eval.listens_to_outputs("eval"):
@@ -391,17 +387,15 @@ class UltralyticsHost(HostBase):
         run.eval.driver.end("eval_step")
 
     @in_a_run
-    def _end_evaluation(self, run: HostedRun, name: str, metrics: Mapping[str, Any], fitness: Any) -> None:
+    def _end_evaluation(self, run: HostedRun, name: str, metrics: Mapping[str, Any] | None, fitness: Any) -> None:
         if self._eval_hooks is not None:
             self._eval_hooks.remove()
             self._hooks.remove(self._eval_hooks)
             self._eval_hooks = None
         if not run.eval.driver.is_open("eval"):
             return
-        found = results(metrics, fitness)
-        if run.world.size > 1:  # Ultralytics has them on rank 0 only
-            found = run.world.of_rank_zero(found)
-        run.eval.end_dataset(name, found)
+        found = results(metrics or {}, fitness)  # Ultralytics has them on rank 0 only
+        run.eval.end_dataset(name, run.world.of_rank_zero(found))
         run.eval.end()
         run.fire_record()
         if name == BEST:
@@ -415,7 +409,7 @@ class UltralyticsHost(HostBase):
         """Note that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this on rank 0 only."""
         self._is_saved = True
 
-    def _request_save(self) -> None:
+    def _request_save(self, requests: tuple[Request, ...]) -> None:
         self._is_save_requested = True
 
     def _write_states(self, run: HostedRun, trainer: Any, info: CheckpointInfo) -> None:
@@ -424,9 +418,8 @@ class UltralyticsHost(HostBase):
 
     def _load(self) -> CheckpointInfo | None:
         """Restore the callbacks' states, if Ultralytics resumes its training."""
-        run, trainer = self._run, self._trainer()
+        run, trainer = self._run, self._trainer
         assert run is not None
-        assert trainer is not None
         if not trainer.start_epoch:
             return None
         step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)  # the average is updated once a step
@@ -444,14 +437,3 @@ def results(metrics: Mapping[str, Any], fitness: Any = None) -> dict[str, float]
     others = {name.removeprefix("metrics/"): float(value) for name, value in metrics.items() if not name.startswith("val/")}
     total = {"loss": sum(losses.values())} if losses else {}
     return {**total, **losses, **others, **({"fitness": float(fitness)} if fitness is not None else {})}
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the host's method around a method of Ultralytics, and does not keep the host alive."""
-    reference = weakref.WeakMethod(method)
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bound = reference()
-        return bound(original, *args, **kwargs) if bound is not None else original(*args, **kwargs)
-
-    return around
