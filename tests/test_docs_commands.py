@@ -43,8 +43,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?:\{ \.)?(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 MARKER = re.compile(r"<!-- test: (.+?) -->\s*\Z")
-TESTED_KINDS = {"python", "py", "sh", "yaml", "json", "text"}
-"""Blocks of the kind `text` are output, apart from lines that begin with `$ `. Blocks of the kind `python` run in test_readme.py."""
+TESTED_KINDS = {"python", "py", "sh", "yaml", "json", "text", "diff"}
+"""Blocks of the kind `text` are output, apart from lines that begin with `$ `. Blocks of the kind `python` run in test_readme.py, and
+those of the kind `diff` in test_tutorial.py."""
 
 SMALL = {
     "CALLSHEET_MAX_DURATION": "4ba",

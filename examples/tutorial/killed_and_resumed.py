@@ -33,13 +33,13 @@ class Kill(Callback):
 
 
 class Progress(Callback):
-    """Print where training begins, each checkpoint, and a digest of the weights at the end."""
+    """Print where training starts, each checkpoint, and a digest of the weights at the end."""
 
     phase = "report"
 
     @rank_zero_only
     def on_train_start(self, ctx: Context) -> None:
-        print(f"start {ctx.run.restart_count}: training begins after step {ctx.step}", flush=True)
+        print(f"start {ctx.run.restart_count}: at step {ctx.step}", flush=True)
 
     @rank_zero_only
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -73,6 +73,8 @@ def main(folder: str, step_of_the_kill: int = 0) -> None:
         callbacks=[CheckpointSaver(save_interval="10ba"), Kill(step=step_of_the_kill), Progress()],
     ) as trainer:
         trainer.fit()
+    if trainer.run.rank == 0:
+        print(f"{trainer.run.outcome}: {trainer.run.outcome_reason}")
 
 
 if __name__ == "__main__":
