@@ -67,7 +67,7 @@ SMALL = {
 }
 """Settings that make every recipe small. They override the recipe files, and commands override them."""
 
-RUNS = ("my-run", "lr-1", "lr-2", "old-1", "main", "candidate")
+RUNS = ("my-run", "lr-1", "lr-2", "old-1", "main", "candidate", "good", "slow")
 """The names of runs that pages use, besides those of the shipped recipes."""
 
 SOURCE = '''
