@@ -105,7 +105,6 @@ def test_the_output_on_a_page_is_what_its_code_prints(
         elif title == "Output":
             assert_same_output(text, printed)
             printed = ""
-    assert not printed
 
 
 @pytest.mark.parametrize("page", MIGRATION_GUIDES, ids=lambda page: page.stem)

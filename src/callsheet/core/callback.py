@@ -71,7 +71,7 @@ class Callback(Hooks):
     If so, the random states are restored after each handler, so that training is not affected.
     """
     keep_fields: tuple[str, ...] = ()
-    """Fields of the context that should stay available longer than usual, as long as the lifecycle allows, such as `outputs`."""
+    """Fields of the context to keep after their usual window. Only `outputs` can be kept: until `on_train_step_end`."""
     snapshot_fields: tuple[str, ...] = ()
     """The context fields that the callback receives if it runs in a lane. If empty, all fields that need no copy."""
     requests: tuple[str, ...] = ()

@@ -266,7 +266,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "loss",
             "Any",
-            "scalar tensor on the device: the microbatch's; from `on_forward_backward_end` the step's mean, detached",
+            "the loss, a scalar tensor on the device: until `on_microbatch_end` that of the microbatch; from `on_forward_backward_end` the mean over the step, detached",
             "local",
             (("on_loss_end", "on_microbatch_end"), ("on_forward_backward_end", "on_train_step_end")),
             ("on_loss_end",),

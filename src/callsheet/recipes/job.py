@@ -41,8 +41,8 @@ class JobConfig:
         gradient_accumulation_steps: the number of batches from which the gradients of one optimizer step are computed.
         clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
         optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
-        scheduler: a learning-rate scheduler class in the same form, stepped after every optimizer step; None keeps the rate
-            constant.
+        scheduler: a learning-rate scheduler class by `class_path`, with its `init_args`, stepped after every optimizer step; None
+            keeps the rate constant.
         precision: `fp32` is the type of the model's weights. `bf16` and `fp16` run the model under torch's autocast.
         parallel: how several ranks share the work. `ddp` keeps the whole model on every rank, `fsdp` shards it, `single` is for one
             process. `auto` is `ddp` if the model fits on a device, else `fsdp`.

@@ -27,7 +27,7 @@ class PackagePieces:
         folder: the folder whose subfolders are the packages; None is the standard library of the running Python, without its tests.
         packages: the packages to use; None takes the largest `most_packages` that have at least ten files.
         most_packages: the number of packages to use, if `packages` is None.
-        characters: the number of characters in a piece.
+        characters: the number of characters in a piece. Source files are cut into pieces, and each piece is one sample.
         most_pieces: the maximum number of pieces of a package in each of training, validation and test; they are evenly spread over
             the package's files.
         validation_percent: the percentage of files for validation, at least one of each package.

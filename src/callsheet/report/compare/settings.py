@@ -58,7 +58,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
     """Return the settings that differ between the runs, by group and name, as a list of each run's value (empty if it has none).
 
-    A run that has recorded nothing of a group, such as its packages, is not compared in this group.
+    A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
     Args:
         runs: the result of `settings` for each run.
