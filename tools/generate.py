@@ -174,6 +174,8 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "lanes",
             "instructions",
             "guest-instructions",
+            "exec-instructions",
+            "exec-seconds",
             "shortcuts",
             "recipes",
             "bridges",
