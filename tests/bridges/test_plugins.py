@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from callsheet.bridges.huggingface import STATE
+from callsheet.core.spec import import_path
+from callsheet.plugins.hosts import host_of
 
 SOURCE = Path(__file__).parents[2] / "src"
 CALLBACKS = """
@@ -65,8 +68,8 @@ def axolotl(folder: Path, output: str, *, max_steps: int | None, hosted: bool) -
 
 
 def swift(folder: Path, output: str, *, max_steps: int | None, hosted: bool) -> list[str]:
-    """Train with ms-swift, whose arguments name a file that imports the plugin."""
-    (folder / "plugins.py").write_text("import callsheet.plugins.swift\n")
+    """Train with ms-swift, whose arguments name a file that registers the callbacks."""
+    (folder / "plugins.py").write_text('from callsheet.plugins.swift import register\n\nregister("callbacks.yaml")\n')
     options: dict[str, Any] = TRAINING | {
         "model": "./model", "model_type": "llama", "template": "dummy", "dataset": "./chats.jsonl", "output_dir": output,
         "tuner_type": "full", "torch_dtype": "float32", "max_length": 64, "save_strategy": "no", "report_to": "none", "use_hf": True,
@@ -162,8 +165,56 @@ def prepare(folder: Path) -> dict[str, str]:
     (folder / "stops.py").write_text(STOPS)
     return os.environ | {
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CALLSHEET_CALLBACKS": "callbacks.yaml",
+        "ACCELERATE_USE_CPU": "1", "AXOLOTL_DO_NOT_TRACK": "1",
     }  # fmt: skip
+
+
+BROKEN = """
+from callsheet import Callback
+
+class Broken(Callback):
+    collective = {collective}
+
+    def on_train_step_end(self, ctx):
+        raise RuntimeError("broken")
+
+    def on_predict_end(self, ctx):
+        ...  # an event that the Trainer never fires
+"""
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_the_host_of_a_plugin_does_not_end_the_training(
+    is_default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a file, errors of callbacks are isolated; with the default callbacks, not even those of collective ones end a training."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"broken_{is_default}"
+    (tmp_path / f"{module}.py").write_text(BROKEN.format(collective=is_default))
+    (tmp_path / "callbacks.yaml").write_text(f"- {module}.Broken\n")
+    hosted = host_of(None if is_default else "callbacks.yaml")
+    if is_default:
+        hosted.manager.add(import_path(f"{module}.Broken")())
+    rows = [{"x": torch.tensor([float(number)]), "labels": torch.ones(1)} for number in range(8)]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    def trained(callbacks: list[Any]) -> list[torch.Tensor]:
+        arguments = TrainingArguments("out", max_steps=3, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
+        trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=callbacks)
+        trainer.train()
+        return list(trainer.model.parameters())
+
+    assert all(torch.equal(one, other) for one, other in zip(trained([hosted]), trained([]), strict=True))
+    assert "broken" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,12 @@ def test_a_failing_callback_does_not_end_the_script(script: Path, collective: bo
     assert RunFolder.read(script.parent / "runs" / "a").outcome == ("failed" if collective else "finished")
 
 
+def test_the_environment_may_name_the_file_of_callbacks(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script.parent / "named.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n")
+    monkeypatch.setenv("CALLSHEET_CALLBACKS", "named.yaml")
+    assert "EarlyStopper asks for ctx.control.stop" in executed(script.parent, "train.py", exec_words=[]).stderr
+
+
 def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:
     (script.parent / "callbacks.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n")
     observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])

@@ -158,7 +158,7 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the resumed run continues the random states of the previous epoch's dataloader.
+        """Return whether to restore the previous epoch's dataloader states, such as its generator's, for the new epoch.
 
         This is true if the loop uses one dataloader for all epochs.
         """

@@ -70,7 +70,7 @@ class EvalEvents:
             driver.start("eval_all")
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
-        """Fire the start of the evaluation of one dataset, the first of an evaluation or a later one."""
+        """Fire the start of the evaluation of one dataset. Before the first dataset, also fire the start of the whole evaluation."""
         self.begin_all(standalone=standalone)
         self.ctx.eval_name = name
         self.driver.start("eval")

@@ -24,8 +24,8 @@ class ModelSummary(Callback):
     """Print the model's modules with their parameters, once, on rank 0, and log the table as `model/summary`.
 
     The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, there are also the FLOPs of a forward pass (of
-    one microbatch, on rank 0; a multiplication and an addition are two). Parameters that several modules share are counted once
-    in their parent; of sharded parameters, the full size is counted. The last row is the whole model. If the callback has a
+    one microbatch, on rank 0; a multiplication and an addition are two). A row counts a parameter of its module
+    once, even if several submodules share it; of sharded parameters, the full size is counted. The last row is the whole model. If the callback has a
     `name`, the table has that name.
 
     Args:

@@ -68,8 +68,8 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether torch or callsheet added this forward hook to synchronize the ranks, so that a copy must not have it.
+    """Return whether torch or callsheet added this forward hook to synchronize the ranks.
 
-    In a copy of the model on one rank, the hook would wait for the other ranks.
+    A copy of the model must not have such a hook, because on one rank it would wait for the others.
     """
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "callsheet."))

@@ -17,7 +17,7 @@ class Part(dict[str, Any]):
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Return the first part of a dotted key with its value, a `Part` for the rest. Return an undotted key with `value`."""
+    """Split a key at its first dot: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`. Without a dot, nothing changes."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 

@@ -31,7 +31,8 @@ MODES = ("sampled", "all", "off")
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
-_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25  # longest pause between timed steps: seconds, and share of the run's time
+# Between two timing windows lie at least this many seconds or this share of the run's time so far, whichever is less.
+_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
 # Costs are published again when the run's time has grown by this factor, plus these seconds.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from callsheet.core.optional import need
 from callsheet.errors import CallsheetError
 from callsheet.exec.observation import Observation
+from callsheet.exec.observers import VARIABLE
 from callsheet.exec.script import Script, hide_our_frames
 
 _DESCRIPTION = """\
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         need("torch", extra="train", wanted_by="callsheet exec")
         observation = Observation(
             script,
-            callbacks=options.callbacks,
+            callbacks=options.callbacks or os.environ.get(VARIABLE) or None,
             run_name=options.run_name,
             runs_folder=options.runs_folder,
             log_interval=options.log_interval,

@@ -56,7 +56,7 @@ class Observation:
 
     Args:
         script: the script.
-        callbacks: the file that lists the callbacks; None: the one that the environment variable names, or the default ones.
+        callbacks: the file that lists the callbacks; None: the default ones.
         run_name: the run's name; None: the script's name and the time. Further runs of the same script get a number.
         runs_folder: the folder that contains the runs' folders.
         log_interval: how many steps there are from one metrics record to the next.
@@ -109,12 +109,8 @@ class Observation:
             log_failure("the observation could not be ended in order", fault)
 
     def make(self) -> list[Callback]:
-        """Return the callbacks for a run. Their errors are isolated, except those of callbacks that call collectives."""
-        made = self._make()
-        for each in made:
-            if each.on_error is None and not each.collective:
-                each.on_error = "isolate"
-        return [*made, RunNotes(self._ended)]
+        """Return the callbacks for a run."""
+        return [*self._make(), RunNotes(self._ended)]
 
     def next_name(self) -> str:
         """Return the name of the next run. Names whose folder exists are left out, so that no earlier run is overwritten."""

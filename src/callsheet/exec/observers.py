@@ -23,24 +23,31 @@ Observers = Callable[[], list[Callback]]
 def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Observers:
     """Return the function that makes the callbacks: those of the file, or the default ones.
 
-    A `JSONLLogger` is added if the file has none, because the report needs its files.
+    A `JSONLLogger` is added if the file has none, because the report needs its files. Errors of the callbacks are isolated, except
+    those of callbacks that call collectives and those of callbacks that say otherwise.
 
     Raises:
         ConfigError: the file cannot be read, or a callback in it cannot be made; the message names the file and the place.
     """
-    given = file or os.environ.get(VARIABLE) or None
-    if given is None:
-        return lambda: _default(log_interval)
-    path, specs = Path(given), _specs(Path(given))
+    if file is None:
+        return lambda: _isolated(_default(log_interval))
+    path, specs = Path(file), _specs(Path(file))
 
     def make() -> list[Callback]:
         from callsheet.loggers import JSONLLogger
 
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
-        return made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()]
+        return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
     make()  # so that a mistake is found before the script runs
     return make
+
+
+def _isolated(made: list[Callback]) -> list[Callback]:
+    for each in made:
+        if each.on_error is None and not each.collective:
+            each.on_error = "isolate"
+    return made
 
 
 def _default(log_interval: int) -> list[Callback]:

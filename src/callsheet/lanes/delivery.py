@@ -83,7 +83,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait for the processes of callbacks to exit after `end` was called, for all at the same time."""
+    """After `end` was called on all these lanes, wait until their processes have exited, for at most `END_SECONDS` together."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))

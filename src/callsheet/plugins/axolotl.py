@@ -10,8 +10,8 @@ with needed_by(__name__):
     from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel
 
-    from callsheet.bridges.huggingface import HuggingFaceHost, host
-    from callsheet.exec.observers import observers_of
+    from callsheet.bridges.huggingface import HuggingFaceHost
+    from callsheet.plugins.hosts import host_of
 
 
 class Settings(BaseModel):
@@ -37,4 +37,4 @@ class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are 
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[HuggingFaceHost]:
         """Return the host of the callbacks, which axolotl passes to its trainer."""
-        return [host(observers_of(cfg.callsheet_callbacks, 10)())]
+        return [host_of(cfg.callsheet_callbacks)]

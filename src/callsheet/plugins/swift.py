@@ -1,12 +1,15 @@
-"""The plugin for ms-swift: importing it registers the callback `callsheet`, for `--callbacks callsheet`.
+"""The plugin for ms-swift: it registers the callback `callsheet`, which the option `--callbacks callsheet` selects.
 
-ms-swift imports the files that `--external_plugins` names. Write this line into such a file:
+ms-swift imports the files that `--external_plugins` names. Write these lines into such a file:
 
-    import callsheet.plugins.swift
+    from callsheet.plugins.swift import register
+
+    register("callbacks.yaml")
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from callsheet.core.optional import needed_by
@@ -14,13 +17,18 @@ from callsheet.core.optional import needed_by
 with needed_by(__name__):
     from swift.callbacks import callbacks_map
 
-    from callsheet.bridges.huggingface import HuggingFaceHost, host
-    from callsheet.exec.observers import observers_of
+    from callsheet.bridges.huggingface import HuggingFaceHost
+    from callsheet.plugins.hosts import host_of
 
 
-def callsheet(args: Any, trainer: Any) -> HuggingFaceHost:
-    """Return the host of the callbacks that the file named by `CALLSHEET_CALLBACKS` lists, or of callbacks that only observe."""
-    return host(observers_of(None, 10)())
+def register(file: str | os.PathLike[str] | None = None) -> None:
+    """Register callsheet's callbacks with ms-swift under the name `callsheet`.
 
+    Args:
+        file: a YAML file that lists the callbacks, as for `callsheet exec`. None: callbacks that only observe.
+    """
 
-callbacks_map["callsheet"] = callsheet
+    def callsheet(args: Any, trainer: Any) -> HuggingFaceHost:
+        return host_of(file)
+
+    callbacks_map["callsheet"] = callsheet

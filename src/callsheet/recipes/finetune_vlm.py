@@ -157,7 +157,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
 
     def written(self) -> Iterable[str]:
-        """Return texts of held-out rows with the model's answers."""
+        """Return one line for each held-out row: the model's answer, and the expected one if it differs."""
         return [
             f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations
         ]

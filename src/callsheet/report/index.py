@@ -138,7 +138,8 @@ def _is_text(name: str) -> bool:
 def runs_in(
     folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
 ) -> Runs:
-    """Return the current runs in `folder` with the given metrics and settings, or with all of them if that argument is None.
+    """Return all runs that are now in `folder`, each with its values of the named metrics and settings. None reads all metrics, or all
+    settings.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -130,7 +130,10 @@ class LiveRun:
         return self._update_acts(is_there)
 
     def _update_acts(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, and add the reason to the version. Withdraw requests that came too late."""
+        """Return why the run accepts no requests, or an empty string.
+
+        Change the page's version when the reason changes. Remove requests that the run had not read when it ended.
+        """
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
         return no_acts

@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/data.json":
             news = watched.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
-        elif isinstance(watched, LiveComparison):  # a comparison has no other paths; its runs have
+        elif isinstance(watched, LiveComparison):  # the paths below exist for a single run only
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         elif path == "/act":
             raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")

@@ -364,7 +364,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # the thread may wait for ever for a store that does not answer
+        if not self._notes.is_silent:  # if the store has stopped answering, the thread may be blocked for ever
             self._thread.join(LOOK_SECONDS)
 
 

@@ -36,7 +36,7 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # created here, because an object from before a fork would describe the parent process
+        if device.type != "cuda":  # made for each run: one from before a fork would describe the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record

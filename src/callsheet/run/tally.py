@@ -60,7 +60,8 @@ class Tally:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples, tokens and seconds that all ranks have counted since `update_timestamp`, and those since the last record.
+        """Return the samples, tokens and seconds that all ranks have counted since the last call of `update_timestamp`, and those that
+        were added to the timestamp since the last metrics record.
 
         This is a collective.
         """

@@ -339,7 +339,7 @@ def _is_leaving(recipe: Any) -> bool:
 def _preempt(run: HostedRun) -> None:
     """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
     if not run.boundaries.is_preempted:
-        run.control.able.add("save")  # a request to save is possible, because AutoModel saves now if it saves at all
+        run.control.able.add("save")  # the preemption requests a save, and AutoModel decides whether it writes one
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
         run.boundaries.finish()  # exchanges requests, so that all ranks know them
 

@@ -125,7 +125,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        # Events fired since the last step or epoch, in the letters of _BOUNDARY; None within a step.
+        # The events fired since the last step or epoch, one letter each, as explained at `_BOUNDARY`. None within a step.
         self._fired: str | None = None
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()

@@ -1,4 +1,4 @@
-"""A Keras optimizer with the interface of torch's optimizers: the events of its step, its loss scale, its parameters and its
+"""Makes a Keras optimizer look like a torch optimizer: fires the events of its steps, and exposes its loss scale, parameters and
 learning rate.
 """
 

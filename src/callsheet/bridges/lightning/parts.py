@@ -46,7 +46,7 @@ class Methods:
 
 
 class StepHooks(ForwardHooks):
-    """Reports the forward pass of a LightningModule within its steps, and its outputs, which a callback may replace.
+    """Reports the forward pass in each step of a LightningModule, and the pass's outputs, which a callback may replace.
 
     If the module has a single child with parameters, a call of that child is reported too. The steps are wrapped, because
     Lightning has no hook around a step, and under DDP it calls the module itself to begin a step.

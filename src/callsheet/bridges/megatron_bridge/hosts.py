@@ -86,8 +86,7 @@ class MegatronBridgeHost(HostBase):
         self._lock_timeout_seconds = lock_timeout_seconds
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # The method is set only if it is needed, because Megatron does not allow to count training in epochs if a callback
-            # has it.
+            # Set the method only if it is needed: if a callback has it, Megatron rejects a training length in epochs.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---

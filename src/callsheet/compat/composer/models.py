@@ -74,7 +74,7 @@ class ModelTask(Task):
         return self._model.eval_forward(batch)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the model's loss, or no loss in evaluation."""
+        """Return the model's loss or losses. In evaluation, return an empty dict, because Composer computes only metrics there."""
         if not self._model.training:
             return {}
         loss = self._model.loss(outputs, batch)

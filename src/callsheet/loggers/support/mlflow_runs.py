@@ -98,7 +98,10 @@ def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
 
 
 def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: Mapping[str, str]) -> Any:
-    """Create an MLflow run, and its experiment if necessary. `experiment` None means the environment's, or `callsheet`."""
+    """Create an MLflow run, and its experiment if necessary.
+
+    If `experiment` is None, it is that of `MLFLOW_EXPERIMENT_ID`, else of `MLFLOW_EXPERIMENT_NAME`, else `callsheet`.
+    """
     if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         return client.create_run(number, run_name=name, tags=tags)
     title = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "callsheet"

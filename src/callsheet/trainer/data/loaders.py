@@ -212,7 +212,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum of each object's attributes of plain types, to find out which of them training has changed.
+    """Return a checksum for each attribute of a plain type of these objects. Two results show which attributes training has changed.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
     too.

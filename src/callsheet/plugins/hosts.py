@@ -1,0 +1,22 @@
+"""The host that the plugins pass to the Hugging Face Trainer of a program."""
+
+from __future__ import annotations
+
+import os
+
+from callsheet.bridges.huggingface import HuggingFaceHost, host
+from callsheet.exec.observers import observers_of
+
+
+def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
+    """Return a host of the callbacks that a YAML file lists, or of the default callbacks of `callsheet exec`, which only observe.
+
+    What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
+    training, and nothing is added to its checkpoints.
+
+    Raises:
+        ConfigError: the file cannot be read, or a callback in it cannot be made.
+    """
+    made = host(observers_of(file, 10)(), strict=False)
+    made.only_observes = file is None
+    return made
