@@ -52,13 +52,17 @@ def test_a_clean_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_changes_are_recorded_without_secrets(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (repository / "train.py").write_text('rate = 0.2\nwandb_token = "abcdef123"\nhub = login("hf_abcdefghijklmnopqrst")\n')
+    (repository / "train.py").write_text(
+        'rate = 0.2\nwandb_token = "abcdef123"\nhub = login("hf_abcdefghijklmnopqrst")\npw = "hunter2"\n'
+        'key = """\n-----BEGIN RSA PRIVATE KEY-----\nMIIEbody\n-----END RSA PRIVATE KEY-----\n"""\nafter = 1\n'
+    )
     (repository / ".env").write_text("WORD=two\n")
     (repository / "new.py").write_text("new = 1\n")
     found = recorded(monkeypatch, repository / "inner")["git"]
     assert "+rate = 0.2" in found["diff"]
+    assert "+after = 1" in found["diff"]
     assert "WORD" not in found["diff"]
-    assert not [secret for secret in ("abcdef123", "hf_abc") if secret in json.dumps(found)]
+    assert not [secret for secret in ("abcdef123", "hf_abc", "hunter2", "MIIEbody") if secret in json.dumps(found)]
     assert found["is_dirty"]
     assert (found["left_out"], found["untracked"]) == ([".env"], ["new.py"])
 

@@ -44,13 +44,18 @@ def write_run(
 
 
 def write_timeline(run: Path, steps: int, *, forward: float, backward: float) -> None:
-    """Write a timed window in which each step takes these seconds and nothing else."""
-    slices: list[list[Any]] = []
+    """Write a timing window for each step, in which it takes these seconds and nothing else."""
+    windows = []
     at = 0.0
     for step in range(1, steps + 1):
-        slices.append(["train_step", at, forward + backward, step, ""])
-        slices.append(["forward", at, forward, step, ""])
-        slices.append(["backward", at + forward, backward, step, ""])
+        slices: list[list[Any]] = [
+            ["train_step", at, forward + backward, step, ""],
+            ["forward", at, forward, step, ""],
+            ["backward", at + forward, backward, step, ""],
+        ]
+        began, seconds = STARTED + at, forward + backward
+        windows.append(
+            {"first_step": step, "last_step": step, "began": began, "seconds": seconds, "is_whole": True, "slices": slices}
+        )
         at += forward + backward
-    window = {"first_step": 1, "last_step": steps, "began": STARTED, "seconds": at, "is_whole": True, "slices": slices}
-    (run / "timeline.jsonl").write_text(json.dumps(window) + "\n")
+    (run / "timeline.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))

@@ -351,6 +351,51 @@ def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: C
     assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
 
 
+def test_the_last_value_of_a_run_that_ends_in_nan_is_shown_as_such(tmp_path: Path, called: Call) -> None:
+    good = folder_of(tmp_path, "good", [3.0, 2.0, 1.0])
+    bad = folder_of(tmp_path, "bad", [3.0, 1.0, math.nan])
+    _, out, _ = called(good, bad, "--metric", "validation/loss")
+    assert re.search(r"validation/loss +bad +not finite +1 at step 2\n", out), out
+    values = values_of(RunFolder.read(bad))["validation/loss"]
+    assert (math.isnan(values.last), values.best) == (True, 1.0)
+
+
+class Often(Callback):
+    """Sleeps at each metrics record."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_log(self, ctx: Context) -> None:
+        time.sleep(self.seconds)
+
+
+def test_a_callback_outside_the_timed_steps_is_in_the_anatomy(tmp_path: Path, called: Call) -> None:
+    """Its event is not within a step, so the spans of steps do not show it; the whole step does."""
+    for name, seconds in (("before", 0.001), ("after", 0.05)):
+        train(tmp_path, name, 0.05, 0, Often(seconds))
+    _, out, _ = called(str(tmp_path / "before"), str(tmp_path / "after"), "--json")
+    rows = {row["name"]: row["groups"]["after"] for row in json.loads(out)["anatomy"]}
+    assert rows["Often"]["mark"] == rows["step_seconds"]["mark"] == "slower"
+    assert rows["Often"]["seconds"] > 0.02  # a record every two steps
+
+
+def test_credentials_are_not_compared(tmp_path: Path, called: Call) -> None:
+    folders = []
+    for number in "12":
+        config = {
+            "api_key": f"SECRET{number}",
+            "nested": {"token": f"SECRET{number}"},
+            "url": f"postgres://me:SECRET{number}@host/db",
+        }
+        train(tmp_path, f"run-{number}", 0.05, 0, **config)
+        folders.append(tmp_path / f"run-{number}")
+    (folders[1] / "config.yaml").write_text("callbacks: [{class_path: Mine, init_args: {api_key: SECRET3}}]\n")
+    _, out, _ = called(*map(str, folders), "--json")
+    assert "SECRET" not in out
+    assert "SECRET" not in (folders[0] / "hyperparameters.json").read_text()
+
+
 def test_the_best_of_a_metric_whose_name_does_not_show_which_is_better() -> None:
     values = {"l2_norm/grad/global": Value(1.0)}
     with pytest.raises(ConfigError, match="does not show whether lower or higher is better"):
@@ -433,5 +478,5 @@ def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -
     (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
     found = anatomy_of(RunFolder.read(folder))
     assert found.steps == 4
-    assert found.parts["span", "fetch"].samples == (0.5,) * 4
+    assert found.parts["span", "fetch"].ends == (0.5, 0.5)
     assert found.parts["span", "fetch"].step == pytest.approx(0.7)

@@ -63,7 +63,6 @@ class InMemoryLogger(Logger):
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Discard what an earlier run logged with this logger."""
         self._forget()
-        self.hyperparameters.update(ctx.run.config)
 
     def on_log(self, ctx: Context) -> None:
         self._keep(self.records, replace(ctx.record, values=dict(ctx.record.values)))

@@ -1,8 +1,10 @@
-"""Texts that say why a run ended: one printable line, without credentials."""
+"""Leaves credentials out of settings and texts, and makes the one printable line that says why a run ended."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from callsheet.errors import text_of
 
@@ -10,8 +12,10 @@ _LONGEST = 300  # the maximum number of characters of a reason
 _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(
-    r"(?i)\b([\w-]*(?:password|passwd|secret|token(?!iz)|api[_-]?key|credential|authorization)[\w-]*)([\"']?\s*[=:]\s*)(?:bearer\s+|basic\s+)?[^\s,;)]+"
+    r"(?i)\b([\w-]*(?:password|passwd|passphrase|secret|token(?!iz)|(?:api|access|private)[_-]?key|credential|authorization)[\w-]*|pwd?)"
+    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # within one line
 )
+_KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
 _OF_TEXT = re.compile(r"(?i)tokens(_per_\w+)?$|(?:pad|eos|bos|unk|mask|cls|sep)_token$|token_ids?$")
 """Names of options about the tokens of a text."""
@@ -33,10 +37,10 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
 def without_credentials(text: str) -> str:
     """Return `text` with `...` in place of what looks like a credential.
 
-    The removed text is the login in a URL, the value after a name such as `token=`, and any word with the prefix of a well-known
-    kind of token.
+    The removed text is a private key in PEM form, the login in a URL, the value after a name such as `token=`, and any word with the
+    prefix of a well-known kind of token.
     """
-    return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", text)))
+    return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", _KEY_BLOCK.sub("...", text))))
 
 
 def is_secret(name: str) -> bool:
@@ -45,6 +49,21 @@ def is_secret(name: str) -> bool:
     A number of tokens, such as `max_new_tokens`, is none, and neither is the id of a special token.
     """
     return not _OF_TEXT.search(name) and without_credentials(f"{name}=x").endswith("=...")
+
+
+def without_secrets(values: Any) -> Any:
+    """Return settings with `...` in place of what looks like a credential, by the names of mappings' keys and in texts.
+
+    Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
+    """
+    if isinstance(values, str):
+        return without_credentials(values)
+    if isinstance(values, Mapping):
+        return {
+            name: "..." if isinstance(name, str) and is_secret(name) and inside else without_secrets(inside)
+            for name, inside in values.items()
+        }
+    return [without_secrets(inside) for inside in values] if isinstance(values, (list, tuple)) else values
 
 
 def error_line(error: BaseException) -> str:

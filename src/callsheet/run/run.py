@@ -23,6 +23,7 @@ from callsheet.run.lifetime import Lifetime
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import CheckpointsPart, EvaluationPart, Stateful
 from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.reasons import without_secrets
 from callsheet.run.records import Records
 from callsheet.run.run_guard import RunGuard
 from callsheet.run.settings import settings_of
@@ -109,7 +110,7 @@ class Run:
             model=model,
             control=control,
             accumulator=self.records.metrics,
-            loggers=manager.notify_loggers,
+            loggers=self._notify_loggers,
         )
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
@@ -117,10 +118,15 @@ class Run:
         for close in (self.guard.end, world.close, log_ranks.end):  # these functions are called in reverse order
             lifetime.at_end(close)
 
+    def _notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
+        if method == "log_hyperparameters":
+            payload = {"values": without_secrets(payload["values"])}
+        self.manager.notify_loggers(method, ctx, **payload)
+
     def tell_loggers(self, settings: Mapping[str, Any]) -> None:
-        """Pass the call sheet and the settings of the run to the loggers."""
+        """Pass the configuration, the call sheet and the settings of the run to the loggers, without credentials."""
         if self.ctx.run.config:
-            self.manager.notify_loggers("log_hyperparameters", self.ctx, values=dict(self.ctx.run.config))
+            self.ctx.log_hyperparameters(self.ctx.run.config)
         self.manager.notify_loggers("log_call_sheet", self.ctx, sheet=str(self.manager.call_sheet()))
         self.manager.notify_loggers("log_settings", self.ctx, settings=settings)
 

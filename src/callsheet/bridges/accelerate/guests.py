@@ -55,12 +55,10 @@ class TrackerGuest(Guest, Logger):
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
-        """At the run's start, start the tracker, and pass the run's settings to it."""
+        """At the run's start, start the tracker."""
         # In earlier versions of Accelerate, a tracker has no `start`; it starts when it is created.
         if hasattr(self.foreign, "start"):
             self.foreign.start()
-        if ctx.run.config:
-            self.log_hyperparameters(ctx, ctx.run.config)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Pass the settings to the tracker.

@@ -110,7 +110,7 @@ def _git(folder: Path) -> dict[str, Any]:
     shown = [name for name in names if not name.lower().endswith(_SECRET_FILES)][:_MAX_FILES]
     options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
     diff = (_asked(root, "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
-    text = "\n".join(map(without_credentials, diff[:_MAX_DIFF].splitlines()))
+    text = without_credentials(diff[:_MAX_DIFF])
     untracked = (_asked(root, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
     return {
         "commit": commit,

@@ -1,7 +1,7 @@
 // The curves of many runs: one chart for each metric, with a line for each run, or for each group its mean and spread.
 
 let runs, groups, membersOf; // of the data; a run and a group keep their numbers when news come
-const COLORS = 7; // of the palette in page.css; more groups repeat them with other dashes
+const COLORS = 7; // of the palette in page.css; more groups repeat them, with other dashes
 const DASHES = ["solid", "dash", "dot", "dashdot", "10px,3px", "10px,3px,2px,3px,2px,3px", "2px,5px", "14px,4px,4px,4px"];
 const SVG_DASHES = { solid: null, dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" };
 const FEW_LINES = 8; // more are not listed in each chart
@@ -18,7 +18,7 @@ const isGrouped = () => data.group_by !== null;
 const isGone = (run) => data.are_there?.[run] === false; // its folder; a page that is a file does not say
 
 const colorName = (group) => `r${group % COLORS}`;
-const dashOf = (group) => DASHES[Math.floor(group / COLORS) % DASHES.length];
+const dashOf = (group) => DASHES[group % DASHES.length]; // so that lines also differ in print without colors
 
 /** The line of a group as it is drawn in the charts. */
 function swatch(group) {

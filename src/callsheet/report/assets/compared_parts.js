@@ -52,6 +52,7 @@ function problemsOf(members) {
 }
 
 function runsSection() {
+  const notesOf = (run) => [...runs[run].tags.map((tag) => `#${tag}`), runs[run].note].filter(Boolean).join(" ");
   const single = (run) => ({ name: runs[run].name, group: runs[run].group, members: [run], run });
   const rows = isGrouped() ? groups.map((name, group) => ({ name, group, members: membersOf[group] })) : runs.map((_, run) => single(run));
   const each = (row, field) => row.members.map((place) => runs[place][field]);
@@ -64,7 +65,8 @@ function runsSection() {
     { title: "outcome", value: (row) => row.members.map(outcomeOf).join(" "), cell: (row) => [
       [...new Set(row.members.map(outcomeOf))].map((outcome) => el("div", { class: "whole-line" }, pill(outcome), row.members.length > 1 && el("span", { class: "soft" }, ` ${row.members.filter((run) => outcomeOf(run) === outcome).length} of ${row.members.length}`))),
       row.members.some(isGone) && el("span", { class: "below" }, row.members.length > 1 ? `${several(row.members.filter(isGone).length, "folder")} gone` : "its folder is gone"),
-      row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0])] },
+      row.members.length === 1 && each(row, "reason")[0] && el("span", { class: "below wrap" }, each(row, "reason")[0]),
+      row.members.length === 1 && notesOf(row.members[0]) && el("span", { class: "below wrap" }, notesOf(row.members[0]))] },
     range("steps", "steps", (value) => number(value)), range("training", "seconds", duration, "time of training"),
     numeric("began", (row) => firstOf(each(row, "started")), (row) => moment(firstOf(each(row, "started")))), total("restarts", "restarts"), total("evaluations", "evaluations"), total("checkpoints", "checkpoints"),
     { title: "problems", value: (row) => problemsOf(row.members), cell: (row) => problemsOf(row.members) },
@@ -160,6 +162,7 @@ function differencesSection() {
 // --- values ---
 
 function noise(row) {
+  if (row.difference === 0) return "equal";
   if (row.is_noise === null) return row.difference === null ? "" : "unknown";
   return `${row.is_noise ? "may be noise" : "more than noise"}${isNumber(row.p) ? `, p\u00a0${row.p < 0.0001 ? "<\u00a00.0001" : `=\u00a0${Number(row.p.toPrecision(2))}`}` : ""}`;
 }
@@ -172,6 +175,7 @@ function showValue(name, value) {
 
 /** The value of a row; of several runs with their standard deviation, of which two digits are shown, and as many of the mean. */
 function valueOf({ metric: name, mean, deviation }) {
+  if (!isNumber(mean)) return "not finite"; // NaN or infinite, as the run ended
   if (!isNumber(deviation)) return showValue(name, mean);
   const isPlain = showValue(name, mean) === number(mean) && deviation > 0 && Math.abs(mean) < 100000;
   const places = isPlain ? Math.min(12, Math.max(0, 1 - Math.floor(Math.log10(deviation)))) : 0;
@@ -189,7 +193,7 @@ function valuesSection() {
     ...(isNarrow ? [] : [{ title: what(), value: (row) => groups[row.group], cell: nameIn }]),
     numeric("value", (row) => row.mean, valueOf, { about: "the last value, or the mean of a speed or a time; of a group the mean over its runs, and their standard deviation" }),
     ...(isGrouped() ? [numeric("runs", (row) => row.runs, (row) => number(row.runs))] : []),
-    numeric("best", (row) => row.best, (row) => row.best !== null && [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`)], { about: "the lowest or the highest; empty where the metric's name does not show which is better" }),
+    numeric("best", (row) => row.best, (row) => row.best !== null && [showValue(row.metric, row.best), row.best_step !== null && el("span", { class: "below" }, `at step ${number(row.best_step)}`), row.runs > 1 && el("span", { class: "below" }, "mean ", valueOf({ metric: row.metric, mean: row.best_mean, deviation: row.best_deviation }))], { about: "the lowest or the highest; empty where the metric's name does not show which is better" }),
     numeric("difference", (row) => row.difference, (row) => signed(row.difference, (value) => showValue(row.metric, value)), { about: "from the baseline" }),
     numeric("in %", (row) => row.relative, (row) => signed(row.relative, percent), { about: "of the baseline's value" }),
     { title: "noise?", value: (row) => row.p ?? (row.difference === null ? null : 2), cell: noise, about: "Welch's t-test over the runs, or within single runs for speeds and times" },
@@ -225,7 +229,7 @@ function anatomySection() {
     ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: () => [...groupHead(group)(), steps(group)] })),
   ];
   return [
-    el("p", { class: "about" }, "Milliseconds per step (the median of the timed steps) and share of the step. Spans nest, and the time of a callback is within a span, so the shares do not add up. "
+    el("p", { class: "about" }, "Milliseconds per step and share of the step: of a span the median of the timed steps, of a callback and of the whole step (step_seconds) the mean. Spans nest, and the time of a callback may be within a span, so the shares do not add up. "
       + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step, and by more than noise."),
     el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
   ];

@@ -1,40 +1,64 @@
-"""Where the time of a step goes in each run or group: the spans of the timed steps, and the callbacks."""
+"""Where the time of a step goes in each run or group: the whole step, its spans, and the callbacks."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from callsheet.core.costs import CostReport, Window
 from callsheet.core.lifecycle import SPANS, names_in
 from callsheet.core.optional import load
-from callsheet.report.compare.values import Value, difference
-from callsheet.report.costs import cost_rows
+from callsheet.report.compare.values import STEP_SECONDS, Value, difference, step_seconds
 from callsheet.report.run_folder import RunFolder
 
 _STEP = ("fetch", "train_step")
 _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
 """A part is compared with the baseline if its time changed by more than the first fraction of itself, and the second of a step."""
+_CLEAR = 1.5
+"""A span that takes this many times as long in every timed step of one run as in any of another is slower, however few were timed."""
 
-Kind = Literal["span", "callback"]
+Kind = Literal["step", "span", "callback"]
+Key = tuple[Kind, str]
+"""The kind and the name of a part. The part of the kind `step` is `step_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The timed calls of one callback at one event.
+
+    Args:
+        per_step: the seconds per step.
+        mean: the mean seconds of a call.
+        worst: the seconds of the slowest call.
+    """
+
+    per_step: float
+    mean: float
+    worst: float
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The time that one span or one callback of a run takes in a step.
+    """The time that a part of a step takes in one run.
 
     Args:
-        seconds: its time per step: for a span the median of the timed steps, for a callback the mean.
-        step: the seconds of the run's whole step, the median of the timed steps.
-        samples: its seconds in each timed step.
+        seconds: its time per step: for a span the median of the timed steps, for a callback and the whole step the mean.
+        step: the seconds of the run's step, the median of the timed steps, to which shares refer.
+        samples: for a span the median of each timing window, whose steps follow each other and so are not independent; for the
+            whole step its mean in each metrics record.
+        ends: the least and the most seconds of a timed step, or of the whole step in a metrics record.
+        calls: for a callback its timed calls, by event.
     """
 
     seconds: float
     step: float
     samples: tuple[float, ...] = ()
+    ends: tuple[float, float] = (0.0, 0.0)
+    calls: Mapping[str, Calls] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +66,7 @@ class Anatomy:
     """Where the time of a run's step goes: the number of timed steps, and the parts of a step by kind and name."""
 
     steps: int
-    parts: Mapping[tuple[Kind, str], Part]
+    parts: Mapping[Key, Part]
 
 
 def _spans_of_a_step() -> list[str]:
@@ -58,38 +82,61 @@ def anatomy_of(run: RunFolder) -> Anatomy:
 
     The median is used for spans, because a single slow step would decide the mean of a few.
     """
-    steps: dict[int, dict[tuple[Kind, str], float]] = {}
-    names = _spans_of_a_step()
-    for window in run.windows:
-        if not window.is_whole:  # some timed slices of the window are missing, so sums would be too small
-            continue
-        fetched: dict[
-            tuple[Kind, str], float
-        ] = {}  # belongs to the step that follows: until that step begins, the number is the old one
-        for each in window.slices:
-            if each.callback or each.name in names:
-                part: tuple[Kind, str] = ("callback", each.callback) if each.callback else ("span", each.name)
-                if part == ("span", "train_step"):
-                    steps[each.step], fetched = fetched, {}
-                found = fetched if each.name in _FETCH else steps.setdefault(each.step, {})
-                found[part] = found.get(part, 0.0) + each.seconds
-    # Leave out incomplete steps: a timing window ends while the batch of the next step is fetched.
-    timed = [found for found in steps.values() if ("span", "train_step") in found]
-    whole = statistics.median(sum(found.get(("span", name), 0.0) for name in _STEP) for found in timed) if timed else 0.0
+    windows = [timed for timed in map(_timed_steps, (each for each in run.windows if each.is_whole)) if timed]
+    steps = [step for window in windows for step in window]
+    whole = statistics.median(sum(step.get(name, 0.0) for name in _STEP) for step in steps) if steps else 0.0
     if not whole:
         return Anatomy(0, {})
-    samples = {part: tuple(found.get(part, 0.0) for found in timed) for part in {part for found in timed for part in found}}
-    medians = {part: statistics.median(each) for part, each in samples.items() if part[0] == "span"}
-    parts = {part: Part(seconds, whole, samples[part]) for part, seconds in medians.items()}
-    for row in cost_rows(run.costs):
-        if row["per_step"]:
-            name: tuple[Kind, str] = ("callback", row["callback"])
-            parts[name] = Part(row["per_step"], whole, samples.get(name, ()))
-    return Anatomy(len(timed), parts)
+    parts: dict[Key, Part] = {}
+    if measured := step_seconds(run):
+        parts["step", STEP_SECONDS] = Part(statistics.fmean(measured), whole, tuple(measured), (min(measured), max(measured)))
+    for name in {name for step in steps for name in step}:
+        samples = tuple(statistics.median(step.get(name, 0.0) for step in window) for window in windows)
+        seconds = [step.get(name, 0.0) for step in steps]
+        parts["span", name] = Part(statistics.median(seconds), whole, samples, (min(seconds), max(seconds)))
+    for callback, calls in _calls(run.costs).items():
+        parts["callback", callback] = Part(sum(each.per_step for each in calls.values()), whole, calls=calls)
+    return Anatomy(len(steps), parts)
+
+
+def _timed_steps(window: Window) -> list[dict[str, float]]:
+    """Return the seconds of each span in the complete steps of a timing window, by name.
+
+    The last step may be incomplete, because a window ends while the next batch is fetched.
+    """
+    names = _spans_of_a_step()
+    steps: dict[int, dict[str, float]] = {}
+    fetched: dict[str, float] = {}  # the fetch of a batch comes before its step begins, and has the number of the step before
+    for each in window.slices:
+        if not each.callback and each.name in names:
+            if each.name == "train_step":
+                steps[each.step], fetched = fetched, {}
+            found = fetched if each.name in _FETCH else steps.setdefault(each.step, {})
+            found[each.name] = found.get(each.name, 0.0) + each.seconds
+    return [found for found in steps.values() if "train_step" in found]
+
+
+def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
+    """Return the calls of each callback by event, over all processes of the run.
+
+    At events of every step only the calls in timed steps are known, at all others, such as `on_log`, every call.
+    """
+    found: dict[tuple[str, str], list[tuple[CostReport, Any]]] = {}
+    for report in reports:
+        for cost in report.costs:
+            found.setdefault((cost.callback, cost.event), []).append((report, cost))
+    calls: dict[str, dict[str, Calls]] = {}
+    for (callback, event), costs in found.items():
+        seconds, number = sum(cost.seconds for _, cost in costs), sum(cost.calls for _, cost in costs)
+        steps = sum(report.window_steps if cost.is_sampled else report.steps for report, cost in costs)
+        if steps and number:
+            worst = max(cost.worst_seconds for _, cost in costs)
+            calls.setdefault(callback, {})[event] = Calls(seconds / steps, seconds / number, worst)
+    return calls
 
 
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
-    """Return one row for each span and callback of a step: its `kind`, its `name`, and a cell for each group.
+    """Return one row for the whole step, and for each span and callback: its `kind`, its `name`, and a cell for each group.
 
     The first group is the baseline.
 
@@ -97,9 +144,9 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
     is None if no run of the group timed the part.
 
-    Spans nest, and a callback's time is within a span, so the shares do not add up to one.
+    Spans nest, and a callback's time may be within a span, so the shares do not add up to one.
     """
-    order: list[tuple[Kind, str]] = [("span", name) for name in _spans_of_a_step()]
+    order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
     for part in order + _callbacks([each for group in groups for each in group]):
         found = [[each.parts[part] for each in group if part in each.parts] for group in groups]
@@ -129,22 +176,37 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
     """Return whether the difference between two groups' times of a part may be noise, judging by the spread over the runs.
 
-    With one run on each side, the timed steps of the two are compared by ranks (Mann and Whitney, 1947), since a few slow steps would
-    decide their means.
+    With one run on each side, spans are compared by the ranks of their timing windows, and whole steps by those of their metrics
+    records (Mann and Whitney, 1947), since a few slow ones would decide their means; see also `_CLEAR`. The difference of a callback
+    is more than noise if even its slowest call in the one run was faster than its mean call in the other.
     """
     if max(len(baseline), len(parts)) > 1:
         sides = [[Value(part.seconds, part.seconds) for part in side] for side in (baseline, parts)]
         return difference(*sides).is_noise is not False
-    samples = [side[0].samples for side in (baseline, parts)]
-    if min(map(len, samples)) < 2:
+    one, other = baseline[0], parts[0]
+    if one.calls or other.calls:
+        return not _calls_differ(one.calls, other.calls)
+    if max(one.ends[0], other.ends[0]) > _CLEAR * min(one.ends[1], other.ends[1]):
+        return False
+    if min(len(one.samples), len(other.samples)) < 2:
         return True
     stats = load("scipy.stats", extra="report", wanted_by="a comparison with spread")
-    return not float(stats.mannwhitneyu(*samples).pvalue) < 0.05
+    return not float(stats.mannwhitneyu(one.samples, other.samples).pvalue) < 0.05
 
 
-def _callbacks(found: Sequence[Anatomy]) -> list[tuple[Kind, str]]:
+def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
+    """Return whether a callback's calls differ clearly at the event at which its time per step has changed most."""
+    change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
+    if not change:
+        return False
+    most = max(change, key=lambda event: change[event])
+    fast, slow = sorted((one[most], other[most]), key=lambda calls: calls.mean)
+    return fast.worst < slow.mean
+
+
+def _callbacks(found: Sequence[Anatomy]) -> list[Key]:
     """Return the kind and name of the callbacks in these runs, those that take the most time first."""
-    most: dict[tuple[Kind, str], float] = {}
+    most: dict[Key, float] = {}
     for each in found:
         for name, part in each.parts.items():
             if name[0] == "callback":

@@ -95,7 +95,7 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the rows of `anatomy`: one for each span and callback of a step, with a cell for each group."""
+        """Return the rows of `anatomy`: one for the whole step and for each span and callback, with a cell for each group."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:
@@ -127,8 +127,6 @@ class Comparison:
                 {
                     **run_facts(each),
                     "group": each.group,
-                    "tags": list(each.run.notes.tags),
-                    "note": each.run.notes.note,
                     "settings": each.settings,
                     "values": {
                         name: {"last": value.last, "best": value.best}
@@ -160,6 +158,7 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
     which = better(metric)
     known = [(value.best, value.best_step) for value in values if value.best is not None]
     best, best_step = (max if which == "higher" else min)(known, default=(None, -1))
+    bests = summary([each for each, _ in known]) if known else None
     return {
         "metric": metric,
         "group": group,
@@ -168,6 +167,8 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
         "runs": lasts.count,
         "best": best,
         "best_step": best_step if best_step >= 0 else None,
+        "best_mean": bests.mean if bests else None,
+        "best_deviation": bests.deviation if bests else None,
         "better": which,
         "difference": against.absolute if against else None,
         "relative": against.relative if against else None,
@@ -179,7 +180,7 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
 
 
 def run_facts(each: Compared) -> dict[str, Any]:
-    """Return a run's row in the table of compared runs: its name, outcome, steps, times, number of restarts and so on."""
+    """Return a run's row in the table of compared runs: its name, outcome, steps, times, tags, note, number of restarts and so on."""
     run = each.run
     starts = sum(event["event"] == "run_start" for event in run.events)
     return {
@@ -191,6 +192,8 @@ def run_facts(each: Compared) -> dict[str, Any]:
         "seconds": run.seconds,
         "started": run.started,
         "restarts": max(0, starts - 1),
+        "tags": list(run.notes.tags),
+        "note": run.notes.note,
         "evaluations": sum(not found["is_undone"] for found in run.evaluations),
         "checkpoints": sum(not found["is_undone"] for found in run.checkpoints),
     }

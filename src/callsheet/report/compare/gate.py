@@ -92,8 +92,8 @@ def judge(
         )
     if (
         not condition.of_best
-        and not all(value.ends_finite for value in sides[1])
-        and all(value.ends_finite for value in sides[0])
+        and not all(math.isfinite(value.last) for value in sides[1])
+        and all(math.isfinite(value.last) for value in sides[0])
     ):
         line = f"FAIL: {name}: {condition.metric} ended as NaN or infinity, and the baseline's did not; limit {condition.text}"
         return Verdict(condition, fails=True, line=line)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from callsheet.report.run_folder import RunFolder
+from callsheet.run.reasons import is_secret, without_secrets
 
 _OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
 """Settings that name the run or its folder. They always differ between two runs, so they are not compared."""
@@ -19,7 +20,10 @@ GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 
 
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the settings with which the run was started, in the groups `GROUPS`, each as a dict from dotted name to text."""
+    """Return the settings with which the run was started, in the groups `GROUPS`, each as a dict from dotted name to text.
+
+    Values that look like credentials are replaced, because a recipe's `config.yaml` has them as they were given.
+    """
     recorded = {} if run.config else dict(run.settings)  # `config` of a recipe has all settings already
     given = {**run.hyperparameters, **run.config}
     listed = [
@@ -98,7 +102,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
             found += _flat(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", _text(value)))
+            found.append((f"{prefix}{name}", _text("..." if value and is_secret(str(name)) else without_secrets(value))))
     return found
 
 

@@ -48,9 +48,10 @@ def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()
 def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
     content = comparison.to_dict()
     names = [run["name"] for run in content["runs"]]
+    has_notes = any(map(_notes, content["runs"]))
     runs = [
         [run["name"], *([run["group"]] if comparison.group_by else []), _outcome(run), f"{run['steps']:,}", _number(run["seconds"]),
-         str(run["restarts"]), str(run["evaluations"]), str(run["checkpoints"])]
+         str(run["restarts"]), str(run["evaluations"]), str(run["checkpoints"]), *([_notes(run)] if has_notes else [])]
         for run in content["runs"]
     ]  # fmt: skip
     heads = [
@@ -62,6 +63,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         "restarts",
         "evaluations",
         "checkpoints",
+        *(["tags and note"] if has_notes else []),
     ]
     is_uneven = len({run["steps"] for run in content["runs"]}) > 1
     tables: list[Table] = [
@@ -75,7 +77,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
             row["metric"],
             row["group"],
             _spread(row),
-            "" if row["best"] is None else f"{_number(row['best'])}{_at(row)}",
+            "" if row["best"] is None else f"{_number(row['best'])}{_at(row)}{_mean_of_bests(row)}",
             _difference(row),
         ]
         for row in content["values"]
@@ -88,7 +90,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
     )
     anatomy = [
         [
-            f"{'' if row['kind'] == 'span' else 'callback '}{row['name']}",
+            f"{'callback ' if row['kind'] == 'callback' else ''}{row['name']}",
             *(_part(row["groups"].get(name)) for name in comparison.groups),
         ]
         for row in content["anatomy"]
@@ -96,7 +98,11 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
     if anatomy:
         anatomy.insert(0, ["timed steps", *(f"{content['timed_steps'][name]:,}" for name in comparison.groups)])
     tables.append(
-        ("Anatomy of a step: milliseconds, share of the step, change from the first", ["part", *comparison.groups], anatomy)
+        (
+            "Anatomy of a step: milliseconds per step, share of the step, change from the first",
+            ["part", *comparison.groups],
+            anatomy,
+        )
     )
     problems = [
         [problem["level"], problem["title"], ", ".join(problem["runs"]) if len(problem["runs"]) < len(names) else "all runs"]
@@ -115,14 +121,27 @@ def _outcome(run: Mapping[str, Any]) -> str:
     return f"{run['outcome']}: {_cell(run['reason'])}" if run["reason"] else str(run["outcome"])
 
 
+def _notes(run: Mapping[str, Any]) -> str:
+    return _cell(" ".join([*(f"#{tag}" for tag in run["tags"]), run["note"]]).strip())
+
+
 def _spread(row: Mapping[str, Any]) -> str:
+    if not math.isfinite(row["mean"]):
+        return "not finite"  # NaN or infinite, as a run ended
     if row["runs"] == 1:
         return _number(row["mean"])
-    mean, deviation = row["mean"], row["deviation"]
+    return f"{_with_deviation(row['mean'], row['deviation'])} ({row['runs']} runs)"
+
+
+def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
-        return f"{_number(mean)} ± {_number(deviation)} ({row['runs']} runs)"
+        return f"{_number(mean)} ± {_number(deviation)}"
     places = min(12, max(0, 1 - math.floor(math.log10(deviation))))  # two digits of the deviation, and as many of the mean
-    return f"{mean:.{places}f} ± {deviation:.{places}f} ({row['runs']} runs)"
+    return f"{mean:.{places}f} ± {deviation:.{places}f}"
+
+
+def _mean_of_bests(row: Mapping[str, Any]) -> str:
+    return f", mean {_with_deviation(row['best_mean'], row['best_deviation'])}" if row["runs"] > 1 else ""
 
 
 def _at(row: Mapping[str, Any]) -> str:
@@ -130,8 +149,10 @@ def _at(row: Mapping[str, Any]) -> str:
 
 
 def _difference(row: Mapping[str, Any]) -> str:
-    if row["difference"] is None:
+    if row["difference"] is None or not math.isfinite(row["difference"]):
         return ""
+    if row["difference"] == 0:
+        return "equal"
     relative = f" ({100 * row['relative']:+.2f} %)" if math.isfinite(row["relative"]) else ""
     sure = {True: ", may be noise", False: ", more than noise", None: ""}[row["is_noise"]]
     p = f", p = {row['p']:.2g}" if math.isfinite(row["p"]) else ""
@@ -202,7 +223,21 @@ def _latex(table: Table) -> str:
 
 def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
-    columns = ["metric", "group", "mean", "deviation", "runs", "best", "best_step", "difference", "relative", "margin", "p"]
+    columns = [
+        "metric",
+        "group",
+        "mean",
+        "deviation",
+        "runs",
+        "best",
+        "best_step",
+        "best_mean",
+        "best_deviation",
+        "difference",
+        "relative",
+        "margin",
+        "p",
+    ]
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)

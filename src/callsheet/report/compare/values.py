@@ -52,7 +52,7 @@ _HIGHER_IS_BETTER = (
     ),
     *("reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match"),
 )
-_NOT_COMPARED = ("time/", "lr/", "system/")
+_NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
 _SKIPPED_RECORDS = 1  # metrics records at the start that are left out, because the first steps allocate and compile
 
@@ -62,18 +62,16 @@ class Value:
     """One measured value of a run.
 
     Args:
-        last: the last finite value.
+        last: the last value, NaN or infinite if the run ended so.
         best: the lowest or highest finite value; the mean for a speed or a time; None if the name does not show which is better.
         best_step: the step of the best value; -1 if it is of the whole run.
         samples: the single measurements that `best` is the mean of, if it is one. Their spread is the noise within the run.
-        ends_finite: whether the last value that was logged is finite, so that it is `last`.
     """
 
     last: float
     best: float | None = None
     best_step: int = -1
     samples: tuple[float, ...] = ()
-    ends_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ def values_of(run: RunFolder) -> dict[str, Value]:
     for name, each in series.items():
         finite = [pair for pair in each if math.isfinite(pair[1])]
         if finite and not name.startswith(_NOT_COMPARED):
-            found[name] = replace(_of_metric(name, finite), ends_finite=each[-1] is finite[-1])
+            found[name] = replace(_of_metric(name, finite), last=each[-1][1])
     for name, samples in _speeds(run):
         if samples:
             found[name] = Value(samples[-1], statistics.fmean(samples), samples=tuple(samples))
@@ -151,7 +149,8 @@ def values_of(run: RunFolder) -> dict[str, Value]:
 
 def summary(values: Sequence[float]) -> Summary:
     """Return the mean, the sample standard deviation and the number of these values."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    is_spread = len(values) > 1 and all(map(math.isfinite, values))
+    deviation = statistics.stdev(values) if is_spread else math.nan
     return Summary(statistics.fmean(values), deviation, len(values))
 
 
@@ -166,6 +165,8 @@ def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bo
     before, after = statistics.fmean(sides[0]), statistics.fmean(sides[1])
     absolute = after - before
     relative = absolute / abs(before) if before else math.nan
+    if not math.isfinite(absolute):
+        return Difference(before, math.nan, math.nan)
     if min(map(len, sides)) > 1:
         return Difference(before, absolute, relative, *_welch(sides[0], sides[1]), "seeds")
     if max(map(len, sides)) > 1:
@@ -188,13 +189,18 @@ def _of_metric(name: str, values: list[tuple[int, float]]) -> Value:
     return Value(values[-1][1], best, step)
 
 
-def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
+def step_seconds(run: RunFolder) -> list[float]:
+    """Return the mean seconds of a step between each two consecutive metrics records, without evaluations and checkpoints."""
     seconds: list[float] = []
     for before, after in pairwise(run.records[_SKIPPED_RECORDS:]):
         steps, taken = after.step - before.step, after.elapsed_seconds - before.elapsed_seconds
         if steps > 0 and taken > 0 and math.isfinite(taken):
             seconds.append(taken / steps)
-    yield STEP_SECONDS, seconds
+    return seconds
+
+
+def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
+    yield STEP_SECONDS, step_seconds(run)
     for name in ("token", "sample"):
         yield f"{name}s_per_second", _rates_between_records(run, name)
     for span, event in (("eval_all", "evaluation"), ("checkpoint_save", "checkpoint")):
