@@ -357,3 +357,13 @@ def test_an_attribute_error_in_a_property_keeps_its_message() -> None:
 
     with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
         Broken().value  # noqa: B018
+
+
+def test_that_also_holds_for_a_property_with_the_name_of_another_frameworks_method() -> None:
+    class Broken(Callback):
+        @property
+        def setup(self) -> int:
+            return self.missing  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
+        Broken().setup  # noqa: B018

@@ -42,7 +42,9 @@ PUBLIC = (
     "callsheet.testing",
     "callsheet.recipes",
 )
-"""The import paths of users, beside `callsheet.bridges.<name>`, `.compat.<name>` and `.plugins.<name>`; docs/architecture.md lists them."""
+"""The import paths of users, beside the modules in PUBLIC_FOLDERS; docs/architecture.md lists them."""
+
+PUBLIC_FOLDERS = ("bridges", "compat", "plugins")
 
 ORDER = [name for layer in LAYERS for name in layer]
 ROOT = ORDER.index("lanes") + 1  # callsheet/__init__.py imports from the core; nothing that it imports may import it
@@ -189,8 +191,7 @@ def test_users_import_from_the_public_modules_only() -> None:
             words = line.split()
             if len(words) > 3 and words[0] == "from" and words[1].split(".")[0] == "callsheet" and words[2] == "import":
                 parts = words[1].split(".")
-                is_public = words[1] in PUBLIC or (len(parts) == 3 and parts[1] in ("bridges", "compat"))
-                is_public = is_public or parts[1] == "compat"
+                is_public = words[1] in PUBLIC or (len(parts) == 3 and parts[1] in PUBLIC_FOLDERS) or parts[1] == "compat"
                 assert is_public, f"{path.name} shows {line.strip()!r}, which is not a public import path"
 
 
@@ -223,7 +224,8 @@ def test_the_package_exports_what_a_user_writes() -> None:
 
 def test_import_callsheet_is_enough_for_the_public_modules() -> None:
     """`callsheet.callbacks.SpeedMonitor` works without `import callsheet.callbacks`, and a misspelt name gets one hint."""
-    names = [each.partition(".")[2] for each in PUBLIC if "." in each]
+    names = sorted([each.partition(".")[2] for each in PUBLIC if "." in each] + [*PUBLIC_FOLDERS])
+    assert sorted(callsheet._SUBPACKAGES) == names
     code = f"import callsheet; print([getattr(callsheet, name).__name__ for name in {names}]); callsheet.Calback"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == str([f"callsheet.{name}" for name in names]), ran.stderr

@@ -850,6 +850,15 @@ def test_mutes_do_not_apply_without_reported_ends_of_steps_or_for_short_pauses()
     assert pauses.recorded[5:] == [95, 96, 97, 98, 99]
 
 
+@pytest.mark.parametrize("ahead", [1, 1000])
+def test_an_unknown_event_is_not_muted(ahead: int) -> None:
+    pauses = Pauses()
+    manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
+    manager.open(ctx)
+    with pytest.raises(UnknownEventError, match="on_train_step_stat"):
+        ctx.mute(pauses, "on_train_step_stat", until=ahead)
+
+
 def test_a_handler_that_unmuted_itself_is_not_muted_by_waking() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))

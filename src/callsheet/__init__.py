@@ -76,7 +76,13 @@ _ON_DEMAND = {
 }
 """What is imported at first use, since a file of callbacks does not need it: half of the package's import time, and torch."""
 
-__getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND.items() for name in names})
+_SUBPACKAGES = (
+    *("bridges", "callbacks", "checkpoint", "compat", "errors", "loggers", "metrics", "plugins", "recipes", "report", "testing"),
+    *("trainer", "transport"),
+)
+"""The modules that users import. After `import callsheet` alone, `callsheet.callbacks` works too."""
+
+__getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND.items() for name in names}, _SUBPACKAGES)
 
 
 def __dir__() -> list[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from callsheet import Callback
+from callsheet import Callback, Context, attach
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.instructlab.run import HookedRun
+from callsheet.callbacks import CheckpointSaver
 from callsheet.errors import HostError
+from callsheet.testing import run_ranks
 
 from .faults import ALWAYS, EVALUATED, TRAINED, Breaks
 from .loops import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
@@ -60,3 +65,74 @@ def test_a_fault_at_a_part_of_a_step(
     assert breaks.ends == ([HostError, "failed"] if breaks.faults else ["finished"])
     if span == "train_step":
         assert breaks.faults
+
+
+# --- several ranks ---
+
+
+def with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any], list[str]]:
+    """Train twelve steps by hand in DDP; rank 1's host has a fault after step 3. Return the weights, how the run ended, and the log."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.full((2, 3), 0.1 * (rank + step)), torch.zeros(2, 1)) for step in range(12)]
+    breaks = Breaks("train_step" if rank == 1 else "none", "end")
+    log: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("callsheet").addHandler(handler)
+    given: Any = {"model": model, "optimizer": optimizer, "callbacks": [breaks, CheckpointSaver(save_interval="5ba")]}
+    with attach(**given, runs_folder=folder) if is_observed else contextlib.nullcontext() as run:
+        breaks.run = run and run._run
+        for inputs, targets in run.steps(data) if run is not None else data:
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [float(each) for parameter in model.parameters() for each in parameter.detach().flatten()]
+    # The process group is not destroyed: torch can hang when it frees a DDP model after its group, also without callsheet.
+    return weights, breaks.ends, log
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.test_all)])
+def test_the_other_ranks_continue_without_callsheet_too(count: int, tmp_path: Path) -> None:
+    """The rank with the fault closes its connections, so that the others do not wait for it until a timeout."""
+    plain = run_ranks(with_a_fault, count, str(tmp_path / "plain"), False)
+    began = time.monotonic()
+    found = run_ranks(with_a_fault, count, str(tmp_path / "observed"), True)
+    assert time.monotonic() - began < 60  # the timeout is 600 s
+    assert [weights for weights, _, _ in found] == [weights for weights, _, _ in plain]
+    assert [ends for _, ends, _ in found] == [[HostError, "failed"]] * count
+    for rank, (_, _, log) in enumerate(found):
+        assert len(log) == 1
+        assert "Training continues" in log[0]
+        assert "RuntimeError: a fault of the host" in log[0]
+        assert ("rank 1" in log[0]) == (rank != 1)
+
+
+def test_an_error_of_the_user_on_one_rank_still_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"rank 1 .*ZeroDivisionError: the user's"):
+        run_ranks(with_an_error_of_the_user, 2, str(tmp_path))
+
+
+def with_an_error_of_the_user(folder: str) -> str:
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Fails(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 3 and ctx.run.rank == 1:
+                raise ZeroDivisionError("the user's")
+
+    with (
+        pytest.raises(ZeroDivisionError) if torch.distributed.get_rank() == 1 else contextlib.nullcontext(),
+        attach(
+            model=model, optimizer=optimizer, callbacks=[Fails(), CheckpointSaver(save_interval="5ba")], runs_folder=folder
+        ) as run,
+    ):
+        for inputs in run.steps([torch.ones(2, 3)] * 12):
+            model(inputs).sum().backward()
+            optimizer.step()
+    return "the end"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,17 @@ def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
     assert ends.recorded == ["finished", "reached max_duration, 2ep", "finished", "reached max_duration, 1ep"]
 
 
+def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
+    model = YOLO(str(folder / "small.yaml"), task="detect")
+    host([History()], run_name="small").attach(model)
+    seen: list[weakref.ref[Any]] = []
+    model.add_callback("on_train_start", lambda trainer: seen.append(weakref.ref(trainer)))
+    model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "freed"), "epochs": 1})
+    model.trainer = None  # which Ultralytics keeps until the next training
+    gc.collect()
+    assert seen[0]() is None
+
+
 def test_a_list_of_datasets_has_a_run_for_each(folder: Path) -> None:
     ends = Ends()
     trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
@@ -714,6 +727,24 @@ def test_what_cannot_be_sent_is_rejected_before_workers_start(changed: dict[str,
     assert ran.returncode == 1
     assert message in ran.stderr
     assert "torch.distributed.run" not in ran.stdout + ran.stderr
+
+
+def test_the_file_of_the_workers_is_removed_if_their_command_cannot_be_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from callsheet.bridges.ultralytics import ddp
+
+    removed: list[str] = []
+    engine: Any = importlib.import_module("ultralytics.engine.trainer")
+    monkeypatch.setattr(engine, "generate_ddp_command", lambda trainer: (["python", "-m", "elsewhere"], "the file"))
+    monkeypatch.setattr(engine, "ddp_cleanup", lambda trainer, file: removed.append(file))
+    trainer = Trained(folder, [History()], epochs=1).trainer
+    ddp.install()
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match="the file"):
+        engine.generate_ddp_command(trainer)
+    assert removed == ["the file"]
+    assert dict(os.environ) == before
 
 
 def test_functions_cannot_be_sent() -> None:

@@ -149,7 +149,7 @@ def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:
         (["nothing.py"], "there is no script nothing.py"),
         ([], "give a script, or -m and the name of a module"),
         (["--log_interval", "0", "train.py"], "is not a whole number above 0"),
-        (["--callbacks", "none.yaml", "train.py"], "--callbacks none.yaml"),
+        (["--callbacks", "none.yaml", "train.py"], "the file of callbacks none.yaml: No such file"),
         (["--run_nme", "a", "train.py"], "--run_nme"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Protocol
 from callsheet.core.run_state import TrainState
 from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users, text_of
 from callsheet.run.lifetime import Lifetime
+from callsheet.run.process_groups import HostGaveUp
 
 logger = logging.getLogger("callsheet")
 
@@ -32,8 +33,11 @@ def is_for_user(error: BaseException) -> bool:
     """Return whether the error must be raised to the user. Other errors are faults of callsheet's adapter (host).
 
     The user must know about an error of a callback or of another function of the user, an error that callsheet raises on purpose,
-    a file that cannot be read or written, and a `BaseException` that is not an `Exception`.
+    a file that cannot be read or written, and a `BaseException` that is not an `Exception`. A `HostGaveUp` is none of these, because
+    training continues on the rank that has left the run, too.
     """
+    if isinstance(error, HostGaveUp):
+        return False
     is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotAvailable)
     return not isinstance(error, Exception) or is_users(error) or is_on_purpose
 
@@ -41,7 +45,8 @@ def is_for_user(error: BaseException) -> bool:
 def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) -> None:
     """End the run because of a fault of callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
-    Training continues without callsheet. The caller removes the host's hooks.
+    Training continues without callsheet. The caller removes the host's hooks. If there are several ranks, the run ends in the same
+    way on the others, at their next collective of callsheet.
 
     Args:
         run: the run.
@@ -60,9 +65,10 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "
         "are not called any more in this run, which is recorded as failed. Training continues"
     )
-    if is_fault:
+    is_of_this_rank = not isinstance(error, HostGaveUp)
+    if is_fault and is_of_this_rank:
         message += ". Please report this with the traceback"
-    logger.error("%s", message, exc_info=error)
+    logger.error("%s", message, exc_info=error if is_of_this_rank else None)
     given_up = HostError(message)
     given_up.__cause__ = error
     run.fail(given_up)

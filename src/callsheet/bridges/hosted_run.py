@@ -277,6 +277,7 @@ class HostedRun(Run):
         """End the run as failed because an exception has left the loop: fire `on_exception` and `on_run_end`."""
         self.driver.forget()
         self.eval.driver.forget()
+        self.world.say(self.ctx.step, error)
         self.lifetime.fail(error)
         self.lifetime.end()
 

@@ -130,7 +130,9 @@ class Callback(Hooks):
         def __getattr__(self, name: str) -> Any:  # Python calls this only if there is no such attribute
             from callsheet.core import familiar_names
 
-            if name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS:
+            # If the class has the name, it is a property that has failed: it is evaluated again below, for its own error.
+            is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
+            if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(
                     f"{type(self).__name__!r} has no attribute {name!r}, because it is a callback of callsheet. Another framework runs it in "
                     f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",

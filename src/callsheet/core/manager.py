@@ -495,13 +495,13 @@ class CallbackManager:
             ctx.kept = self._kept()
 
     def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
+        named = frozenset(as_event(event).value for event in events)
         ctx = self._ctx() if self._ctx is not None else None
         if until is not None and ctx is not None and not self._muting.is_worthwhile(until, ctx.step):
-            return  # before the lookups below, because callbacks ask this in every step
+            return  # before the search below, because callbacks ask this in every step
         registration = next((each for each in self._registrations if each.thing is callback), None)
         if registration is None:
             raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
-        named = frozenset(as_event(event).value for event in events)
         self._muting.mute(registration, named, is_muted, until, ctx)
 
     def _kept(self) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,17 +15,16 @@ _PACKAGES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
 """The packages that are searched for a name that was imported from the wrong package."""
 
 
-_SUBPACKAGES = (
-    "bridges", "callbacks", "checkpoint", "compat", "errors", "loggers", "metrics", "recipes", "report", "testing", "trainer", "transport"
-)  # fmt: skip
-"""What users import of the package, and may also use as `callsheet.callbacks` after `import callsheet` alone."""
-
-
-def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def attributes(package: str, modules: Mapping[str, str], subpackages: Collection[str] = ()) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package, which imports each attribute at its first use, from the module that `modules` names.
 
     If an optional package is missing, the error names the command that installs it. An unknown attribute raises AttributeError,
     or ImportError in `from package import name`; the message says which name callsheet uses instead, or which package has it.
+
+    Args:
+        package: the package's name.
+        modules: the module of each attribute.
+        subpackages: the modules of the package that are attributes of it without an import of their own.
     """
 
     def get(name: str) -> Any:
@@ -34,7 +33,7 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
                 found = getattr(importlib.import_module(modules[name]), name)
             setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
             return found
-        if package == "callsheet" and name in _SUBPACKAGES:
+        if name in subpackages:
             return importlib.import_module(f"{package}.{name}")  # which also stores it as an attribute of the package
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):

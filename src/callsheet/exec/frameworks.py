@@ -107,7 +107,7 @@ def _with_argument(bridge: str) -> Around:
 
 def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
     owners = [getattr(each, "__self__", each) for functions in trainer.callbacks.values() for each in functions]
-    if trainer.ddp:  # it starts workers, in which it trains
+    if getattr(trainer, "ddp", False):  # it starts workers, in which it trains
         if observation.is_observed_otherwise(owners):
             return train(trainer, *args, **options)
         with _workers_under_exec(observation):
@@ -126,14 +126,19 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
 
     def under_exec(trainer: Any) -> tuple[list[str], str]:
         command, file = given(trainer)
-        place = command.index(file)
-        return [*command[:place], "-m", "callsheet.exec", *observation.options(), *command[place:]], file
+        try:
+            place = command.index(file)
+            return [*command[:place], "-m", "callsheet.exec", *observation.options(), *command[place:]], file
+        except Exception as error:
+            log_failure("the workers cannot be observed", error)
+            return command, file
 
     module.generate_ddp_command = under_exec  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        module.generate_ddp_command = given  # type: ignore[attr-defined]
+        if module.generate_ddp_command is under_exec:  # otherwise another library has replaced it since
+            module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, **options: Any) -> Any:

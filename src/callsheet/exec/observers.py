@@ -62,14 +62,14 @@ def _specs(path: Path) -> list[Mapping[str, Any]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--callbacks {path}: {error.strerror}") from None
+        raise ConfigError(f"the file of callbacks {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--callbacks {path} is not YAML: {error}") from None
+        raise ConfigError(f"the file of callbacks {path} is not YAML: {error}") from None
     if isinstance(content, Mapping):
         content = [*(content.get("callbacks") or []), *(content.get("loggers") or [])]
     if not isinstance(content, list) or not all(isinstance(each, (Mapping, str)) for each in content):
         raise ConfigError(
-            f"--callbacks {path}: give a list of callbacks, such as `- class_path: SpeedMonitor` with its `init_args`"
+            f"the file of callbacks {path}: give a list of callbacks, such as `- class_path: SpeedMonitor` with its `init_args`"
         )
     return [{"class_path": each} if isinstance(each, str) else each for each in content]
 
@@ -81,7 +81,7 @@ def _built(path: Path, place: int, spec: Mapping[str, Any]) -> Callback:
             spec = {**spec, "class_path": _full_path(name)}
         return CallbackSpec.from_dict(spec).build()
     except (CallsheetError, TypeError, ValueError) as error:
-        raise ConfigError(f"--callbacks {path}: entry {place + 1}: {error}") from None
+        raise ConfigError(f"the file of callbacks {path}: entry {place + 1}: {error}") from None
 
 
 def _full_path(name: str) -> str:

@@ -67,6 +67,10 @@ class Agreement:
         """The training step after which `look` must be called next."""
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
+    def end(self) -> None:
+        """Forget the message that is being exchanged, which keeps the connections to the other ranks open."""
+        self._pending = None
+
     def look(self, step: int) -> None:
         """After training step `step`, read the other ranks' message if it is due, and send the next one."""
         if self._world.size == 1:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.core.ranks import Ranks, initialised_distributed
-from callsheet.errors import DistributedError, text_of
+from callsheet.errors import DistributedError, HostError, text_of
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
@@ -28,12 +29,16 @@ The time is at most a quarter of the timeout.
 LOOK_SECONDS = 0.5
 """The longest time between two checks of the rendezvous store for a question from another rank."""
 
-_TIMED_OUT, _CUT_OFF, _FAILED, _LEFT = "timed out", "cut off", "failed", "left"
+_TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
 
 
 class LateAfterSignal(DistributedError):
     """A rank did not answer in time after a preemption signal."""
+
+
+class HostGaveUp(DistributedError):
+    """On another rank, the host cannot follow the framework's loop any more. The framework's training continues there."""
 
 
 class Pending:
@@ -65,9 +70,13 @@ class Pending:
                 raise LateAfterSignal("some rank did not answer in time after a preemption signal")
             time.sleep(pause)  # polling, because waiting in the collective would delay signal handlers
             pause = min(2 * pause, 0.005)
-        if self._work is not None:
+        work, self._work = self._work, None
+        if work is not None:
             with self._collective("reduction"):
-                self._work.wait()
+                try:
+                    work.wait()
+                finally:
+                    del work  # which keeps the group's connections open
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -163,15 +172,27 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Write to the rendezvous store why this rank ends, so that the other ranks can report it."""
+        """Write to the rendezvous store why this rank ends the run, so that the other ranks can report it.
+
+        After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
+        """
         if self.size > 1 and not isinstance(error, DistributedError):
-            first = (text_of(error).splitlines() or [""])[0][:300]
-            self._notes.leave(_FAILED, f"at step {step}: {type(error).__name__}: {first}")
+            kind = _GAVE_UP if isinstance(error, HostError) else _FAILED
+            cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
+            first = (text_of(cause).splitlines() or [""])[0][:300]
+            self._notes.leave(kind, f"at step {step}: {type(cause).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error to raise after a collective has failed with `error`. It names the ranks at fault."""
+        """Return the error to raise after a collective has failed with `error`. It names the ranks at fault.
+
+        It is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop.
+        """
+        traceback.clear_frames(error.__traceback__)  # whose variables keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
-        return DistributedError(f"{self._missing(self.at_step(), error)}. On rank {self.rank}: {what}{first}")
+        missing = self._missing(self.at_step(), error)
+        if self._notes.has_read_of(_GAVE_UP):
+            return HostGaveUp(missing)
+        return DistributedError(f"{missing}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, if this rank can find out.
@@ -207,6 +228,8 @@ class ProcessGroups:
             late = [rank for rank in ranks if words[rank] is None and rank not in silent]
             waiting = {rank: word[1] for rank, word in words.items() if word and word[0] in (_TIMED_OUT, _CUT_OFF)}
             found = [f"{self._named([rank])} failed {word[1]}" for rank, word in words.items() if word and word[0] == _FAILED]
+            gave_up = {rank: word[1] for rank, word in words.items() if word and word[0] == _GAVE_UP}
+            found += [f"{self._named([rank])} gave up {why}" for rank, why in gave_up.items()]
             left = [rank for rank, word in words.items() if word and word[0] == _LEFT]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
@@ -284,6 +307,7 @@ class _Notes:
         self.is_silent = not prefix
         """Whether the store has failed to answer before, so that it is not asked again."""
         self._has_left = False
+        self._kinds: set[str] = set()
 
     def ask(self, act: Callable[[], str]) -> str:
         """Return the result of `act()`, a call that uses the store.
@@ -316,7 +340,12 @@ class _Notes:
         if word is None:
             return None
         kind, text = json.loads(word)
+        self._kinds.add(kind)
         return kind, text
+
+    def has_read_of(self, kind: str) -> bool:
+        """Return whether `read` has found a message of this kind."""
+        return kind in self._kinds
 
     def question(self) -> None:
         """Ask all ranks, through the rendezvous store, whether they still run."""

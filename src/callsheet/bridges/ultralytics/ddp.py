@@ -7,6 +7,7 @@ module makes them run `ultralytics_worker.py` instead, with that file as its arg
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ _sent: dict[str, contextlib.ExitStack] = {}
 def install() -> None:
     """Replace the functions with which Ultralytics' trainer makes and cleans up the workers' command, if that is not done already.
 
-    They do the same as before for trainers without a host.
+    They stay replaced until the program ends, and do the same as before for trainers without a host.
     """
     if not hasattr(engine.generate_ddp_command, "callsheet_calls"):
         engine.generate_ddp_command = _sending(engine.generate_ddp_command)
@@ -48,20 +49,26 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         if host is None:
             return given(trainer)
         payload = pack(_callbacks_of(host), allow_pickle=host.allow_pickle, extra={
-            "settings": dict(host.settings), "strict": host.is_strict, "only_observes": host.only_observes,
+            "settings": dict(host.settings), "strict": host._strict, "only_observes": host.only_observes,
         })  # fmt: skip
-        with _without(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
-            command, file = given(trainer)
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
+            with _without(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
+                command, file = given(trainer)
+            undo.push(functools.partial(_clean_after_error, trainer, file))  # Ultralytics does not know the file yet
+            place = command.index(file)
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
             _sent[str(file)] = undo.pop_all()
-        place = command.index(file)
         return [*command[:place], "--no-python", *command_of(WORKER), *command[place:]], file
 
     generate_ddp_command.callsheet_calls = given  # type: ignore[attr-defined]
     return generate_ddp_command
+
+
+def _clean_after_error(trainer: Any, file: str, kind: type[BaseException] | None, *_: Any) -> None:
+    if kind is not None:
+        engine.ddp_cleanup(trainer, file)
 
 
 def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
@@ -34,6 +35,24 @@ VALIDATION = "validation"
 
 BEST = "best"
 """The dataset's name when Ultralytics validates `best.pt` on it after training."""
+
+
+class _AfterEpoch:
+    """What is to be done after the current epoch, when Ultralytics has validated and saved."""
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+        """Whether the epoch has ended and its boundary has not been reached."""
+        self.is_whole = False
+        """Whether the epoch had all its batches."""
+        self.is_save_requested = False
+        """Whether a callback has asked for a checkpoint."""
+        self.is_saved = False
+        """Whether Ultralytics has written a checkpoint, on rank 0."""
+
+
+_OF_A_RUN = ("_trainer", "_outer_error", "_watch", "_model_hooks", "_optimizer_hooks", "_eval_hooks", "_hooks", "_carried")
+"""The attributes of a host that refer to the training of the current run."""
 
 
 def host(
@@ -94,8 +113,6 @@ class UltralyticsHost(HostBase):
         """The arguments of `host` that are those of `HostedRun` too, as plain data."""
         self.allow_pickle = allow_pickle
         """Whether callbacks may be sent to DDP workers as pickles."""
-        self.is_strict = strict
-        """Whether it is an error if a callback listens to an event that is not fired."""
         self._is_attached = False
 
     def attach(self, model: Any) -> Self:
@@ -163,8 +180,7 @@ class UltralyticsHost(HostBase):
         self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
         self._has_unscaled = False  # whether the loop has unscaled the gradients, so that it steps the optimizer now
         self._carried: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
-        self._waits_for_boundary = self._is_whole = False
-        self._is_save_requested = self._is_saved = False
+        self._after_epoch = _AfterEpoch()
         self._begin_run(run, hooks, NOT_FIRED)
         run.driver.start("round")
         self._stop_if_asked(run, trainer)
@@ -185,6 +201,12 @@ class UltralyticsHost(HostBase):
 
     def _stop(self, loop: Any) -> None:
         loop.stop = True
+
+    def _release(self) -> None:
+        """Also forget the training, so that its trainer and weights can be freed before the next one begins."""
+        super()._release()
+        for name in _OF_A_RUN:
+            vars(self).pop(name, None)
 
     # --- epochs ---
 
@@ -215,25 +237,26 @@ class UltralyticsHost(HostBase):
             # The next step of the optimizer, which is in the next epoch, uses these batches too.
             self._carried = self._watch.total, run.counted
             run.drop_step()
-        self._is_whole = self._batches >= self._epoch_length
-        run.close_epoch(is_whole=self._is_whole)
-        self._waits_for_boundary = True
+        after = self._after_epoch
+        after.is_waiting, after.is_whole = True, self._batches >= self._epoch_length
+        run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:
         """Carry out what is due after the epoch, which has waited for Ultralytics' validation and save."""
-        if not self._waits_for_boundary:
+        after = self._after_epoch
+        if not after.is_waiting:
             return
-        self._waits_for_boundary = False
-        if self._is_whole:
+        after.is_waiting = False
+        if after.is_whole:
             run.boundaries.reach("epoch")
         else:
             run.boundaries.fire_checkpoint_due("epoch")
-        is_saved = run.world.of_rank_zero(self._is_saved)
-        if self._is_save_requested and not is_saved:
+        is_saved = run.world.of_rank_zero(after.is_saved)
+        if after.is_save_requested and not is_saved:
             if run.world.rank == 0:
                 trainer.save_model()
             is_saved = True
-        self._is_save_requested = self._is_saved = False
+        self._after_epoch = _AfterEpoch()
         if is_saved:
             run.fire_checkpoint(str(trainer.last), lambda info: self._write_states(run, trainer, info))
         self._stop_if_asked(run, trainer)
@@ -350,13 +373,18 @@ class UltralyticsHost(HostBase):
 
     def _final_eval(self, evaluate: Callable[[], None]) -> None:
         """Validate `best.pt` after training, as an evaluation of its own."""
+        if self._run is None:
+            evaluate()
+            return
         trainer = self._trainer
-        is_evaluated = trainer.best.exists()
-        if is_evaluated:
-            self._begin_evaluation(BEST)
+        self._begin_final_evaluation(trainer.best)
         evaluate()
-        if is_evaluated:
-            self._end_evaluation(BEST, trainer.metrics, None)
+        self._end_evaluation(BEST, trainer.metrics, None)
+
+    @in_a_run
+    def _begin_final_evaluation(self, run: HostedRun, best: Path) -> None:
+        if run.world.of_rank_zero(best.exists()):  # the file may be on the machine of rank 0 only
+            self._begin_evaluation(BEST)
 
     @in_a_run
     def _begin_evaluation(self, run: HostedRun, name: str) -> None:
@@ -407,10 +435,10 @@ class UltralyticsHost(HostBase):
 
     def on_model_save(self, trainer: Any) -> None:
         """Note that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this on rank 0 only."""
-        self._is_saved = True
+        self._after_epoch.is_saved = True
 
     def _request_save(self, requests: tuple[Request, ...]) -> None:
-        self._is_save_requested = True
+        self._after_epoch.is_save_requested = True
 
     def _write_states(self, run: HostedRun, trainer: Any, info: CheckpointInfo) -> None:
         if not self.only_observes:
