@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from callsheet.report import RunFolder
+from callsheet.report import RunFolder, write_report
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.page import write_comparison
 
@@ -246,3 +246,16 @@ def test_it_fits_a_phone(chromium: Any, grouped: str, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
     assert seen.faults == []
     seen.context.close()
+
+
+def test_a_last_value_that_is_not_finite_is_named(seen: Seen, tmp_path: Path) -> None:
+    """In the heads of charts and in the figures at the top: the last value that could be drawn would look like a result."""
+    good, bad = (write_run(tmp_path, name, {1: 3.0, 2: 2.0, 3: last}) for name, last in (("good", 1.0), ("bad", float("nan"))))
+    page = seen.open(
+        write_comparison(Comparison([RunFolder.read(run) for run in (good, bad)]), tmp_path / "compare.html").as_uri()
+    )
+    card = page.locator(".chart-card").filter(has=page.get_by_role("heading", name="train/loss", exact=True))
+    assert card.locator("b").all_inner_texts() == ["1", "not finite"]
+    page = seen.open(write_report(bad).as_uri())
+    assert page.locator(".tile").first.inner_text().splitlines()[:2] == ["train/loss", "not finite"]
+    assert page.locator(".chart-card b").first.inner_text() == "not finite"

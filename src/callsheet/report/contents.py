@@ -117,7 +117,8 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
         finite = [each for each in losses if math.isfinite(each[1])]
         if finite:
             best = min(finite, key=lambda each: each[1])
-            detail = f"the best, at step {best[0]}; last {losses[-1][1]:.5g}"
+            last = f"{losses[-1][1]:.5g}" if math.isfinite(losses[-1][1]) else "not finite"
+            detail = f"the best, at step {best[0]}; last {last}"
             tiles.append({"label": f"{dataset}/loss", "value": best[1], "detail": detail})
     return [{"last": None, **tile} for tile in (*tiles, *_speed_tile(run), *_memory_tile(run))]
 

@@ -78,6 +78,13 @@ const isRate = (name) => name.endsWith("_per_second");
 /** A value of a metric, formatted as everywhere in the page. */
 const metric = (name, value, inBytes = isBytesName(name)) => (inBytes ? bytes(value) : isRate(name) ? count(value) : number(value));
 
+/** The last value of a curve, or the mean of several curves' last values. The values `y` of a curve are null where they are not finite. */
+function lastOf(name, curves, inBytes) {
+  const lasts = curves.filter(({ y }) => y.length).map(({ y }) => y.at(-1));
+  if (lasts.includes(null)) return "not finite"; // NaN or infinite
+  return metric(name, lasts.length ? lasts.reduce((sum, value) => sum + value, 0) / lasts.length : null, inBytes);
+}
+
 /** The horizontal range of all charts, unless the reader has zoomed: that of the run, with room for the outermost points. */
 function wholeRange() {
   const [from, to] = axisEnds();

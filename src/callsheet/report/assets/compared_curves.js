@@ -129,16 +129,15 @@ function legendButtons(chart) {
   if (found.length > FEW_LINES) return [];
   return found.map(([name, group, curves]) => {
     const shown = curves.some(({ run }) => isShown(run));
-    const lasts = curves.filter(({ run }) => isShown(run) || !shown).map(({ y }) => y.findLast((value) => value !== null)).filter(isNumber);
-    const mean = lasts.length ? lasts.reduce((sum, value) => sum + value, 0) / lasts.length : null;
+    const seen = curves.filter(({ run }) => isShown(run) || !shown);
     return el("button", { type: "button", class: "plain", title: name, "aria-pressed": String(shown), on: { click: () => showRuns(membersOf[group], !shown) } },
-      swatch(group), el("span", { class: "short" }, named(name)), el("b", { title: curves.length > 1 ? "the mean of the last values" : "the last value" }, metric(chart.title, mean, isBytes(chart))));
+      swatch(group), el("span", { class: "short" }, named(name)), el("b", { title: curves.length > 1 ? "the mean of the last values" : "the last value" }, lastOf(chart.title, seen, isBytes(chart))));
   });
 }
 
 function summary(chart) {
   const lines = curvesIn(chart);
-  const said = lines.slice(0, FEW_LINES).map(({ run, y }) => `${runs[run].name}: last ${metric(chart.title, y.findLast((value) => value !== null), isBytes(chart))}`);
+  const said = lines.slice(0, FEW_LINES).map((curve) => `${runs[curve.run].name}: last ${lastOf(chart.title, [curve], isBytes(chart))}`);
   return `${chart.title}: ${several(lines.length, "run")}. ${said.join("; ")}`;
 }
 

@@ -124,18 +124,17 @@ function csvOf(chart) {
 const legendButtons = (chart) => chart.curves.map((curve, place) => legendButton(chart, curve, place));
 
 function legendButton(chart, curve, place) {
-  const last = data.curves[curve.name].y.findLast((value) => value !== null) ?? null;
   const toggle = () => { if (!view.hidden.delete(curve.name)) view.hidden.add(curve.name); redraw(); };
   return el("button", { type: "button", class: "plain", title: curve.name, "aria-pressed": String(!view.hidden.has(curve.name)), on: { click: toggle } },
     el("i", { style: { background: `var(--${colorName(chart, place)})` } }),
-    named(chart.title.endsWith(curve.label) ? curve.name : curve.label), el("b", { title: "the last value" }, metric(curve.name, last, isBytes(chart))));
+    named(chart.title.endsWith(curve.label) ? curve.name : curve.label), el("b", { title: "the last value" }, lastOf(curve.name, [data.curves[curve.name]], isBytes(chart))));
 }
 
 function summary(chart) {
   return chart.curves.map(({ name }) => {
-    const { y, count: all } = data.curves[name];
+    const curve = data.curves[name], { y, count: all } = curve;
     const finite = y.filter((value) => value !== null), show = (value) => metric(name, value, isBytes(chart));
-    const ends = finite.length ? `, from ${show(Math.min(...finite))} to ${show(Math.max(...finite))}, last ${show(finite.at(-1))}` : "";
+    const ends = finite.length ? `, from ${show(Math.min(...finite))} to ${show(Math.max(...finite))}, last ${lastOf(name, [curve], isBytes(chart))}` : "";
     return `${name}: ${several(all, "value")}${ends}`;
   }).join("; ");
 }

@@ -19,9 +19,9 @@ function header() {
 }
 
 function tiles() {
-  const shown = { count, bytes };
+  const shown = { count, bytes }, text = (tile) => (tile.value === null ? "not finite" : (shown[tile.kind] ?? number)(tile.value));
   return data.tiles.map((tile) => el("div", { class: "tile" },
-    el("div", { class: "label" }, tile.label), el("div", { class: "value" }, (shown[tile.kind] ?? number)(tile.value)),
+    el("div", { class: "label" }, tile.label), el("div", { class: "value" }, text(tile)),
     el("div", { class: "detail" }, tile.detail, tile.last === null ? null : `; last record ${(shown[tile.kind] ?? number)(tile.last)}`)));
 }
 
