@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable as Function
 from dataclasses import replace
@@ -21,6 +23,7 @@ from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, Logger, read_metrics
+from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
@@ -623,3 +626,50 @@ def test_of_the_evaluations_of_a_closure_the_last_loss_counts(tmp_path: Path) ->
     assert sees.losses == [each[-1] for each in losses.by_step]
     check_events(recorder.events)
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(observed), strict=True))
+
+
+# --- callsheet exec ---
+
+SCRIPT = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from bridges.loops.composer import made
+from bridges.loops.job import POINTS
+
+trainer = made(POINTS, Path("out"), None, save_folder="saved", save_interval="1ep", save_overwrite=True)
+trainer.fit()
+if len(sys.argv) > 1:
+    trainer.fit(duration="1ep")
+trainer.close()
+print("weights", hashlib.sha256(b"".join(each.numpy().tobytes() for each in trainer.state.model.state_dict().values())).hexdigest())
+print("callbacks", [type(each).__name__ for each in trainer.state.callbacks])
+"""
+
+
+def script(*command: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).resolve().parents[1]
+    Path("train.py").write_text(SCRIPT.format(tests=str(tests)))
+    paths = os.pathsep.join([str(tests.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [sys.executable, "-W", "ignore", *command]
+    ran = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran
+
+
+def test_a_script_is_observed() -> None:
+    plain, observed = script("train.py"), script("-m", "callsheet.exec", "--run_name", "a", "train.py")
+    assert observed.stdout == plain.stdout
+    found = RunFolder.read(Path("runs/a"))
+    assert (found.outcome, found.last_step) == ("finished", 12), observed.stderr
+    assert {"fetch", "forward", "backward", "optimizer_step"} <= {each.name for window in found.windows for each in window.slices}
+    assert len(found.evaluations) == 2
+    saved = torch.load(next(Path("saved").glob("ep2*.pt")), weights_only=False)
+    assert "callsheet" not in str(saved["state"]["callbacks"])
+
+
+def test_each_fit_is_a_run() -> None:
+    observed = script("-m", "callsheet.exec", "--run_name", "a", "train.py", "again")
+    found = [RunFolder.read(Path(f"runs/{name}")) for name in ("a", "a-2")]
+    assert [(run.outcome, run.last_step) for run in found] == [("finished", 12), ("finished", 18)], observed.stderr
+    assert "no state of these callbacks" not in observed.stderr

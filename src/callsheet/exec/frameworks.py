@@ -53,9 +53,30 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    """Return `around(observation, given, ...)` as a function that trains exactly once and fails only if `given` fails."""
+
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:
-        return around(observation, given, *args, **options)
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        @wraps(given)
+        def train(*args: Any, **options: Any) -> Any:
+            try:
+                results.append(given(*args, **options))
+            except BaseException as error:
+                errors.append(error)
+                raise
+            return results[0]
+
+        try:
+            return around(observation, train, *args, **options)
+        except Exception as error:
+            fault = error
+        if errors:
+            raise errors[0]
+        log_failure("the trainer cannot be observed", fault)
+        return results[0] if results else given(*args, **options)
 
     return called
 
@@ -103,6 +124,18 @@ def _with_argument(bridge: str) -> Around:
         return _trained(observation, hosted, lambda: train(**named))
 
     return around
+
+
+def _composer(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    hosted = _host(observation, trainer.state.callbacks, "callsheet.bridges.composer", log_interval=observation.log_interval)
+    if hosted is None:
+        return _trained(observation, None, lambda: train(trainer, *args, **options))
+    try:
+        hosted.begin(trainer)
+        return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+    finally:
+        hosted.close(trainer.state, trainer.logger)
+        trainer.state.callbacks[:] = [each for each in trainer.state.callbacks if each is not hosted]
 
 
 def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
@@ -178,6 +211,7 @@ _METHODS: Mapping[str, tuple[str, str, Around]] = {
         "fit",
         _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks),
     ),
+    "composer.trainer.trainer": ("Trainer", "fit", _composer),
     "keras.src.backend.torch.trainer": ("TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
     "torchtnt.framework.fit": ("", "fit", _with_argument("callsheet.bridges.torchtnt")),
     "torchtnt.framework.train": ("", "train", _with_argument("callsheet.bridges.torchtnt")),

@@ -18,6 +18,7 @@ def host(
     *,
     strict: bool = True,
     log_interval: str | int | Time = "10ba",
+    run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
@@ -37,7 +38,8 @@ def host(
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         log_interval: how often a metrics record is made; an integer means batches.
-        runs_folder: the folder that contains the run's folder, whose name is Composer's run name.
+        run_name: the name of callsheet's run; None: Composer's run name.
+        runs_folder: the folder that contains the run's folder.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
     Raises:
@@ -50,6 +52,7 @@ def host(
         callbacks,
         strict=strict,
         log_interval=log_interval,
+        run_name=run_name,
         runs_folder=runs_folder,
         lock_timeout_seconds=lock_timeout_seconds,
     )

@@ -49,11 +49,12 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         *,
         strict: bool,
         log_interval: str | int | Time,
+        run_name: str | None,
         runs_folder: str | os.PathLike[str],
         lock_timeout_seconds: float,
     ) -> None:
         super().__init__(callbacks, strict=strict)
-        self._log_interval, self._runs_folder = log_interval, runs_folder
+        self._log_interval, self._run_name, self._runs_folder = log_interval, run_name, runs_folder
         self._lock_timeout_seconds = lock_timeout_seconds
         self._hosts: Sequence[ComposerHost] = ()
         self._saved: Mapping[str, Any] | None = None
@@ -97,7 +98,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             optimizer=optimizer,
             scheduler=state.schedulers[0] if len(state.schedulers) == 1 else None,
             host="Composer's Trainer",
-            run_name=state.run_name,
+            run_name=self._run_name or state.run_name,
             runs_folder=self._runs_folder,
             config={"seed": state.seed, "precision": state.precision.value, "max_duration": str(state.max_duration or "")},
             max_duration=str(state.max_duration) if state.max_duration is not None else None,
@@ -123,7 +124,10 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             if own:
                 restore_states(run, own)
         if run.state.timestamp.batch != int(at.batch):
-            logger.warning("%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch))
+            if not self.only_observes:
+                logger.warning(
+                    "%s resumes from step %d, but its checkpoint has no state of these callbacks", run.host, int(at.batch)
+                )
             run.state.timestamp = run.state.baseline = run.state.timestamp._replace(
                 epoch=int(at.epoch),
                 batch=int(at.batch),
@@ -133,6 +137,11 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if not int(at.batch):
             return None
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
+
+    def begin(self, trainer: Any) -> None:
+        """Begin a run in a Trainer that was made without this host, before it trains."""
+        trainer.state.callbacks.append(self)
+        self.run_event(Event.AFTER_LOAD, trainer.state, trainer.logger)
 
     def close(self, state: Any, logger: Any) -> None:
         """End the run of callsheet's callbacks, because Composer closes its callbacks.
@@ -375,7 +384,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all instances of this class in the Trainer, of which Composer saves only the last one's state."""
-        return {"hosts": [each._own_state() for each in self._hosts]}
+        return {} if self.only_observes else {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Store the states until the run begins, because Composer has loaded everything only then."""
