@@ -622,7 +622,7 @@ def test_a_host_that_fails_gives_up_and_training_continues(tmp_path: Path, caplo
 
 
 class OddLoop:
-    """A loop by hand, with Accelerate or without, whose calls are drawn: some left out, some made twice, some out of order.
+    """A hand-written loop, with Accelerate or without, whose calls are drawn: some left out, some made twice, some out of order.
 
     The calls depend on the seed alone, so that a run with a host and one without make the same. `at_batch` is called before each batch.
     """

@@ -16,7 +16,7 @@ from callsheet.report import RunFolder
 
 
 def attached(folder: Path, *, until: int = 4) -> None:
-    """A loop by hand that evaluates after each epoch, after the epoch's checkpoint was saved. It crashes in epoch `until`."""
+    """A hand-written loop that evaluates after each epoch, after the epoch's checkpoint was saved. It crashes in epoch `until`."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -425,7 +425,7 @@ def resumed(case: Case) -> list[Any]:
     return second.seen
 
 
-# --- a loop by hand, with attach ---
+# --- a hand-written loop, with attach ---
 
 
 class Scale(nn.Module):

@@ -137,7 +137,7 @@ def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
 
 
 def attached(folder: Path, port: int) -> tuple[str, float]:
-    """A loop by hand, where the ranks meet in what callsheet agrees on alone."""
+    """A hand-written loop, where the ranks meet in what callsheet agrees on alone."""
     meet_at(port)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,7 +13,7 @@ import callsheet
 
 from .job import Given, Job
 
-NAME, VERSION = "a loop by hand", f"(torch {torch.__version__.partition('+')[0]})"
+NAME, VERSION = "a hand-written loop", f"(torch {torch.__version__.partition('+')[0]})"
 
 
 def train(
