@@ -1,6 +1,7 @@
 """Imports go down the layers, and the core needs the standard library alone."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,14 @@ def own(names: set[str]) -> set[str]:
 @pytest.mark.parametrize("module", [name for name in MODULES if name])
 def test_every_module_has_a_layer(module: str) -> None:
     assert module.split(".")[0] in ORDER, f"{module} is in no layer: write its folder into LAYERS, and into docs/architecture.md"
+
+
+def test_the_picture_shows_the_layers() -> None:
+    picture = SOURCE.parent.parent / "docs" / "images" / "layers.svg"
+    if not picture.exists():
+        pytest.skip("the package is installed without its documentation")
+    shown = [row.split(", ") for row in re.findall('font-weight="bold">([^<]+)<', picture.read_text())]
+    assert [set(row) for row in reversed(shown)] == [set(layer) - {"__main__"} for layer in LAYERS]
 
 
 @pytest.mark.parametrize("module", list(MODULES))

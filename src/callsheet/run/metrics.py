@@ -34,11 +34,8 @@ Names = str | tuple[str, ...]
 class Reducer(Protocol):
     """Reduces values over the ranks. Every rank makes the same calls in the same order."""
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over the ranks."""
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum of each value over the ranks."""
+    def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return the sum of each of the first values over the ranks, and the maximum of each of the second values."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in the order of ranks."""
@@ -199,8 +196,10 @@ class MetricLog:
             digest = _digest(wanted)
             by_max = [name for name, (_, across) in self._schema.items() if across in _BY_MAX]
             by_sum = [name for name in self._schema if name not in by_max]
-            maxima = reducer.max([digest, -digest, *(slot for name in by_max for slot in _max_slots(totals.get(name)))])
-            sums = reducer.sum([slot for name in by_sum for slot in _sum_slots(totals.get(name), self._schema[name][1])])
+            sums, maxima = reducer.sum_and_max(
+                [slot for name in by_sum for slot in _sum_slots(totals.get(name), self._schema[name][1])],
+                [digest, -digest, *(slot for name in by_max for slot in _max_slots(totals.get(name)))],
+            )
             if maxima[0] == -maxima[1] == _digest(self._schema):
                 break
             self._schema = wanted if maxima[0] == -maxima[1] else _merged(self._schema, reducer.gather(self._how))

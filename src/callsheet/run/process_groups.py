@@ -149,6 +149,11 @@ class ProcessGroups:
         """Return the maxima over the ranks, element by element. Whole numbers are exact below 2**53."""
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
+    def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return what `sum(sums)` and `max(maxima)` return; the two reductions run at the same time."""
+        first, second = self._begin(sums, distributed.ReduceOp.SUM), self._begin(maxima, distributed.ReduceOp.MAX)
+        return first.wait(), second.wait()
+
     def begin_max(self, values: Sequence[float]) -> Pending:
         """Begin the reduction of `max`, and return without waiting for the result."""
         return self._begin(values, distributed.ReduceOp.MAX)
