@@ -247,14 +247,13 @@ class BareLoop:
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether training takes its batches from `loader`.
+        """Return whether training takes its batches from `loader`."""
+        return not self._is_over and threading.get_ident() == self._thread and self._batches.come_from(loader)
 
-        A loader that is new after an epoch has ended is one if the model is in training mode then.
-        """
-        if self._is_over or threading.get_ident() != self._thread:
-            return False
-        may_be_new = not self._epoch.is_open and self.model.training and torch.is_grad_enabled()
-        return self._batches.come_from(loader, may_be_new=may_be_new)
+    def other_fetched(self, loader: Any, batch: Any) -> None:
+        """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
+        if not self._is_over and threading.get_ident() == self._thread and not self._step.is_open:
+            self._batches.add_other(loader, batch)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
@@ -382,6 +381,8 @@ class BareLoop:
         run = self.run
         if self._evaluation.is_open:
             self._leave_evaluation()
+        if self._batches.switch():
+            self._end_epoch()
         if run.driver.listen():
             self._listen()
         run.driver.start_step()
@@ -418,6 +419,7 @@ class BareLoop:
                     self._in_forward = "train"
                     start_forward(self.run.driver, self.run.ctx)
         elif not is_training and not self._step.is_open:
+            self._batches.forget_other()
             self._in_forward = "eval"
             self._begin_eval_forward(args, kwargs)
 

@@ -18,21 +18,36 @@ class LoopBatches:
 
     def __init__(self, loader: Any) -> None:
         self._loader = weakref.ref(loader) if loader is not None else None
+        self._other: tuple[weakref.ref[Any], Any] | None = None  # another dataloader and its latest batch, before it is known what they are for
         self.latest: Any = None
         """The latest batch, or None."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
         self._fetched = 0  # the batches since the dataloader's iteration began
 
-    def come_from(self, loader: Any, *, may_be_new: bool) -> bool:
-        """Return whether the loop takes its batches from `loader`.
-
-        Args:
-            loader: a dataloader.
-            may_be_new: whether the loop may use another dataloader from now on, which is `loader` then.
-        """
-        if self._loader is not None and may_be_new and self._loader() is not loader:
-            self._loader = weakref.ref(loader)
+    def come_from(self, loader: Any) -> bool:
+        """Return whether the loop takes its batches from `loader`."""
         return self._loader is not None and self._loader() is loader
+
+    def add_other(self, loader: Any, batch: Any) -> None:
+        """Note that a batch was fetched from another dataloader. It may be for the next step of training, or for an evaluation."""
+        if self._loader is not None:
+            self._other = weakref.ref(loader), batch
+
+    def forget_other(self) -> None:
+        """Forget the batch of the other dataloader, because it was not for training."""
+        self._other = None
+
+    def switch(self) -> bool:
+        """Take the batches from the other dataloader from now on, if a step begins without a new batch of the present one.
+
+        Return whether that ends an epoch; see `begin`.
+        """
+        if self._other is None or self._is_new:
+            return False
+        (self._loader, batch), self._other = self._other, None
+        is_over = self.begin()
+        self.add(batch)
+        return is_over
 
     def add(self, batch: Any) -> None:
         """Note that a batch was fetched."""

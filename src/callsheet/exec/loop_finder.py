@@ -138,6 +138,8 @@ class LoopFinder:
             self._latest = weakref.ref(loader)
             if loop is None:
                 self._batch = batch
+            else:
+                loop.other_fetched(loader, batch)
         return batch
 
     def _scaled_step(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
