@@ -244,7 +244,9 @@ class GrammarChecker:
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
-    """Check that the lifecycle allows a whole sequence of events; see `GrammarChecker`.
+    """Check that the lifecycle allows `events`, the names of a whole sequence of events.
+
+    `orders` and `within` are those of `GrammarChecker`.
 
     Raises:
         GrammarError: the lifecycle does not allow the sequence.
