@@ -125,10 +125,10 @@ def _of_course(name: str) -> Any:
 class TrainState:
     """The progress of training.
 
-    `max_duration` is how long training lasts, or None if it has no limit. `timestamp` counts what is complete and changes just before each end event; `previous_timestamp` is its value before the last
-    step. In both, the samples, tokens and seconds are those at the last log boundary. `baseline` is the timestamp at which this
-    process began to train. `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the
-    names of the evaluated datasets.
+    `max_duration` is how long training lasts, or None if it has no limit. `timestamp` counts what is complete and changes just
+    before each end event; `previous_timestamp` is its value before the last step. In both, the samples, tokens and seconds are
+    those at the last log boundary. `baseline` is the timestamp at which this process began to train. `epoch_batches` is the number
+    of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
     """
 
     timestamp: Timestamp

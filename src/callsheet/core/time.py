@@ -81,7 +81,8 @@ class Time:
 
     A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
     hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). A number needs a `unit`, and a string
-    must have none beside it. The attribute `value` is an int, or a float for `dur` and `sec`. It may be negative, because a subtraction may give such a time.
+    must have none beside it. The attribute `value` is an int, or a float for `dur` and `sec`. It may be negative, because a
+    subtraction may give such a time.
 
     Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They
     can be multiplied and divided by a number; whole units are rounded down. Times of different units are never equal. A time
@@ -322,8 +323,8 @@ class Interval:
 
     Examples: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    `every` is the time between two points. A whole number without a unit has the `default` unit, batches. With `at_end` the interval is also due when training reaches
-    `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
+    `every` is the time between two such points. A whole number without a unit has the `default` unit, batches. With `at_end` the
+    interval is also due when training reaches `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
     """
 
     every: Time

@@ -123,5 +123,5 @@ class JobConfig:
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the configured optimizer for these parameters."""
+        """Return the configured optimizer for `parameters`, or for groups of parameters."""
         return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)
