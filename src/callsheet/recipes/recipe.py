@@ -58,6 +58,9 @@ class Recipe(Generic[AnyConfig]):
         loggers: more callbacks, called after the others.
         resolved: the whole configuration as YAML, for the run's folder; by default it is made from `config`.
 
+    Raises:
+        ConfigError: `config` is not one of the recipe's class `Config`.
+
     Attributes:
         trainer: available after `setup()` or `open()`.
         results: the results by name, with the baselines; all in the unit that `results_are_in` names.

@@ -141,6 +141,9 @@ class GrammarChecker:
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
 
+    Raises:
+        ConfigError: the lifecycle has no span of a given name.
+
     Examples:
         >>> checker = GrammarChecker()
         >>> checker.check("on_run_start")

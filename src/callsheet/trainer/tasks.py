@@ -144,6 +144,9 @@ class HuggingFaceTask(Task):
         metrics: torchmetrics by name, which compare logits and labels; None: no metrics.
         shifts_labels: whether the model compares its output at one token with the label of the next, as causal language models
             do. Masked language models, token classifiers and encoder-decoder models do not.
+
+    Raises:
+        ConfigError: a metric is not one of torchmetrics.
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:

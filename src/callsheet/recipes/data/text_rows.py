@@ -28,6 +28,9 @@ class TextRows:
         column: the name of the column with the texts.
         sequence_length: the number of tokens in a window. Texts are concatenated, each followed by the end token, and cut into
             windows.
+
+    Raises:
+        ConfigError: `sequence_length` is less than 2.
     """
 
     train: Rows

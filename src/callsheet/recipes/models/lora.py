@@ -32,6 +32,9 @@ class Lora:
         targets: the names of the modules that get adapters, such as `q_proj`; `all-linear` is every linear layer except the last.
         merge: whether the export adds the adapters to the model's weights. False exports only the adapters, as a folder that peft
             loads over the model of `model.path`.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     r: int = 8

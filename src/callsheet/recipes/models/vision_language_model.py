@@ -46,6 +46,9 @@ class VisionLanguageModel(LanguageModel):
         vision_hidden_size: the width of the Llava's vision tower, which has as many `heads` as its Llama.
         vision_layers: the number of blocks of the Llava's vision tower.
         freeze: the parts that are not trained: `vision_tower`, `projector` or `language_model`, or patterns of parameter names.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     processor: str | None = None
