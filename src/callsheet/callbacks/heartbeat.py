@@ -32,7 +32,7 @@ class Heartbeat(Callback):
             folder is then called `heartbeat-rank{rank}.json`.
 
     Raises:
-        ConfigError: an argument is invalid.
+        ConfigError: an argument is invalid, or the run has no folder and no file was given.
     """
 
     phase = "report"

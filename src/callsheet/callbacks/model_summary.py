@@ -33,6 +33,9 @@ class ModelSummary(Callback):
         flops: whether to count, with torch's counter, the FLOPs of the second microbatch's forward pass. That pass takes longer,
             and the table is printed after it. Compiled code cannot be counted; the table then says 0, and a warning says why.
         prints: whether to print the table on standard output.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     phase = "report"

@@ -99,9 +99,10 @@ class OOMObserver(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self, device: int, asked: int) -> None:
-        """Write a snapshot of the device's memory.
+        """Write a snapshot of the allocations.
 
-        Torch's allocator calls this before it raises an error because `asked` bytes are not available.
+        Torch's allocator calls this before it raises an error, because `asked` bytes are not available on the CUDA device with the index
+        `device`.
         """
         if self._path is None or (self._run is not None and not self._run.may_write(self._path)):
             return

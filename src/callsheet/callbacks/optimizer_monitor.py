@@ -35,6 +35,9 @@ class OptimizerMonitor(Callback):
         per_parameter: also log the norm of each parameter, not only the global norms.
         weights: also log norms of weights.
         log_optimizer_metrics: also log what the optimizer reports.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     collective = True  # all ranks must call the handlers, because norms of sharded tensors are reduced over the ranks

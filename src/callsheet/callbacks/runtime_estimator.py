@@ -30,6 +30,9 @@ class RuntimeEstimator(Callback):
     Args:
         skip_batches: how many steps of a process to leave out as warm-up (compiling, first allocations).
         time_unit: `seconds`, `minutes`, `hours` or `days`.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     collective = True

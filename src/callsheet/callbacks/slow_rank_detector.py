@@ -39,6 +39,9 @@ class SlowRankDetector(Callback):
         factor: the limit, as a multiple of the median (with two ranks, of the faster rank's time).
         min_seconds: the shortest delay per step that causes a warning.
         patience: the number of records in a row after which a warning is logged.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     collective = True

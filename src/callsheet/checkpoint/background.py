@@ -44,7 +44,7 @@ class AsyncWriter:
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to allocate buffers for these tensors on the thread, so that the first `begin` need not. This does not wait."""
+        """Begin to allocate buffers for copies of `tensors` on the thread, so that the first `begin` need not. This does not wait."""
         kinds = [Kind.of(local_part(tensor)) for tensor in tensors]
         self._prepared = self._thread.submit(self._staging.prepare, kinds)
 
@@ -59,7 +59,9 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state and begin to write it, as `write_checkpoint` does; `result` raises the errors.
+        """Copy the state and begin to write it. `result` raises the errors.
+
+        The arguments are those of `write_checkpoint`.
 
         If a checkpoint is still being written, wait for it. If that fails, raise its `CheckpointError`, unless `result` has
         already raised it.

@@ -26,7 +26,13 @@ def export_weights(
 
     Shards are gathered one tensor at a time, on their device, so no rank holds more than one full tensor. Tied weights are stored
     once, and the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the
-    file.
+    file. Return the file's size and digest, on all ranks.
+
+    Args:
+        model: the model, which may be sharded.
+        path: the file to write, or its URL, such as `s3://bucket/model.safetensors`.
+        group: a gloo group; None for one process.
+        overwrite: whether to replace an existing file.
 
     Raises `CheckpointError` on all ranks if the file exists (unless `overwrite`), cannot be written, or cannot hold a tensor.
     """

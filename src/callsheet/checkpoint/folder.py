@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return an object to access the folder at a local path or at a URL such as `s3://bucket/run`.
+    """Return an object to access the folder at `path`, a local path or a URL such as `s3://bucket/run`.
 
     Raises `CheckpointError` for a URL whose protocol is unknown or needs a package that is not installed.
     """
@@ -103,7 +103,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Seal:
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, or what is left of one because its writer or deleter was killed.
+    """Delete the checkpoint at `path`, or what is left of one because its writer or deleter was killed.
 
     The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint. Raises `CheckpointError`
     if the folder is not that of a checkpoint or is a link, and if the disk reports an error.
@@ -128,7 +128,7 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Call `delete_checkpoint` or, if `is_abandoned`, `delete_abandoned` on a thread; `finish_deletions` waits for it.
+    """Call `delete_checkpoint(path)` or, if `is_abandoned`, `delete_abandoned(path)` on a thread; `finish_deletions` waits for it.
 
     An error is logged as a warning.
     """

@@ -36,7 +36,7 @@ _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
 
 def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Split a state tree into a JSON document and its tensors. The tensors are named by their paths.
+    """Split the state `tree` into a JSON document and its tensors. The tensors are named by their paths.
 
     The tree may contain None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and times. They may
     be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these. Tensors that are the same view of the
@@ -50,7 +50,7 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def plain_copy(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of a state. Raise `CheckpointError` if a checkpoint cannot hold the state."""
+    """Return a deep copy of the state `tree`. Tensors stay on their devices. Raise `CheckpointError` if a checkpoint cannot hold it."""
     document, tensors = flatten(tree)
     for name, tensor in tensors.items():
         check_storable(name, local_part(tensor))

@@ -57,16 +57,19 @@ class Folder(Protocol):
         """Create the folder and its parents."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> FileSeal:
-        """Write a new file durably, and return its size and digest. If writing fails, remove what was written."""
+        """Write the new file `name` durably, and return its size and digest. If writing fails, remove what was written.
+
+        `chunks` are the pieces of its content, in order. They may be made while the file is written.
+        """
 
     def replace(self, name: str, content: bytes) -> FileSeal:
-        """Replace a file atomically, so that a reader sees either the old or the new one."""
+        """Write `content` to the file `name` atomically, so that a reader sees either the old or the new one. Return size and digest."""
 
     def open(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a regular file for reading. Links are not followed, and a pipe does not make this wait."""
+        """Open the regular file `name` for reading bytes. Links are not followed, and a pipe does not make this wait."""
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder in this folder, with everything in it."""
+        """Remove the file or folder `name` from this folder, with everything in it."""
 
     def remove_itself(self) -> None:
         """Remove the folder, which must be empty."""

@@ -179,9 +179,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
-    """Return whether all floating-point and complex tensors are free of NaN and infinity, on all ranks of `group`.
+    """Return whether all floating-point and complex `tensors` are free of NaN and infinity, on all ranks of `group`.
 
-    With a group this is a collective.
+    With a group this is a collective. If it is None, only this process checks.
 
     Each rank checks its own shard of a DTensor. This waits once for each device, whatever the number of tensors.
     """

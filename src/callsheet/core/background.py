@@ -65,7 +65,7 @@ class Background(Callback):
 
     @name.setter
     def name(self, name: str) -> None:
-        """Set the name of the wrapped callback."""
+        """Set the `name` of the wrapped callback."""
         self.callback.name = name
 
     def state_dict(self) -> Mapping[str, Any]:

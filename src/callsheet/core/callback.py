@@ -113,7 +113,9 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added before this one, so that work that they have in common is done once.
+        """Share state with `others`, so that work that the callbacks have in common is done once.
+
+        `others` are the callbacks that were added before this one, in the order in which they were added.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
         """
@@ -178,7 +180,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: Phase) -> Callable[[F], F]:
-    """Decorate a handler so that it runs in this phase instead of the callback's.
+    """Decorate a handler so that it runs in `phase`, one of `PHASES`, instead of the callback's phase.
 
     Raises:
         RegistrationError: the phase is unknown; the message names the method and its line.
@@ -187,7 +189,7 @@ def at(phase: Phase) -> Callable[[F], F]:
 
 
 def rank_zero_only(function: F) -> F:
-    """Run the function on global rank 0 only. On other ranks it returns None.
+    """Decorate `function` so that it runs on global rank 0 only. On other ranks it returns None.
 
     The rank is read when the call sheet is compiled or the function is called, never when the module is imported.
     """
@@ -195,7 +197,7 @@ def rank_zero_only(function: F) -> F:
 
 
 def local_rank_zero_only(function: F) -> F:
-    """Run the function on local rank 0 of each machine only. See `rank_zero_only`."""
+    """Decorate `function` so that it runs on local rank 0 of each machine only. See `rank_zero_only`."""
     return _gated("local_zero", function)
 
 

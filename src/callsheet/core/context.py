@@ -56,6 +56,15 @@ class Context:
     The fields are those of `callsheet.core.lifecycle.FIELDS`, which defines what each field means and when it is available. Other
     attributes are for the loop that owns the context.
 
+    Args:
+        run: the run's name, folder, ranks and device.
+        state: the progress of training; None: that of a new run.
+        model: the model that callbacks see, or a list of its chunks.
+        user_state: what callbacks share during the run, by name; None: a new dict.
+        control: the requests that the loop supports; None: `stop`, `save` and `evaluate`.
+        accumulator: collects what `log` receives for the next metrics record; None: these values are dropped.
+        loggers: passes tables, images, files and hyperparameters on to the loggers; None: these are dropped.
+
     Raises:
         FieldNotAvailable: on reading a field outside its window; the message names the window.
     """
@@ -178,19 +187,23 @@ class Context:
         return self._accumulator.latest(family) if self._accumulator is not None else {}
 
     def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Pass the run's settings to every logger."""
+        """Pass hyperparameters to every logger. `values` are plain data by name, which may be nested."""
         self._to_loggers("log_hyperparameters", values=dict(values))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Pass a table to every logger: each row is a sequence of cells as long as `columns`."""
+        """Pass the table `name` to every logger: each of the `rows` is a sequence of cells, one for each of the `columns`."""
         self._to_loggers("log_table", name=name, columns=list(columns), rows=[list(row) for row in rows])
 
     def log_images(self, name: str, images: Sequence[Any]) -> None:
-        """Pass images to every logger: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        """Pass `images` to every logger under the name `name`.
+
+        An image is an array or tensor of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to 255
+        or floats from 0 to 1.
+        """
         self._to_loggers("log_images", name=name, images=list(images))
 
     def log_file(self, name: str, path: str | Path) -> None:
-        """Pass the path of a file to every logger that can store files."""
+        """Pass the `path` of a file to every logger that can store files. `name` is its name there, such as `traces/step-10.json`."""
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
@@ -213,7 +226,7 @@ class Context:
             self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Call the callback's handlers for these events again, after `mute` had stopped that."""
+        """Call the handlers of `callback` for these `events` again, after `mute` had stopped that. Raises the same errors as `mute`."""
         if self.muting is not None:
             self.muting(callback, events, False, None)
 

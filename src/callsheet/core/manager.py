@@ -99,10 +99,12 @@ class CallbackManager:
         return [registration.thing for registration in self._registrations if isinstance(registration.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
-        """Add one callback or several. If one of them is rejected, none is added.
+        """Add `callbacks`, one callback or any iterable of callbacks. If one of them is rejected, none is added.
 
         Raises:
             NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and a hint.
+            ConfigError: a callback with `lane = "process"` cannot be built in another process; or a run is open that has no
+                `max_duration`, and an interval is a fraction of it.
         """
         if isinstance(callbacks, (str, bytes, Mapping)):
             raise NotACallbackError(f"{callbacks!r} is not a callback, nor an iterable of callbacks")
@@ -164,16 +166,27 @@ class CallbackManager:
         on_error: OnError | None = None,
         name: str = "",
     ) -> Any:
-        """Call `function(ctx)` at `event`, or at every event if `event` is `"*"`.
+        """Call `function(ctx)` at `event`. Return the function or, if none is given, a decorator for one.
 
-        Without a function, return a decorator for one.
+        The options have the same meaning as on a `Callback`. If one is None, the function's decorators apply, such as
+        `rank_zero_only`, and then the default of `Callback`.
 
-        The options have the same meaning as on a `Callback`. `every` is an interval such as `"100ba"`, a number of batches, or an
-        `Interval`.
+        Args:
+            event: the name of the event, or `"*"` for every event.
+            function: called with the context; None: return a decorator.
+            every: the interval at which to call it, such as `"100ba"`, a number of batches, or an `Interval`. None: at every event.
+            phase: when to call it, relative to the other handlers of the event.
+            ranks: the ranks on which to call it.
+            lane: `inline` or `background`. A function cannot run in the lane `process`.
+            on_error: what happens when it raises an error: `raise` or `isolate`.
+            name: its name in messages and tables; empty: its qualified name.
 
         Raises:
             UnknownEventError: no such event.
-            RegistrationError: an option's value is unknown, or the function cannot be called with the context alone.
+            NotACallbackError: `function` cannot be called, or is a callback or a class.
+            RegistrationError: an option's value is not allowed, the function is registered for the event already, or it cannot be
+                called with the context alone.
+            ConfigError: a run is open that has no `max_duration`, and `every` is a fraction of it.
         """
         if function is None:
             if event != "*":
@@ -204,7 +217,7 @@ class CallbackManager:
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
-        """Remove a callback, all callbacks of a class, or a function. Return how many were removed.
+        """Remove `what`: a callback, all callbacks of a class, or a function. Return how many were removed.
 
         Raises:
             RegistrationError: nothing on the call sheet matches.

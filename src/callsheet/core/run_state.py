@@ -66,7 +66,7 @@ class RunInfo:
         self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
-        """Return False if the path is in the run's folder, and another process has taken over the folder. Ask before each write."""
+        """Return False if `path` is in the run's folder, and another process has taken over the folder. Ask before each write."""
         if not self._lost[0] or self.folder is None:
             return True
         return not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.folder))
@@ -125,10 +125,10 @@ def _of_course(name: str) -> Any:
 class TrainState:
     """The progress of training.
 
-    `timestamp` counts what is complete and changes just before each end event; `previous_timestamp` is its value before the last
-    step. In both, the samples, tokens and seconds are those at the last log boundary. `baseline` is the timestamp at which this
-    process began to train. `epoch_batches` is the number of steps in an epoch, or None if it is not known. `evaluators` are the
-    names of the evaluated datasets.
+    `max_duration` is how long training lasts, or None if it has no limit. `timestamp` counts what is complete and changes just
+    before each end event; `previous_timestamp` is its value before the last step. In both, the samples, tokens and seconds are
+    those at the last log boundary. `baseline` is the timestamp at which this process began to train. `epoch_batches` is the number
+    of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
     """
 
     timestamp: Timestamp

@@ -80,8 +80,9 @@ class Time:
     """A duration or count in one unit, such as batches: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
     A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
-    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). `value` is an int, or a float for
-    `dur` and `sec`. `value` may be negative, because a subtraction may give such a time.
+    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). A number needs a `unit`, and a string
+    must have none beside it. The attribute `value` is an int, or a float for `dur` and `sec`. It may be negative, because a
+    subtraction may give such a time.
 
     Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They
     can be multiplied and divided by a number; whole units are rounded down. Times of different units are never equal. A time
@@ -117,7 +118,7 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Return a Time from a value that a user wrote.
+        """Return a Time from a `value` that a user wrote.
 
         A whole number without a unit gets the `default` unit, also if it is text.
 
@@ -241,21 +242,24 @@ class Timestamp(NamedTuple):
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """Return the timestamp with these counts of all ranks added, both to the totals and to the counters within the epoch."""
+        """Return the timestamp with more `samples` and `tokens`, counted over all ranks, and more `seconds` of training.
+
+        They are added both to the totals and to the counters within the epoch.
+        """
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds
         more_in_epoch = nth_sample + samples, nth_token + tokens, since + seconds
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # hides the method `tuple.count`, which is not needed
-        """Return how many units of this kind are complete. Raises ConfigError for `dur`, which depends on `max_duration` too."""
+        """Return the counter of `unit`. Raises ConfigError for `dur`, which depends on `max_duration` too."""
         try:
             return self[_SLOT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return how many units of this kind are complete, as a Time. Raises ConfigError for `dur`."""
+        """Return the counter of `unit` as a Time. Raises ConfigError for `dur`."""
         return Time(self.count(unit), unit)
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
@@ -319,8 +323,8 @@ class Interval:
 
     Examples: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    A whole number without a unit has the `default` unit, batches. With `at_end` the interval is also due when training reaches
-    `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
+    `every` is the time between two such points. A whole number without a unit has the `default` unit, batches. With `at_end` the
+    interval is also due when training reaches `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
     """
 
     every: Time
@@ -335,7 +339,7 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval that a user passed as the argument `argument`. A ConfigError names the argument."""
+        """Return the interval `given`, which a user passed as the argument `argument`. A ConfigError names the argument."""
         try:
             return cls(given)
         except ConfigError as error:
@@ -360,7 +364,17 @@ class Interval:
     def is_due(
         self, previous: Timestamp, now: Timestamp, previous_elapsed: float | None = None, elapsed: float | None = None
     ) -> bool:
-        """Return whether an interval was completed since `previous`, or, with `at_end`, whether training has reached its end."""
+        """Return whether an interval was completed since `previous`, or, with `at_end`, whether training has reached its end.
+
+        Args:
+            previous: the timestamp of the previous check.
+            now: the current timestamp.
+            previous_elapsed, elapsed: the fraction of training that was done at `previous`, and that is done `now`; None if training
+                has no `max_duration`.
+
+        Raises:
+            ConfigError: the interval is in `dur`, and a fraction is None.
+        """
         if self.index(now, elapsed) != self.index(previous, previous_elapsed):
             return True
         ended = elapsed is not None and elapsed >= 1.0

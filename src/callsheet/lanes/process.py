@@ -83,7 +83,7 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(ctx, **payload)` of the callback in its process, and wait for it. Called on the callback's thread."""
+        """Call `method(snapshot, **payload)` of the callback in its process, and wait for it. Called on the callback's thread."""
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 

@@ -104,6 +104,7 @@ def launch(
         ConfigError: an argument is invalid.
         TransportError: something cannot be sent; the message names it and says what to do.
         LaunchError: a rank failed; the message begins with the traceback of the first one.
+        SystemExit: a signal ended the ranks, and its usual effect did not end this process.
         MissingPackage: `allow_pickle` is set, and cloudpickle is not installed.
 
     Examples:

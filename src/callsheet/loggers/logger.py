@@ -22,35 +22,42 @@ class Logger(Callback):
     on_error: OnError | None = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Log hyperparameters of the run, by name.
+        """Log hyperparameters of the run. `values` are plain data by name, which may be nested.
 
         This is called with the run's configuration (`ctx.run.config`), if there is one, after the checkpoint was loaded, and with what
         callbacks pass to `ctx.log_hyperparameters`. Later values replace earlier ones.
         """
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table. Each row is a sequence of cells, one for each of the `columns`."""
+        """Log the table `name`. Each of the `rows` is a sequence of cells, one for each of the `columns`."""
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width)."""
+        """Log `images` under the name `name`.
+
+        An image is an array or tensor of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to 255
+        or floats from 0 to 1.
+        """
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Log a file that a callback has written, such as a trace or an exported model."""
+        """Log the file at `path`, which a callback has written, such as a trace or an exported model.
+
+        `name` is its name in the destination, such as `traces/step-10.json`.
+        """
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Log the call sheet, a printable table of all handlers. This is called once, after the checkpoint was loaded."""
+        """Log the call sheet: `sheet` is a printable table of all handlers. This is called once, after the checkpoint was loaded."""
 
     def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
-        """Log with which model, optimizer, scheduler, callbacks and options the run was started, as plain data.
+        """Log `settings`: with which model, optimizer, scheduler, callbacks and options the run was started, as plain data.
 
         This is called once, after the checkpoint was loaded. The values are those before that.
         """
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
+        """Log `report`: the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Log a timeline of some consecutive steps: when each span and each callback ran."""
+        """Log `window`, a timeline of some consecutive steps: when each span and each callback ran."""
 
 
 for _method in (

@@ -80,6 +80,8 @@ class Classify(Recipe[ClassifyConfig]):
     """Sequence classification: train a model that assigns texts to classes.
 
     The model is evaluated at the evaluation interval and after training, when it is also tested: loss, accuracy and F1.
+
+    The arguments are those of `Recipe`.
     """
 
     Config = ClassifyConfig
@@ -201,6 +203,15 @@ def classify(
     loggers: Iterable[Callback] = (),
 ) -> Classify:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+
+    Args:
+        config: the configuration; None: a `ClassifyConfig` with its default values.
+        callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
+        loggers: more callbacks, called after the others.
+
+    Raises:
+        ConfigError, RunInUseError: see `Recipe.setup`.
+        NonFiniteError: see `Recipe.run`.
 
     Examples:
         >>> from callsheet.recipes import Rows, classify, ClassifyConfig  # doctest: +SKIP

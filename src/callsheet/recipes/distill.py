@@ -92,6 +92,8 @@ class Distill(Finetune):
 
     The student is evaluated before training, at the evaluation interval, and after training, when it is also tested. The metrics are
     `loss`, `ce_loss`, `kd_loss` and `teacher_loss`.
+
+    The arguments are those of `Recipe`.
     """
 
     Config = DistillConfig
@@ -258,6 +260,15 @@ def distill(
     loggers: Iterable[Callback] = (),
 ) -> Distill:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+
+    Args:
+        config: the configuration; None: a `DistillConfig` with its default values.
+        callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
+        loggers: more callbacks, called after the others.
+
+    Raises:
+        ConfigError, RunInUseError: see `Recipe.setup`.
+        NonFiniteError: see `Recipe.run`.
 
     Examples:
         >>> from callsheet.recipes import DistillConfig, LanguageModel, Rows, distill  # doctest: +SKIP

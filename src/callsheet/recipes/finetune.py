@@ -107,6 +107,8 @@ class Finetune(Recipe[FinetuneConfig]):
     """Fine-tuning: a causal language model learns from conversations, prompts with completions, or plain text.
 
     The model is evaluated before training, at the evaluation interval, and after training, when it is also tested.
+
+    The arguments are those of `Recipe`.
     """
 
     Config = FinetuneConfig
@@ -295,6 +297,15 @@ def finetune(
     loggers: Iterable[Callback] = (),
 ) -> Finetune:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+
+    Args:
+        config: the configuration; None: a `FinetuneConfig` with its default values.
+        callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
+        loggers: more callbacks, called after the others.
+
+    Raises:
+        ConfigError, RunInUseError: see `Recipe.setup`.
+        NonFiniteError: see `Recipe.run`.
 
     Examples:
         >>> from callsheet.recipes import finetune  # doctest: +SKIP

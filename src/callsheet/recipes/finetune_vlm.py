@@ -87,6 +87,8 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
 
     The assistant's messages count in the loss. The model is evaluated at the evaluation interval and after training, when it is also
     tested. Then it answers held-out rows, and its answers are compared with those in the rows.
+
+    The arguments are those of `Recipe`.
     """
 
     Config = FinetuneVLMConfig
@@ -214,6 +216,15 @@ def finetune_vlm(
     loggers: Iterable[Callback] = (),
 ) -> FinetuneVLM:
     """Run the recipe: set up, train, evaluate, test and answer. Return the recipe, with its `results` and its `trainer`.
+
+    Args:
+        config: the configuration; None: a `FinetuneVLMConfig` with its default values.
+        callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
+        loggers: more callbacks, called after the others.
+
+    Raises:
+        ConfigError, RunInUseError: see `Recipe.setup`.
+        NonFiniteError: see `Recipe.run`.
 
     Examples:
         >>> from callsheet.recipes import finetune_vlm  # doctest: +SKIP

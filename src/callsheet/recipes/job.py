@@ -56,6 +56,9 @@ class JobConfig:
         lock_timeout_seconds: for how many seconds to wait if another process trains in the run's folder.
         stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false continues training.
         export: whether the trained model is written to the folder `export` of the run, so that `from_pretrained` can load it.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     run_name: str = "run"
@@ -123,5 +126,5 @@ class JobConfig:
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the configured optimizer for these parameters."""
+        """Return the configured optimizer for `parameters`, or for groups of parameters."""
         return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)

@@ -62,6 +62,7 @@ class Pretrain(Recipe[PretrainConfig]):
     The model is evaluated at the evaluation interval and after training, when it is also tested.
 
     Args:
+        config, callbacks, loggers, resolved: see `Recipe`.
         forward_step: a step function as in Megatron: `forward_step(model, batch)` returns the outputs and a function that computes the
             mean loss from them. None uses the model's own loss.
     """
@@ -161,6 +162,16 @@ def pretrain(
     loggers: Iterable[Callback] = (),
 ) -> Pretrain:
     """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+
+    Args:
+        config: the configuration; None: a `PretrainConfig` with its default values.
+        forward_step: see `Pretrain`; None: the model's own loss.
+        callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
+        loggers: more callbacks, called after the others.
+
+    Raises:
+        ConfigError, RunInUseError: see `Recipe.setup`.
+        NonFiniteError: see `Recipe.run`.
 
     Examples:
         >>> from callsheet.recipes import pretrain  # doctest: +SKIP

@@ -58,6 +58,9 @@ class Recipe(Generic[AnyConfig]):
         loggers: more callbacks, called after the others.
         resolved: the whole configuration as YAML, for the run's folder; by default it is made from `config`.
 
+    Raises:
+        ConfigError: `config` is not one of the recipe's class `Config`.
+
     Attributes:
         trainer: available after `setup()` or `open()`.
         results: the results by name, with the baselines; all in the unit that `results_are_in` names.
@@ -137,7 +140,7 @@ class Recipe(Generic[AnyConfig]):
         return ()
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the model's prediction for each row, in order, as plain data.
+        """Yield the model's prediction for each of the `rows`, in order, as plain data.
 
         All ranks take part, and rank 0 gets the answers.
 
@@ -241,7 +244,11 @@ class Recipe(Generic[AnyConfig]):
         return self
 
     def run(self) -> dict[str, float]:
-        """Train, evaluate and compute the results. Return the results, which are empty if the run was preempted."""
+        """Train, evaluate and compute the results. Return the results, which are empty if the run was preempted.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite, and `stop_on_nan` is set.
+        """
         with self.trainer as trainer:
             self.begin()
             try:
@@ -284,9 +291,9 @@ class Recipe(Generic[AnyConfig]):
         return self.evaluated
 
     def export(self, path: str | Path) -> None:
-        """Write the model's weights, with tokenizer or processor, as a Hugging Face folder.
+        """Write the model's weights, with tokenizer or processor, as the Hugging Face folder `path`.
 
-        A model that is not of transformers is written as a safetensors file.
+        A model that is not of transformers is written as the safetensors file `path`.
         """
         self.trainer.export(path, processor=self.processor())
 
@@ -347,7 +354,11 @@ class Recipe(Generic[AnyConfig]):
     def loader(self, dataset: Any, *, collate: Any = None, train: bool) -> DataLoader[Any]:
         """Return a DataLoader of the dataset, with the configured batch size and options.
 
-        For training they are in random order and all of one size; for evaluation they are in the dataset's order.
+        Args:
+            dataset: the samples, as a map-style or an iterable dataset.
+            collate: makes a batch of a list of samples; None: torch's default.
+            train: whether the batches are for training. They are then in random order, if the dataset is not an iterable one, and all of
+                one size. For evaluation they are in the dataset's order.
         """
         config = self.config
         if not train and self.is_trial and not self._is_opened:

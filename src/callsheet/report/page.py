@@ -46,13 +46,13 @@ class Live:
 
 
 def data(run: RunFolder) -> dict[str, Any]:
-    """Return the data that the scripts of a run's page draw, as plain JSON values. Numbers that are not finite become None."""
+    """Return the data of `run` that the scripts of its page draw, as plain JSON values. Numbers that are not finite become None."""
     content: dict[str, Any] = plain(contents(run))
     return content
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """Return the whole page of a run as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
+    """Return the whole page of `run` as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
 
     With `live`, the page polls its server.
 
@@ -125,7 +125,7 @@ def plotly_js() -> str:
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write a run's page to `report.html` in its folder, or to `out`, and a trace next to it. Return the page's path.
+    """Write the page of the run in `folder` to `report.html` there, or to `out`, and a trace next to it. Return the page's path.
 
     The trace, for Perfetto, is `trace.json`; if `out` has another name, it is `<stem of out>.trace.json`. Each file is written
     atomically.

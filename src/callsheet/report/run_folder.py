@@ -129,7 +129,7 @@ class RunFolder:
 
 
 class RunReader:
-    """Reads the folder of a run repeatedly while the run still writes.
+    """Reads the folder `path` of a run repeatedly while the run still writes.
 
     It reads each time only what was appended. Threads may share it.
     """
@@ -313,7 +313,7 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """Return the content of the PNG `file` that `images.jsonl` names.
+    """Return the content of the PNG `file` that `images.jsonl` names, a path relative to the run's `folder`.
 
     Return None if it is not a PNG below the folder's `images`, or is too large to show.
     """

@@ -109,7 +109,7 @@ class MetricLog:
         return any(series.values for series in self._series.values())
 
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
-        """Add values by name, or a tensor with the values of several names; see `Context.log`.
+        """Add values by name, or a tensor with the values of several names. The arguments are those of `Context.log`.
 
         Raises:
             ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number for
@@ -127,7 +127,10 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of one name, so that a loop can add to it at every step. Raises the same errors as `log`."""
+        """Return the series of `names`, one name or a tuple of names, so that a loop can add to it at every step.
+
+        `over` and `across` are those of `Context.log`. Raises the same errors as `log`.
+        """
         series = self._series.get(names)
         if series is None:
             one_of("over", over, OVER)

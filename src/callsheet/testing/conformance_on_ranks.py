@@ -63,7 +63,10 @@ def find_on_ranks(
 ) -> list[ConformanceError | None]:
     """Run the conformance check on several ranks. Return a list with each callback's error, or None if the callback passes.
 
-    Each callback can then have its own test.
+    Each callback can then have its own test. The arguments are those of `check_on_ranks`.
+
+    Raises:
+        unittest.SkipTest: a factory cannot be sent to another process.
     """
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]

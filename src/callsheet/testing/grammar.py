@@ -141,6 +141,9 @@ class GrammarChecker:
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
 
+    Raises:
+        ConfigError: the lifecycle has no span of a given name.
+
     Examples:
         >>> checker = GrammarChecker()
         >>> checker.check("on_run_start")
@@ -244,7 +247,9 @@ class GrammarChecker:
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
-    """Check that the lifecycle allows a whole sequence of events; see `GrammarChecker`.
+    """Check that the lifecycle allows `events`, the names of a whole sequence of events.
+
+    `orders` and `within` are those of `GrammarChecker`.
 
     Raises:
         GrammarError: the lifecycle does not allow the sequence.

@@ -65,7 +65,7 @@ class RankProcesses:
             process.start()
 
     def kill(self, rank: int) -> None:
-        """Kill the process of one rank with SIGKILL."""
+        """Kill the process of the rank number `rank` with SIGKILL."""
         self.processes[rank].kill()
 
     def wait(self, timeout: float) -> list[RankEnd]:

@@ -26,6 +26,9 @@ class Recorder(Callback):
 
     Args:
         fields: names of fields whose values to keep in `values`: for each field a list of (event, value) where it was available.
+
+    Raises:
+        ConfigError: there is no such field.
     """
 
     phase = "report"

@@ -66,7 +66,7 @@ class Subject:
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
-        """Return whether this metric, or this entry of the callback's state, must be the same in two equal runs."""
+        """Return whether `name`, a metric or an entry of the callback's state, must have the same value in two equal runs."""
         return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK, *self.varies))
 
 

@@ -42,7 +42,7 @@ class SmallModel(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return outputs of shape (batch, 1)."""
+        """Return outputs of shape (batch, 1) for `inputs` of shape (batch, 4)."""
         outputs: Tensor = self.head(self.dropout(torch.relu(self.norm(self.body(inputs)))))
         return outputs
 
@@ -54,6 +54,11 @@ def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None =
 
     It trains for 10 steps in epochs of 6, makes a metrics record every 2 steps and evaluates `validation` every 4. On several ranks,
     which share the data, an epoch has fewer steps.
+
+    Args:
+        folder: the trainer's `runs_folder`; the run is in its subfolder `small`.
+        callbacks: the manager with the run's callbacks.
+        resume: see `Trainer`; None: a new run.
     """
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(24, 4, generator=generator)

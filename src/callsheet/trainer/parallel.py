@@ -55,9 +55,9 @@ class Parallel:
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
     def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
-        """Return how the model is distributed: `single`, `ddp` or `fsdp`.
+        """Return how `model` is distributed over the ranks of `world`: `single`, `ddp` or `fsdp`.
 
-        `frozen` are additional models that must fit on the device.
+        `auto` is `ddp` if the model and the `frozen` models, which are not trained, fit on this rank's `device`.
 
         Raises:
             ConfigError: the kind does not fit the number of ranks.

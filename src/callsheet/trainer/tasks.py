@@ -28,25 +28,31 @@ class Task:
     frozen_models: Sequence[nn.Module] = ()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for the batch."""
+        """Return the outputs of `model`, which may be wrapped or compiled, for `batch`, a batch or microbatch on the device."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward; override forward()")
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the mean loss as a scalar tensor, or several losses by name. The one that is called `loss` is trained on."""
+        """Return the mean loss as a scalar tensor, or several losses by name. The one that is called `loss` is trained on.
+
+        `outputs` are those that `forward` returned for `batch`.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define a loss; override loss()")
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the predictions and targets with which the metrics are updated."""
+        """Return the predictions and targets with which the metrics are updated.
+
+        `outputs` are those that `forward` returned for `batch`.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define what its metrics compare; override predictions_and_targets()"
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples and tokens the batch holds. By default, this calls `counts_of`."""
+        """Return how many samples and tokens `batch` holds. By default, this calls `counts_of`."""
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of a batch or microbatch in a mean over several and over the ranks.
+        """Return the weight of `batch`, a batch or microbatch, in a mean over several and over the ranks.
 
         It is a number, or a scalar tensor on the device.
 
@@ -56,7 +62,7 @@ class Task:
         return _leading_length(batch) or 1
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """Return the number of tokens over which the batch's loss is a mean, as a scalar tensor on the device.
+        """Return the number of tokens over which the loss of `batch` is a mean, as a scalar tensor on the device.
 
         Return None if the loss is not a mean over tokens.
 
@@ -79,7 +85,15 @@ def _described(batch: Any) -> str:
 
 
 class SupervisedTask(Task):
-    """Batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples."""
+    """Batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples.
+
+    Args:
+        loss_function: returns the mean loss as a scalar tensor.
+        metrics: torchmetrics by name, which compare outputs and targets; None: no metrics.
+
+    Raises:
+        ConfigError: a metric is not one of torchmetrics, or a batch is not a pair.
+    """
 
     def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Any] | None = None) -> None:
         self.loss_function = loss_function
@@ -127,8 +141,12 @@ class HuggingFaceTask(Task):
     and evaluation batches use the same weights, so they equal the mean over all their samples.
 
     Args:
+        metrics: torchmetrics by name, which compare logits and labels; None: no metrics.
         shifts_labels: whether the model compares its output at one token with the label of the next, as causal language models
             do. Masked language models, token classifiers and encoder-decoder models do not.
+
+    Raises:
+        ConfigError: a metric is not one of torchmetrics.
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:
@@ -179,7 +197,11 @@ class ForwardStepTask(Task):
     `forward_step(model, batch)` returns `(outputs, loss_function)`, and `loss_function(outputs)` returns the mean loss, or
     `(loss, other losses by name)`.
 
-    Means are weighted by samples. If the loss is a mean over tokens, override `weight`.
+    Means are weighted by samples. If the loss is a mean over tokens, override `weight`. To give `metrics`, torchmetrics by name,
+    override `predictions_and_targets`.
+
+    Raises:
+        ConfigError: `metrics` are given without an override, one is not of torchmetrics, or `forward_step` returns something else.
 
     Examples:
         >>> def forward_step(model, batch):

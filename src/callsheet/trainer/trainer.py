@@ -422,6 +422,8 @@ class Trainer:
     def test(self, dataloader: Loader) -> dict[str, float]:
         """Run the model over a test set, and return the mean losses and metrics. They are the same on all ranks.
 
+        `dataloader` is an iterable of batches, or a function that returns one.
+
         Raises the same errors as `evaluate`.
         """
         with self._run.lifetime, self._doing("test"):
@@ -431,6 +433,8 @@ class Trainer:
 
     def predict(self, dataloader: Loader) -> list[Any]:
         """Return the model's outputs for this rank's part of the data, one item per batch, on the device.
+
+        `dataloader` is an iterable of batches, or a function that returns one.
 
         Raises the same errors as `evaluate`.
         """

@@ -40,7 +40,10 @@ def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool
 
 
 class TrackerGuest(Guest, Logger):
-    """The logger that `guest` returns: it passes what callsheet logs to a tracker of Accelerate."""
+    """The logger that `guest` returns: it passes what callsheet logs to a tracker of Accelerate.
+
+    The arguments are those of `guest`; `foreign` is the tracker.
+    """
 
     FRAMEWORK: ClassVar[str] = "Accelerate"
     PACKAGE = PACKAGE

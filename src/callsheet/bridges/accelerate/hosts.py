@@ -124,7 +124,10 @@ def host(
 
 
 class AcceleratedRun(AttachedRun):
-    """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing."""
+    """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing.
+
+    Make it with `host`, which has other arguments.
+    """
 
     def __init__(
         self,

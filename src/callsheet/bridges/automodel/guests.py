@@ -53,6 +53,7 @@ class AutoModelGuest(Guest):
     """The callsheet callback that `guest` returns: it calls a callback of NeMo AutoModel.
 
     Args:
+        foreign, name, phase, strict: see `guest`.
         recipe: the recipe that the hooks receive instead of a facade.
         constants: metrics that are the same at every step, such as the temperature of a distillation.
     """
@@ -121,7 +122,7 @@ class AutoModelGuest(Guest):
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Call `on_exception` with the error, unless it was called for this error already.
+        """Call `on_exception` with `error`, unless it was called for this error already.
 
         Errors of the set-up are reported too.
         """

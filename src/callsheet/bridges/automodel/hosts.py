@@ -113,7 +113,10 @@ class _HostRequests:
 
 
 class AutoModelHost(HostBase, AutoModelCallback):
-    """The AutoModel callback that `host` returns: it fires callsheet's events in an AutoModel recipe."""
+    """The AutoModel callback that `host` returns: it fires callsheet's events in an AutoModel recipe.
+
+    The arguments are those of `host`.
+    """
 
     _run: HostedRun | None = None
 

@@ -72,7 +72,10 @@ def guest(
 
 
 class ComposerGuest(Guest):
-    """The callsheet callback that `guest` returns: it calls a callback of MosaicML Composer."""
+    """The callsheet callback that `guest` returns: it calls a callback of MosaicML Composer.
+
+    The arguments are those of `guest`.
+    """
 
     FRAMEWORK = "Composer"
     EVENTS = COMPOSER_EVENTS

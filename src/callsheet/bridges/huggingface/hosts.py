@@ -104,7 +104,10 @@ class _HostRequests:
 
 
 class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers' types
-    """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer."""
+    """The `transformers.TrainerCallback` that `host` returns: it fires callsheet's events in a Hugging Face Trainer.
+
+    The arguments are those of `host`.
+    """
 
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None

@@ -72,17 +72,18 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces the evaluator of a dataset. It is created at the first call for this name.
+        """Return the engine that replaces the evaluator of the dataset `name`. It is created at the first call for this name.
 
-        Its `state.output` is the model's output, or a tuple of output and targets if the batch is a pair, as with
-        `create_supervised_evaluator`. Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
+        Its `state.output` is what the function `output` returns. If that is None, it is the model's output, or a tuple of output and
+        targets if the batch is a pair, as with `create_supervised_evaluator`. Its `state.metrics` at the end are the results and the
+        values of attached Ignite metrics.
         """
         if name not in self.evaluators:
             self.evaluators[name] = _GuestEvaluator(output or _outputs_and_targets)
         return self.evaluators[name]
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add a handler, as Ignite does.
+        """Add `handler` for the event `event_name`, as Ignite does.
 
         Raises:
             NotSupported: the handler cannot be a guest, or training has begun and the event is not fired in this run.
@@ -97,7 +98,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        """Remove a handler, as Ignite does."""
+        """Remove `handler` from the event `event_name`, as Ignite does."""
         self._at.clear()
         super().remove_event_handler(handler, event_name)
 
@@ -120,14 +121,20 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Request that the run stops. After this, only Ignite's events at the end of a run are fired."""
+        """Request that the run stops. After this, only Ignite's events at the end of a run are fired.
+
+        With `skip_completed`, these are without `COMPLETED`.
+
+        Raises:
+            NotSupported: training has not begun.
+        """
         if self.ctx is None:
             raise NotOnTheList("an Ignite engine can be terminated here only after training has begun")
         super().terminate(skip_completed)
         self.ctx.control.stop("a guest has terminated the engine")
 
     def listens_to(self, event: Events) -> bool:
-        """Return whether the event has handlers."""
+        """Return whether Ignite's `event` has handlers."""
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:

@@ -96,7 +96,10 @@ def guest(
 
 
 class IgniteGuest(Guest):
-    """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached."""
+    """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached.
+
+    Make it with `guest`, which describes `to_save` and the `options` that every guest has.
+    """
 
     FRAMEWORK: ClassVar[str] = "Ignite"
     PACKAGE, INTERNALS = PACKAGE, GUEST

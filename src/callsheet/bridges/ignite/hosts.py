@@ -118,7 +118,7 @@ class _Evaluations:
 class IgniteHost(HostBase):
     """The handler that `host` returns: it fires callsheet's events in Ignite's loop.
 
-    If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved.
+    Make it with `host`, which has other arguments. If it is in the `to_save` of an Ignite `Checkpoint`, the callbacks' states are saved.
     """
 
     _PACKAGE, _INTERNALS = PACKAGE, HOST

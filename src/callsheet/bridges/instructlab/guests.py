@@ -27,7 +27,10 @@ from callsheet.core.time import TimeUnit
 def guest(
     foreign: Any, *, name: str = "", phase: Phase = "report", strict: bool = True, deadline: float = 60.0
 ) -> InstructLabGuest:
-    """Wrap a callback of InstructLab as a callsheet callback with a thread of its own; see `InstructLabGuest`."""
+    """Wrap a callback of InstructLab as a callsheet callback with a thread of its own.
+
+    The arguments are those of `InstructLabGuest`.
+    """
     return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
 
 
@@ -193,7 +196,7 @@ class InstructLabGuest(Guest):
         return str(ctx.run.folder or "")
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the path that the callback receives as `checkpoint_path`: the checkpoint's folder."""
+        """Return the path that the callback receives as `checkpoint_path`: the folder of the checkpoint `info`."""
         return info.path
 
     # --- calling the hooks ---

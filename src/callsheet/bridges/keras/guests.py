@@ -83,7 +83,10 @@ def check_backend() -> None:
 
 
 class KerasGuest(Guest):
-    """The callsheet callback that `guest` returns: it calls a Keras callback."""
+    """The callsheet callback that `guest` returns: it calls a Keras callback.
+
+    The arguments are those of `guest`.
+    """
 
     FRAMEWORK = "Keras"
     PACKAGE = PACKAGE

@@ -98,7 +98,10 @@ def host(
 
 
 class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not read Keras's types
-    """The Keras callback that `host` returns: it fires callsheet's events in Keras's loops."""
+    """The Keras callback that `host` returns: it fires callsheet's events in Keras's loops.
+
+    Make it with `host`, which has other arguments.
+    """
 
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _STOPS_IF_PREEMPTED = True

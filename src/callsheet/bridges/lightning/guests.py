@@ -60,7 +60,10 @@ def guest(
 
 
 class LightningGuest(Guest):
-    """The callsheet callback that `guest` returns: it calls a Lightning callback."""
+    """The callsheet callback that `guest` returns: it calls a Lightning callback.
+
+    The arguments are those of `guest`.
+    """
 
     FRAMEWORK = "Lightning"
     PACKAGE = PACKAGE
@@ -326,7 +329,10 @@ class LightningGuest(Guest):
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """Log a number that Lightning's callback has logged with `log`."""
+        """Keep the number `value` that Lightning's callback has logged as `name`.
+
+        With `prog_bar`, it is one of the values in `progress`. With `logger`, it is logged as `lightning/<name>`.
+        """
         self._metrics[name] = tensor = torch.as_tensor(value).detach()
         if prog_bar:
             self.progress[name] = tensor.item()
@@ -341,7 +347,10 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, without the state of loops, and with the state of this callback only."""
+        """Return a checkpoint in Lightning's format, without the state of loops, and with the state of this callback only.
+
+        With `weights_only`, the states of the callback, the optimizers and the schedulers are left out.
+        """
         made = self._counts()
         if not weights_only:
             own = self.foreign.state_dict()

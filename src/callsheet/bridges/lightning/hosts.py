@@ -77,7 +77,10 @@ def host(
 
 
 class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy does not read Lightning's types
-    """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer."""
+    """The Lightning callback that `host` returns: it fires callsheet's events in Lightning's Trainer.
+
+    The arguments are those of `host`.
+    """
 
     _PACKAGE = PACKAGE
     _INTERNALS = tuple(f"{LightningCallback.__module__.partition('.callbacks')[0]}.{name}" for name in HOST)

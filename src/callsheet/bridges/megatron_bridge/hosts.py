@@ -73,6 +73,8 @@ def host(
 class MegatronBridgeHost(HostBase):
     """The Megatron Bridge callback that `host` returns: it fires callsheet's events in Megatron Bridge's loop.
 
+    The arguments are those of `host`.
+
     It does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
     need not be installed.
     """

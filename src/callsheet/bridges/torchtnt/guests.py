@@ -77,7 +77,10 @@ def guest(
 
 
 class TorchTNTGuest(Guest):
-    """The callsheet callback that `guest` returns: it calls a torchtnt callback."""
+    """The callsheet callback that `guest` returns: it calls a torchtnt callback.
+
+    The arguments are those of `guest`.
+    """
 
     FRAMEWORK = "torchtnt"
     PACKAGE, INTERNALS = PACKAGE, GUEST

@@ -91,7 +91,10 @@ def host(
 
 
 class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy does not read torchtnt's types
-    """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops."""
+    """The torchtnt callback that `host` returns: it fires callsheet's events in torchtnt's loops.
+
+    Make it with `host`, which has other arguments.
+    """
 
     _STOPS_IF_PREEMPTED = True
     _PACKAGE, _INTERNALS = PACKAGE, HOST

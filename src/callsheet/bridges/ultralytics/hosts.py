@@ -95,7 +95,10 @@ def host(
 
 
 class UltralyticsHost(HostBase):
-    """The object that `host` returns: its methods are callbacks of Ultralytics, which fire callsheet's events."""
+    """The object that `host` returns: its methods are callbacks of Ultralytics, which fire callsheet's events.
+
+    Make it with `host`, which has other arguments.
+    """
 
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None
@@ -116,7 +119,7 @@ class UltralyticsHost(HostBase):
         self._is_attached = False
 
     def attach(self, model: Any) -> Self:
-        """Add the host's methods to the callbacks of an Ultralytics model, such as `YOLO("yolo11n.yaml")`, or of a trainer.
+        """Add the host's methods to the callbacks of `model`, a model of Ultralytics such as `YOLO("yolo11n.yaml")`, or of a trainer.
 
         Raises:
             ConfigError: the host is attached already.

@@ -16,14 +16,17 @@ MAX_REASON_CHARACTERS = 200
 
 
 def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
-    """Ask the job whose `SaveOnTrigger` reads `file` to `save`, `evaluate` or `stop`.
-
-    Return the line that was written.
+    """Write a request for the job whose `SaveOnTrigger` reads `file`. Return the line that was written.
 
     Other requests in the file stay. A request of the same kind is replaced.
 
+    Args:
+        file: the trigger file, which need not exist.
+        word: the request: `save`, `evaluate` or `stop`.
+        why: the reason, of which 200 characters are kept.
+
     Raises:
-        ConfigError: the word is not a request, or `file` is not a regular file.
+        ConfigError: `word` is not a request, or `file` is not a regular file.
         OSError: the file cannot be written.
     """
     line = f"{one_of('request', word, WORDS)} {printable(why)[:MAX_REASON_CHARACTERS]}".rstrip()
@@ -32,7 +35,7 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
 
 
 def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
-    """Remove the line that `leave_request` wrote, if it is still in the trigger file. Raise as `leave_request` does."""
+    """Remove `line`, which `leave_request` returned, from the trigger file `file` if it is still there. Raise as `leave_request` does."""
     if os.path.lexists(file):
         _change(Path(file), lambda waiting: [other for other in waiting if other != line])
 

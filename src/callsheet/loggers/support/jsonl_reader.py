@@ -40,7 +40,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
-    """Return the metrics records in a run's folder, in the order in which they were logged.
+    """Return the metrics records in `folder`, the folder of a run, in the order in which they were logged.
 
     The list is empty if there is no `metrics.jsonl`.
 

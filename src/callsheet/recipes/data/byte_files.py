@@ -32,6 +32,9 @@ class ByteFiles:
             split is always the same.
         test_percent: the percentage of files for the test after training.
         validation_windows: how many windows are used for validation, and for the test, spread evenly over their files.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     folder: str | None = None

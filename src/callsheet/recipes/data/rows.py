@@ -52,7 +52,7 @@ class Rows:
     limit: int | None = None
 
     def read(self, columns: Collection[str]) -> Table | Stream:
-        """Return the rows as a table or, if `streaming` is set, as a stream.
+        """Return the rows, which must have all `columns`, as a table or, if `streaming` is set, as a stream.
 
         All checks are made that are possible without reading streamed rows.
 

@@ -28,6 +28,9 @@ class TextRows:
         column: the name of the column with the texts.
         sequence_length: the number of tokens in a window. Texts are concatenated, each followed by the end token, and cut into
             windows.
+
+    Raises:
+        ConfigError: `sequence_length` is less than 2.
     """
 
     train: Rows
@@ -41,7 +44,7 @@ class TextRows:
             raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
 
     def sets(self, tokenizer: Any) -> TextSets:
-        """Tokenize all rows, and return the datasets as windows of tokens.
+        """Tokenize all rows with `tokenizer`, one of transformers, and return the datasets as windows of tokens.
 
         Raises:
             ConfigError: a row has no text (the message names its place), or there are not enough tokens for one window.

@@ -50,6 +50,9 @@ class LanguageModel:
         dtype: the type of the weights: `float32`, `bfloat16` or `float16`.
         attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves the choice to transformers.
         freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     path: str | None = None

@@ -32,6 +32,9 @@ class Lora:
         targets: the names of the modules that get adapters, such as `q_proj`; `all-linear` is every linear layer except the last.
         merge: whether the export adds the adapters to the model's weights. False exports only the adapters, as a folder that peft
             loads over the model of `model.path`.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     r: int = 8
@@ -49,7 +52,7 @@ class Lora:
             raise ConfigError(f"lora.targets is empty; name modules, such as q_proj, or give {ALL_LINEAR}")
 
     def add_to(self, model: Any) -> None:
-        """Add the adapters to a model of transformers.
+        """Add the adapters to `model`, a model of transformers.
 
         After this, only the adapters are trained, in fp32, and only they are in the model's state dict.
 

@@ -34,6 +34,7 @@ class VisionLanguageModel(LanguageModel):
     """A model, its processor, and the source of the weights. Weights are read only from safetensors, and no code of a model's repository is run.
 
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
+    The arguments that are not described here are those of `LanguageModel`.
 
     Args:
         config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
@@ -45,6 +46,9 @@ class VisionLanguageModel(LanguageModel):
         vision_hidden_size: the width of the Llava's vision tower, which has as many `heads` as its Llama.
         vision_layers: the number of blocks of the Llava's vision tower.
         freeze: the parts that are not trained: `vision_tower`, `projector` or `language_model`, or patterns of parameter names.
+
+    Raises:
+        ConfigError: an argument is invalid.
     """
 
     processor: str | None = None
@@ -90,7 +94,9 @@ class VisionLanguageModel(LanguageModel):
         return processor
 
     def make_model(self, processor: Any, longest: int) -> nn.Module:
-        """Build the model. `longest` is the maximum number of tokens of a sequence, including those of its images.
+        """Build the model for the images and texts of `processor`.
+
+        `longest` is the maximum number of tokens of a sequence, including those of its images.
 
         Raises:
             ConfigError: the model cannot be loaded or made, or does not fit the processor or the length.
