@@ -270,3 +270,43 @@ def test_a_module_that_does_not_exist(tmp_path: Path) -> None:
     assert observed.returncode == 1
     assert "-m nothing_here.train: No module named 'nothing_here'" in observed.stderr
     assert "Traceback" not in observed.stderr
+
+
+NEW_LOADERS = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(x, y)
+for epoch in range(3):
+    for place, (inputs, targets) in enumerate(DataLoader(data, batch_size=8, shuffle=True)):
+        model.train()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        if place == LAST:
+            break
+    for inputs, targets in DataLoader(data, batch_size=16):
+        model.eval()  # only here, as skorch does
+        with torch.no_grad():
+            model(inputs)
+end(model)
+"""
+
+
+@pytest.mark.parametrize("last", [-1, 3], ids=["whole epochs", "left early"])
+def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
+    """When a batch is fetched from a new loader, it is not known yet whether it is for the next epoch or for an evaluation."""
+    (tmp_path / "train.py").write_text(NEW_LOADERS.replace("LAST", str(last)))
+    alone = executed(tmp_path, "train.py")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, alone.stdout) == (observed.returncode, observed.stdout), observed.stderr
+    assert "does not expect" not in observed.stderr
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    losses = json.loads(alone.stdout.splitlines()[0])
+    steps = len(losses) // 3
+    assert [each["step"] for each in run.evaluations] == [steps, 2 * steps, 3 * steps]
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(steps)]
+    assert [record.values["train/loss"] for record in run.records] == pytest.approx(losses)
+    assert run.records[-1].values["time/sample"] == 8 * len(losses)

@@ -18,7 +18,7 @@ class LoopBatches:
 
     def __init__(self, loader: Any) -> None:
         self._loader = weakref.ref(loader) if loader is not None else None
-        self._other: tuple[weakref.ref[Any], Any] | None = None  # another dataloader and its latest batch, before it is known what they are for
+        self._other: tuple[weakref.ref[Any], Any] | None = None  # another dataloader and its latest batch, of unknown use
         self.latest: Any = None
         """The latest batch, or None."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
