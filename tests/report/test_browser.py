@@ -221,6 +221,25 @@ def test_one_chart_is_logarithmic_and_can_be_saved(chromium: Any, tmp_path: Path
     seen.context.close()
 
 
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_a_chart_can_be_enlarged(width: int, chromium: Any, report: str) -> None:
+    seen = Seen(chromium, viewport={"width": width, "height": 900})
+    page = seen.open(report)
+    seen.drawn("odd/sometimes")
+    card = page.locator(".chart-card").filter(has=page.get_by_role("heading", name="odd/sometimes", exact=True))
+    small = card.bounding_box()
+    card.get_by_role("button", name="The whole width").click()
+    until(page, "document.querySelector('.chart-card.large .main-svg')?.getBoundingClientRect().height > 500")
+    large, drawn = card.bounding_box(), card.locator(".main-svg").first.bounding_box()
+    assert large["width"] > 0.9 * page.locator("main").bounding_box()["width"]
+    assert abs(drawn["width"] - large["width"]) < 40
+    page.locator("#search").fill("sometimes")  # the card is made again
+    card.get_by_role("button", name="The whole width", pressed=True).click()
+    assert card.bounding_box()["height"] <= small["height"] + 2
+    assert seen.faults == []
+    seen.context.close()
+
+
 def test_the_cost_table_is_whole_on_a_phone(chromium: Any, report: str) -> None:
     seen = Seen(chromium, offline=True, viewport={"width": NARROW, "height": 800})
     page = seen.open(report)

@@ -183,7 +183,7 @@ function chartCard(chart, size) {
   };
   place.retell();
   inSight.observe(place);
-  return el("div", { class: `chart-card${size}` }, el("div", { class: "head" }, el("h3", {}, named(chart.title)), legend), place, el("div", { class: "under" }, note, chartTools(chart, place)));
+  return el("div", { class: `chart-card${size}${view.largeCharts.has(keyOf(chart)) ? " large" : ""}` }, el("div", { class: "head" }, el("h3", {}, named(chart.title)), legend), place, el("div", { class: "under" }, note, chartTools(chart, place)));
 }
 
 /** What can be done with one chart. */
@@ -193,10 +193,16 @@ function chartTools(chart, place) {
     if (!view.logCharts.delete(keyOf(chart))) view.logCharts.add(keyOf(chart));
     redraw();
   });
+  const large = button("enlarge", "The whole width", () => {
+    if (!view.largeCharts.delete(keyOf(chart))) view.largeCharts.add(keyOf(chart));
+    large.setAttribute("aria-pressed", String(view.largeCharts.has(keyOf(chart))));
+    place.closest(".chart-card").classList.toggle("large");
+    Plotly.Plots.resize(place);
+  }, { "aria-pressed": String(view.largeCharts.has(keyOf(chart))) });
   const retell = place.retell;
   place.retell = () => { retell(); log.setAttribute("aria-pressed", String(isLog(chart))); };
   place.retell();
-  return el("span", { class: "chart-tools" }, log, button("CSV", "Download the values as CSV", () => saveCsv(chart)), button("PNG", "Download the chart as an image", () => savePng(chart)));
+  return el("span", { class: "chart-tools" }, large, log, button("CSV", "Download the values as CSV", () => saveCsv(chart)), button("PNG", "Download the chart as an image", () => savePng(chart)));
 }
 
 /** A name that is safe as a file's, whatever a run calls its metrics. */

@@ -5,7 +5,7 @@ let data = pageData.data;
 
 /** What the reader has chosen; it stays when news come in. */
 const view = {
-  axis: "step", log: false, marks: true, smooth: 0, search: "", range: null, hidden: new Set(), open: new Map(), shown: new Map(), logCharts: new Set(),
+  axis: "step", log: false, marks: true, smooth: 0, search: "", range: null, hidden: new Set(), open: new Map(), shown: new Map(), logCharts: new Set(), largeCharts: new Set(),
   window: null, from: 0, to: 0, same: null, sort: new Map(), unfolded: new Set(), picked: new Map(),
 };
 
