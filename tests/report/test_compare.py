@@ -160,7 +160,7 @@ def test_markdown_and_latex(runs: Path, called: Call) -> None:
 def test_the_gate_passes_and_fails(called: Call) -> None:
     status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "best(validation/loss) > +1000%")
     assert status == 0
-    assert re.fullmatch(r"ok: lr=0.2: validation/loss [+-][\d.e+-]+ %, 95 % interval .* over the seeds; limit .*\n", out)
+    assert re.fullmatch(r"ok: lr=0.2: best\(validation/loss\) [+-][\d.e+-]+ %, 95 % interval .* over the seeds; limit .*\n", out)
     status, out, _ = called("lr*", "--group-by", "seed", "--fail-if", "train/loss < +1e9", "--fail-if", "train/loss > +1e9")
     assert status == 1
     assert [line.partition(":")[0] for line in out.splitlines()] == ["FAIL", "ok"]
@@ -349,6 +349,48 @@ def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: C
     status, out, _ = called(good, bad, "--fail-if", "validation/loss > +0.01")
     assert (status, out.split(";")[0]) == (1, "FAIL: bad: validation/loss ended as NaN or infinity, and the baseline's did not")
     assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
+    status, _, err = called(bad, good, "--fail-if", "validation/loss > +0.01")  # a baseline that says nothing
+    assert (status, "of the baseline ended as NaN or infinity" in err) == (2, True)
+
+
+def test_different_numbers_of_steps_are_said(tmp_path: Path, called: Call) -> None:
+    long, short = folder_of(tmp_path, "long", [3.0, 2.0, 1.0]), folder_of(tmp_path, "short", [3.0])
+    _, out, _ = called(long, short, "--fail-if", "validation/loss > +9")
+    assert "; after 1 steps, the baseline after 3" in out
+    other = folder_of(tmp_path, "other", [3.0, 2.0, 1.0])
+    assert "steps" not in called(long, other, "--fail-if", "validation/loss > +9")[1].splitlines()[0]
+
+
+def test_one_metric_alone(tmp_path: Path, called: Call) -> None:
+    good, bad = folder_of(tmp_path, "good", [3.0, 2.0, 1.0]), folder_of(tmp_path, "bad", [3.0, 1.0, math.nan])
+    assert called(good, bad, "--metric", "validation/loss")[1].startswith("Values\n")
+    rows = list(csv.DictReader(called(good, bad, "--metric", "validation/loss", "--csv")[1].splitlines()))
+    assert [row["mean"] for row in rows] == ["1.0", "nan"]
+
+
+def timed(folder: Path, seconds: float, elapsed: list[float]) -> str:
+    """A run with one timing window of three equal steps, and these seconds for each ten steps in its records."""
+    path = Path(folder_of(folder, f"run-{seconds}", [1.0]))
+    slices = [["train_step", 10 * step, seconds, step, ""] for step in range(1, 4)]
+    window = {"first_step": 1, "last_step": 3, "began": 0.0, "seconds": 40.0, "slices": slices, "is_whole": True}
+    (path / "timeline.jsonl").write_text(json.dumps(window) + "\n")
+    ends = [sum(elapsed[:place]) for place in range(1, len(elapsed) + 1)]
+    records = [{"step": 10 * place, "values": {"train/loss": 1.0}, "elapsed_seconds": end} for place, end in enumerate(ends, 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize(("second", "marks"), [(2.0, ("slower", "slower")), (1.0, ("", "noise"))])
+def test_one_slow_window_is_noise_if_the_whole_step_is_not_slower(
+    second: float, marks: tuple[str, str], tmp_path: Path, called: Call
+) -> None:
+    """A load of the machine slows all steps of a window."""
+    spread = [0.0, 0.01, -0.01, 0.02, -0.02, 0.01, -0.01]
+    one, other = timed(tmp_path, 0.1, [1.0 + each for each in spread]), timed(tmp_path, 0.2, [second + each for each in spread])
+    rows = {row["name"]: list(row["groups"].values())[1] for row in json.loads(called(one, other, "--json")[1])["anatomy"]}
+    assert (rows["step_seconds"]["mark"], rows["train_step"]["mark"]) == marks
+    assert rows["step_seconds"]["share"] in (None, "NaN")
+    assert rows["train_step"]["share"] == pytest.approx(1.0)
 
 
 def test_the_last_value_of_a_run_that_ends_in_nan_is_shown_as_such(tmp_path: Path, called: Call) -> None:

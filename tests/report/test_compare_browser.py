@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,36 @@ def test_a_last_value_that_is_not_finite_is_named(seen: Seen, tmp_path: Path) ->
     page = seen.open(write_report(bad).as_uri())
     assert page.locator(".tile").first.inner_text().splitlines()[:2] == ["train/loss", "not finite"]
     assert page.locator(".chart-card b").first.inner_text() == "not finite"
+
+
+def hovered(page: Any, title: str, share: float) -> list[str]:
+    """The lines of the box that appears where the pointer is at this share of a chart's width."""
+    card = page.locator(".chart-card").filter(has=page.get_by_role("heading", name=title, exact=True))
+    card.scroll_into_view_if_needed()
+    card.locator(".plot-container").wait_for()
+    box = card.locator(".nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + share * box["width"] - 4, box["y"] + box["height"] / 2)
+    page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+    page.wait_for_timeout(300)
+    return [(text or "").strip() for text in card.locator(".hoverlayer text").all_text_contents()]
+
+
+def test_the_values_below_the_pointer_are_those_of_its_step(seen: Seen, tmp_path: Path) -> None:
+    """A run that has ended before, or that has no finite value there, is not in the box."""
+    steps = range(10, 410, 10)
+    losses = {
+        "whole": {step: 1.0 * step for step in steps},
+        "short": {step: 2.0 * step for step in steps if step <= 100},
+        "nan": {step: 3.0 * step if step <= 200 else float("nan") for step in steps},
+        "sparse": {step: 4.0 * step for step in steps if step % 80 == 0},
+    }
+    runs = [RunFolder.read(write_run(tmp_path, name, each)) for name, each in losses.items()]
+    page = seen.open(write_comparison(Comparison(runs), tmp_path / "compare.html").as_uri())
+    late = " ".join(hovered(page, "train/loss", 0.8))
+    assert "whole" in late
+    assert "short" not in late
+    assert "nan" not in late
+    early = " ".join(hovered(page, "train/loss", 0.2))
+    assert all(name in early for name in losses)
+    assert re.search(r"sparse : 320 *\(step 80\)", early), early
+    assert "The numbers of steps differ (100 to 400)" in page.locator("#results").inner_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from callsheet.cli.named_run import runs_named
@@ -122,4 +123,17 @@ def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterat
     baseline = [each.values for each in comparison.members(comparison.groups[0])]
     for group in comparison.groups[1:]:
         other = [each.values for each in comparison.members(group)]
-        yield from (judge(condition, baseline, other, group) for condition in conditions)
+        for condition in conditions:
+            verdict = judge(condition, baseline, other, group)
+            is_of_a_step = not condition.of_best and not baseline[0][condition.metric].samples
+            yield replace(verdict, line=f"{verdict.line}{_steps(comparison, group)}") if is_of_a_step else verdict
+
+
+def _steps(comparison: Comparison, group: str) -> str:
+    """Return the numbers of steps of the baseline and the group as text, if they differ."""
+    first, other = (sorted({each.run.last_step for each in comparison.members(name)}) for name in (comparison.groups[0], group))
+    return "" if first == other else f"; after {_listed(other)} steps, the baseline after {_listed(first)}"
+
+
+def _listed(steps: list[int]) -> str:
+    return f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"

@@ -285,7 +285,9 @@ def _add_runs(command: AddsCommand) -> None:
     compare.add_argument(
         "--group-by", metavar="KEY", help="seed: runs that differ in seeds alone are one group; or the key of a setting"
     )
-    compare.add_argument("--metric", action="append", default=[], metavar="NAME", help="show this metric only; may be repeated")
+    compare.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="print only the values of this metric; may be repeated"
+    )
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help="may be repeated; see below")
     form = compare.add_mutually_exclusive_group()
     form.add_argument("-o", "--out", metavar="FILE", help="as one self-contained HTML page with curves, written to this file")

@@ -60,7 +60,7 @@ function layout(chart) {
   const soft = color("soft"), grid = color("grid");
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: color("line"), tickfont: { color: soft, size: 11 }, automargin: true };
   return {
-    margin: { l: 8, r: 10, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: hoverMode(chart), hoverdistance: -1,
+    margin: { l: 8, r: 10, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: hoverMode(chart), hoverdistance: 24,
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", uirevision: "kept",
     font: { family: getComputedStyle(document.body).fontFamily, color: soft, size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 }, namelength: 60 },

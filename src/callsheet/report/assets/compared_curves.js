@@ -80,12 +80,14 @@ function traces(chart) {
   const lines = shownLines(chart).map((line) => ({ ...line, raw: line.y, reach: reachFor(chart, line.x.length) }));
   for (const line of lines) if (line.reach > 0) line.y = smoothed(line.raw, line.reach);
   const [, unit] = scaleOf(chart);
-  const at = hoverMode(chart) === "closest" ? `${hoverTitle()}: ` : "";
+  // A box with the values of several runs has one title; a run that has no point there shows where its nearest point is.
+  const isAlike = lines.every(({ x }) => x.length === lines[0].x.length && x.every((place, index) => place === lines[0].x[index]));
+  const at = hoverMode(chart) === "closest" ? `${hoverTitle()}: ` : "", where = at || isAlike ? "" : ` (${hoverTitle()})`;
   const styled = (group) => ({ color: color(colorName(group)), width: 1.9, dash: dashOf(group) });
   if (isMeans()) return shownGroups().flatMap((group) => meanTraces(chart, group, lines.filter(({ run }) => runs[run].group === group), styled(group), `${at}%{y:.5~g} ${unit}`));
   return lines.flatMap(({ run, x, y, raw, reach }) => {
     const line = styled(runs[run].group);
-    const shape = { x, type: "scatter", connectgaps: false, name: plain(runs[run].name), hovertemplate: `${at}%{y:.5~g} ${unit}` };
+    const shape = { x, type: "scatter", connectgaps: false, name: plain(runs[run].name), hovertemplate: `${at}%{y:.5~g} ${unit}${where}` };
     if (reach > 0 && lines.length <= FEW_LINES) {
       return [{ ...shape, y: raw, line: { ...line, dash: "solid", width: 1 }, mode: "lines", opacity: 0.22, hoverinfo: "skip", hovertemplate: undefined, meta: "raw" }, { ...shape, y, line, mode: "lines", meta: "smoothed" }];
     }

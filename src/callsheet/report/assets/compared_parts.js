@@ -118,8 +118,10 @@ function resultsSection() {
     }, { about: isLower ? "lower is better" : "higher is better" });
   };
   const columns = [{ title: what(), value: (group) => groups[group], cell: (group) => el("span", { class: "run-name" }, swatch(group), nameOf(groups[group])) }, ...[...found].map(column)];
+  const steps = shown.flatMap((group) => membersOf[group].map((run) => runs[run].steps));
+  const uneven = Math.min(...steps) < Math.max(...steps) ? `The numbers of steps differ (${number(Math.min(...steps))} to ${number(Math.max(...steps))}), so the last values are of different steps. ` : "";
   return [
-    el("p", { class: "about" }, `The last value of each metric, and the mean of a speed${isGrouped() ? "; the mean of a group's runs with their standard deviation" : ""}. Bold is the best. Below: the difference from ${named(groups[0])}.`),
+    el("p", { class: "about" }, `${uneven}The last value of each metric, and the mean of a speed${isGrouped() ? "; the mean of a group's runs with their standard deviation" : ""}. Bold is the best. Below: the difference from ${named(groups[0])}.`),
     el("div", { class: "card side" }, table("results", columns, shown, { tall: true, key: (group) => groups[group], caption: "Results" })),
   ];
 }
@@ -218,9 +220,9 @@ function changed({ change, mark }) {
 
 function anatomySection() {
   const shown = shownGroups();
-  const cell = (found) => found && [
-    el("span", { class: "whole-line" }, milliseconds(found.seconds), el("span", { class: "soft" }, `, ${percent(found.share)}`)),
-    el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, 100 * found.share)}%` } })),
+  const cell = (found) => !found ? el("span", { class: "soft" }, "not timed") : [
+    el("span", { class: "whole-line" }, milliseconds(found.seconds), isNumber(found.share) && el("span", { class: "soft" }, `, ${percent(found.share)}`)),
+    isNumber(found.share) && el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, 100 * found.share)}%` } })),
     found.mark && el("span", { class: `below mark ${found.mark}` }, changed(found)),
   ];
   const steps = (group) => el("span", { class: "below soft" }, several(data.timed_steps[group], "timed step"));
@@ -229,7 +231,7 @@ function anatomySection() {
     ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: () => [...groupHead(group)(), steps(group)] })),
   ];
   return [
-    el("p", { class: "about" }, "Milliseconds per step and share of the step: of a span the median of the timed steps, of a callback and of the whole step (step_seconds) the mean. Spans nest, and the time of a callback may be within a span, so the shares do not add up. "
+    el("p", { class: "about" }, "Milliseconds per step and share of the step: of a span the median of the timed steps, of a callback and of the whole step (step_seconds) the mean of all steps. Spans nest, and the time of a callback may be within a span or between steps, so the shares do not add up. "
       + "Marked is what changed by more than 5 % of the baseline and 0.5 % of a step, and by more than noise."),
     el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
   ];
@@ -266,6 +268,7 @@ function evaluationsSection() {
       ...shown.map(([run]) => numeric(runs[run].name, ([, values]) => values.get(run), ([, values]) => {
         const value = values.get(run);
         if (value === undefined) return "";
+        if (value === null) return "not finite";
         return better && isNumber(value) && value === best.get(run) ? el("b", { title: `the best of ${runs[run].name}` }, metric(name, value)) : metric(name, value);
       }, { head: runHead(run) })),
     ];
@@ -276,7 +279,7 @@ function evaluationsSection() {
     data.evaluations.map(({ name }, place) => el("option", { value: place }, name)));
   select.value = String(chosen);
   show(chosen);
-  return [el("div", { class: "tools" }, el("label", {}, "Metric", select)), el("div", { class: "card side" }, body)];
+  return [el("p", { class: "about" }, "Bold is the best of each run."), el("div", { class: "tools" }, el("label", {}, "Metric", select)), el("div", { class: "card side" }, body)];
 }
 
 function checkpointsSection() {
@@ -288,7 +291,7 @@ function checkpointsSection() {
     numeric("best at step", (row) => row.best_step, (row, isInner) => (isInner ? row.best : isNumber(row.best_step) ? number(row.best_step) : "")),
     numeric("size", (row) => row.size, (row) => (isNumber(row.size) ? bytes(row.size) : "")),
     numeric("time to write", (row) => row.save_seconds, (row, isInner) => (!isInner && isNumber(row.save_seconds) ? duration(row.save_seconds) : ""), { about: "the mean of those in the timed windows" }),
-    { title: "losses of evaluations", value: (row) => row.latest?.at(-1)?.val_losses[0]?.[1], cell: (row, isInner) => (isInner ? row : row.latest.at(-1)).val_losses.map(([name, value]) => el("div", { class: "whole-line" }, `${name} ${number(value)}`)) },
+    { title: "losses of evaluations", value: (row) => row.latest?.at(-1)?.val_losses[0]?.[1], cell: (row, isInner) => (isInner ? row : row.latest.at(-1)).val_losses.map(([name, value]) => el("div", { class: "whole-line" }, `${name} ${value === null ? "not finite" : number(value)}`)) },
   ];
   return el("div", { class: "card" }, table("checkpoints", columns, rows, { tall: true, inner: (row) => [...row.latest].reverse(), key: (row) => runs[row.run]?.name, caption: "Checkpoints" }));
 }

@@ -19,7 +19,10 @@ _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
 """A part is compared with the baseline if its time changed by more than the first fraction of itself, and the second of a step."""
 _CLEAR = 1.5
-"""A span that takes this many times as long in every timed step of one run as in any of another is slower, however few were timed."""
+"""A span that takes this many times as long in every timed step of one run as in any of another is slower, however few were timed.
+
+This holds only if the whole step, which is measured in the whole run, is slower too: a load of the machine slows all steps of a window.
+"""
 
 Kind = Literal["step", "span", "callback"]
 Key = tuple[Kind, str]
@@ -47,10 +50,11 @@ class Part:
 
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback and the whole step the mean.
-        step: the seconds of the run's step, the median of the timed steps, to which shares refer.
+        step: the seconds of the run's step, to which shares refer: for a span the median of the timed steps, for a callback the mean of
+            all steps. NaN for the whole step, which has no share.
         samples: for a span the median of each timing window, whose steps follow each other and so are not independent; for the
             whole step its mean in each metrics record.
-        ends: the least and the most seconds of a timed step, or of the whole step in a metrics record.
+        ends: for a span its least and its most seconds in a timed step.
         calls: for a callback its timed calls, by event.
     """
 
@@ -88,14 +92,16 @@ def anatomy_of(run: RunFolder) -> Anatomy:
     if not whole:
         return Anatomy(0, {})
     parts: dict[Key, Part] = {}
+    mean = whole
     if measured := step_seconds(run):
-        parts["step", STEP_SECONDS] = Part(statistics.fmean(measured), whole, tuple(measured), (min(measured), max(measured)))
+        mean = statistics.fmean(measured)
+        parts["step", STEP_SECONDS] = Part(mean, math.nan, tuple(measured))
     for name in {name for step in steps for name in step}:
         samples = tuple(statistics.median(step.get(name, 0.0) for step in window) for window in windows)
         seconds = [step.get(name, 0.0) for step in steps]
         parts["span", name] = Part(statistics.median(seconds), whole, samples, (min(seconds), max(seconds)))
     for callback, calls in _calls(run.costs).items():
-        parts["callback", callback] = Part(sum(each.per_step for each in calls.values()), whole, calls=calls)
+        parts["callback", callback] = Part(sum(each.per_step for each in calls.values()), mean, calls=calls)
     return Anatomy(len(steps), parts)
 
 
@@ -140,7 +146,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
 
     The first group is the baseline.
 
-    A cell has the mean `seconds` over the group's runs, their `share` of the mean step, `change` from the baseline's seconds as a fraction, and `mark`,
+    A cell has the mean `seconds` over the group's runs, their `share` of the mean step (NaN for the whole step), `change` from the baseline's seconds as a fraction, and `mark`,
     which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
     is None if no run of the group timed the part.
 
@@ -148,15 +154,18 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
+    whole = [""] * len(groups)  # whether the whole step is slower or faster
     for part in order + _callbacks([each for group in groups for each in group]):
         found = [[each.parts[part] for each in group if part in each.parts] for group in groups]
         if any(found):
-            cells = [_cell(found[0], each) for each in found]
+            cells = [_cell(found[0], each, mark) for each, mark in zip(found, whole, strict=True)]
+            if part[0] == "step":
+                whole = [cell["mark"] if cell else "" for cell in cells]
             rows.append({"kind": part[0], "name": part[1], "cells": cells})
     return rows
 
 
-def _cell(baseline: Sequence[Part], parts: Sequence[Part]) -> dict[str, Any] | None:
+def _cell(baseline: Sequence[Part], parts: Sequence[Part], whole: str) -> dict[str, Any] | None:
     if not parts:
         return None
     seconds, step = _means(parts)
@@ -164,8 +173,9 @@ def _cell(baseline: Sequence[Part], parts: Sequence[Part]) -> dict[str, Any] | N
     if baseline and _means(baseline)[0] > 0:
         before, step = _means(baseline)
         change = seconds / before - 1
-        if abs(change) > _CHANGED and abs(seconds - before) > _NOTICEABLE * step:
-            mark = "noise" if _may_be_noise(baseline, parts) else "slower" if change > 0 else "faster"
+        if abs(change) > _CHANGED and not abs(seconds - before) <= _NOTICEABLE * step:
+            mark = "slower" if change > 0 else "faster"
+            mark = "noise" if _may_be_noise(baseline, parts, whole == mark) else mark
     return {"seconds": seconds, "share": share, "change": change, "mark": mark}
 
 
@@ -173,20 +183,24 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
     return statistics.fmean(part.seconds for part in parts), statistics.fmean(part.step for part in parts)
 
 
-def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part]) -> bool:
+def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
     """Return whether the difference between two groups' times of a part may be noise, judging by the spread over the runs.
 
-    With one run on each side, spans are compared by the ranks of their timing windows, and whole steps by those of their metrics
-    records (Mann and Whitney, 1947), since a few slow ones would decide their means; see also `_CLEAR`. The difference of a callback
-    is more than noise if even its slowest call in the one run was faster than its mean call in the other.
+    With one run on each side, whole steps are compared as in `difference`. Spans are compared by the ranks of their timing windows
+    (Mann and Whitney, 1947), since a few slow ones would decide their means; see also `_CLEAR`. The difference of a callback is more
+    than noise if even its slowest call in the one run was faster than its mean call in the other.
+
+    Args:
+        baseline, parts: the times of the part in the runs of each side.
+        is_as_whole: whether the whole step has changed in the same direction, by more than noise.
     """
-    if max(len(baseline), len(parts)) > 1:
-        sides = [[Value(part.seconds, part.seconds) for part in side] for side in (baseline, parts)]
-        return difference(*sides).is_noise is not False
     one, other = baseline[0], parts[0]
+    if max(len(baseline), len(parts)) > 1 or not (one.calls or other.calls or any(one.ends)):
+        sides = [[Value(part.seconds, part.seconds, samples=part.samples) for part in side] for side in (baseline, parts)]
+        return difference(*sides).is_noise is not False
     if one.calls or other.calls:
         return not _calls_differ(one.calls, other.calls)
-    if max(one.ends[0], other.ends[0]) > _CLEAR * min(one.ends[1], other.ends[1]):
+    if is_as_whole and max(one.ends[0], other.ends[0]) > _CLEAR * min(one.ends[1], other.ends[1]):
         return False
     if min(len(one.samples), len(other.samples)) < 2:
         return True

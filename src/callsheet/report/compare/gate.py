@@ -66,7 +66,7 @@ def judge(
 ) -> Verdict:
     """Check a condition: it fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
 
-    A last value that is not finite fails, if those of the baseline are finite.
+    A last value that is not finite fails.
 
     Args:
         condition: the condition.
@@ -74,7 +74,7 @@ def judge(
         name: the name of the other run or group, for the line.
 
     Raises:
-        ConfigError: a run does not have the metric; the message names the closest one.
+        ConfigError: a run does not have the metric, and the message names the closest one; or the baseline's value is not finite.
     """
     sides = []
     for side, values in (("the baseline", baseline), (name, other)):
@@ -90,11 +90,11 @@ def judge(
             f"--fail-if {condition.text!r}: the name {condition.metric!r} does not show whether lower or higher is better; write "
             f"{condition.metric} for its last value"
         )
-    if (
-        not condition.of_best
-        and not all(math.isfinite(value.last) for value in sides[1])
-        and all(math.isfinite(value.last) for value in sides[0])
-    ):
+    if not condition.of_best and not all(math.isfinite(value.last) for value in sides[0]):
+        raise ConfigError(
+            f"--fail-if {condition.text!r}: {condition.metric} of the baseline ended as NaN or infinity, so nothing can be compared with it"
+        )
+    if not condition.of_best and not all(math.isfinite(value.last) for value in sides[1]):
         line = f"FAIL: {name}: {condition.metric} ended as NaN or infinity, and the baseline's did not; limit {condition.text}"
         return Verdict(condition, fails=True, line=line)
     found = difference(sides[0], sides[1], of_best=condition.of_best)
@@ -117,4 +117,5 @@ def _line(condition: Condition, fails: bool, amount: float, margin: float, found
         "within": f", 95 % interval ±{text(margin)} within the runs",
         "": ", spread unknown: one run on a side",
     }[found.source]
-    return f"{'FAIL' if fails else 'ok'}: {name}: {condition.metric} {'+' if amount >= 0 else ''}{text(amount)}{spread}; limit {condition.text}"
+    metric = f"best({condition.metric})" if condition.of_best else condition.metric
+    return f"{'FAIL' if fails else 'ok'}: {name}: {metric} {'+' if amount >= 0 else ''}{text(amount)}{spread}; limit {condition.text}"

@@ -26,6 +26,8 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 Table = tuple[str, list[str], list[list[str]]]
 """One table: a title, the column headers, and the rows."""
+_VALUES = "Values"
+"""The title of the table of metrics, which is the only one if metrics are chosen."""
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
@@ -34,12 +36,14 @@ def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()
     Args:
         comparison: the comparison.
         form: the format.
-        metrics: only these; empty: all of them.
+        metrics: only the values of these metrics; empty: everything.
     """
     if form == "csv":
         return _csv(comparison, metrics)
     write: Mapping[str, Callable[[Table], str]] = {"text": _text, "markdown": _markdown, "latex": _latex}
-    tables = [write[form](table) for table in _tables(comparison, metrics) if table[2]]
+    tables = [
+        write[form](table) for table in _tables(comparison, metrics) if table[2] and (not metrics or table[0].startswith(_VALUES))
+    ]
     if form == "text" and len(comparison.runs) > _MANY_RUNS:
         tables.append(f"{len(comparison.runs)} runs are wide as text: -o FILE writes a page, and --group-by joins runs")
     return "\n\n".join(tables)
@@ -86,7 +90,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
     left_out = len(comparison.metrics) - len(shown) if not metrics else 0
     note = f"; {left_out:,} of single parameters are left out: --metric NAME shows one, --csv and --json all" if left_out else ""
     tables.append(
-        (f"Values{note}", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values)
+        (f"{_VALUES}{note}", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values)
     )
     anatomy = [
         [
@@ -161,10 +165,11 @@ def _difference(row: Mapping[str, Any]) -> str:
 
 def _part(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
-        return ""
+        return "not timed"
     mark = {"": "", "noise": ", may be noise"}.get(cell["mark"], f", {cell['mark']}")
     change = f", {100 * cell['change']:+.0f} %{mark}" if mark else ""
-    return f"{1000 * cell['seconds']:.3g}, {100 * cell['share']:.1f} %{change}"
+    share = f", {100 * cell['share']:.1f} %" if math.isfinite(cell["share"]) else ""
+    return f"{1000 * cell['seconds']:.3g}{share}{change}"
 
 
 def _number(value: float) -> str:
@@ -242,7 +247,10 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        table.writerow([_csv_cell(row[column]) for column in columns])
+        mean = (
+            row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
+        )  # a last value may be NaN; other columns are then unknown
+        table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")
 
 
