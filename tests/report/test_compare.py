@@ -233,6 +233,8 @@ def test_one_run_beside_several_is_taken_as_one_more_of_their_spread() -> None:
         ("memory_bytes", True),
         ("validation/loss_per_second", False),
         ("eval/top1_acc", False),
+        ("loss/train", True),
+        ("accuracy/validation", False),
         ("l2_norm/grad/global", None),
         ("train/capacity", None),
     ],

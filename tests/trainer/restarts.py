@@ -191,8 +191,8 @@ HEAD = """# Runs whose ranks died, restarted by the launcher
 
 Made by `make restarts`. Every row is one run of {steps} steps (DDP on gloo, dropout, AdamW, a checkpoint every 2 steps, `resume="auto"`).
 The rank ends itself in the backward pass, the launcher restarts all ranks, and the final weights are compared with those of
-an uninterrupted run, bit by bit. *Two machines* are two agents of torchrun on one machine. DDP has `find_unused_parameters=True`, without which it
-changes the layout of its gradient buckets after the first step: on 4 ranks the last bit of a weight may then differ after a restart.
+an uninterrupted run, bit by bit. *Two machines* are two agents of torchrun on one machine. DDP has `find_unused_parameters=True`. Without
+this option, DDP changes the layout of its gradient buckets after the first step, so that after a restart on 4 ranks the last bit of a weight may differ.
 
 | launcher | ranks | deaths | attempts | seconds | final weights |
 | --- | --- | --- | --- | --- | --- |

@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the error must be raised to the user. Other errors are faults of callsheet's adapter (host).
+    """Return whether the error must be raised, so that the user sees it. Others are faults of a host, on this rank or another.
 
     The user must know about an error of a callback or of another function of the user, an error that callsheet raises on purpose,
     a file that cannot be read or written, and a `BaseException` that is not an `Exception`. A `HostGaveUp` is none of these, because

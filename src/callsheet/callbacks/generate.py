@@ -29,7 +29,8 @@ class Generate(Callback):
     a warning says so once, and training continues.
 
     Weights, gradients, random states and the modules' modes are left as they were. Sampling uses the same seed every time, so two
-    tables differ only because of the weights. Training waits while texts are generated, and its speeds include this time.
+    tables differ only because of the weights. Training waits while texts are generated. The
+    logged speed includes this time, except at evaluations.
 
     Args:
         prompts: texts, or lists of token ids; with none there is nothing to do, and a warning says so.

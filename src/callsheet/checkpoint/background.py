@@ -34,8 +34,7 @@ class AsyncWriter:
         self._ranks = RankGroup(group)
         self._staging = Staging()
         self._thread = disk_thread("callsheet-checkpoint")
-        # The checks of the written data use a single torch thread, and not a second pool of threads in addition to that of
-        # training.
+        # Let torch check the written data on this one thread, so that it starts no second pool of threads beside that of training.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
         torch.set_num_threads(threads)  # restore the default for new threads, which the call in the other thread has changed

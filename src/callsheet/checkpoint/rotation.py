@@ -52,7 +52,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Forget which callback keeps which checkpoint (their claims), because these checkpoints belong to another run."""
+    """Forget the claims (which callbacks keep which checkpoints), because they refer to the checkpoints of another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 

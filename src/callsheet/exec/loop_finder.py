@@ -56,7 +56,7 @@ class LoopFinder:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator: its dataloader
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
-        self._batch: Any = None  # its latest batch, until the first loop is recognized
+        self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._is_in_backward = False
         self._scaler: Any = None

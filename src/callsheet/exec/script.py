@@ -99,7 +99,7 @@ def _run(code: CodeType, **attributes: Any) -> None:
 
 
 def hide_our_frames(error: BaseException) -> None:
-    """Let the traceback of `error` begin in the script, also when Python prints it at its end."""
+    """When Python prints the uncaught `error`, let the traceback begin in the script, without callsheet's frames before it."""
     begin = _from_script(error.__traceback__)
     shown = sys.excepthook
 

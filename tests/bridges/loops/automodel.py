@@ -19,7 +19,7 @@ from callsheet.bridges.automodel.names import HOOKS, Callback, CallbackRunner, M
 from .job import EMPTY, Given, Job
 
 NAME, VERSION = "NeMo AutoModel", "pull request 875"
-HOW = "whose loop the tests have in small, since it trains on GPUs alone"
+HOW = "of whose loop the tests have a small copy, because AutoModel can train only on GPUs"
 
 
 class StepScheduler:

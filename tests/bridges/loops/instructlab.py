@@ -45,7 +45,7 @@ API: Any = REAL if REAL is not None else instructlab_names
 
 NAME = "InstructLab"
 VERSION = importlib.metadata.version("instructlab-training") if REAL is not None else "0.16.2"
-HOW = "whose hooks a loop of the tests fires in their recorded order, since it trains on GPUs alone"
+HOW = "whose hooks a loop of the tests fires in the recorded order, because InstructLab can train only on GPUs"
 
 
 class Loop:

@@ -49,7 +49,7 @@ def interface() -> ModuleType | None:
 
 
 NAME, VERSION = "Megatron Bridge", "0.3.1's interface, with the two events that came later"
-HOW = "whose events a loop of the tests fires in their recorded order, since it trains on GPUs alone"
+HOW = "whose events a loop of the tests fires in the recorded order, because Megatron Bridge can train only on GPUs"
 
 
 class Optimizer:

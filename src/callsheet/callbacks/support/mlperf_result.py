@@ -127,7 +127,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor, or 0 if it has none."""
+    """Return the number of samples in a batch: the length of its first tensor that is not empty, or 0 if it has no such tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()

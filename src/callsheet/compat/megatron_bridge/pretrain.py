@@ -246,7 +246,7 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """Return the folder of runs and the run's name for Megatron's path `save`. Checkpoints are in its folder `checkpoints`."""
+    """Return the folder of all runs and this run's name, taken from Megatron's path `save` without a final `checkpoints`."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name

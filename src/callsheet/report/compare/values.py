@@ -115,10 +115,10 @@ def better(metric: str) -> Literal["lower", "higher"] | None:
     first, _, last = metric.lower().rpartition("/")
     if "per_second" in last:
         return "higher"
-    if first == "memory" or any(word in last for word in _LOWER_IS_BETTER):
+    if first == "memory" or first in _LOWER_IS_BETTER or any(word in last for word in _LOWER_IS_BETTER):
         return "lower"
     words = re.split(r"[^a-z0-9]+", last)
-    return "higher" if any(word in words or word == last for word in _HIGHER_IS_BETTER) else None
+    return "higher" if first in _HIGHER_IS_BETTER or any(word in words or word == last for word in _HIGHER_IS_BETTER) else None
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
