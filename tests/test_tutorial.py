@@ -123,10 +123,11 @@ def test_a_chapter_shows_what_its_program_prints(chapter: str, folder: Path) -> 
 @pytest.mark.parametrize(
     "chapter",
     [
-        "first_callback",
         "plateau_stopper",
-        *(pytest.param(name, marks=pytest.mark.test_all) for name in ("same_class_three_loops", "background_lane")),
-        pytest.param("killed_and_resumed", marks=pytest.mark.test_all),
+        *(
+            pytest.param(name, marks=pytest.mark.test_all)
+            for name in ("first_callback", "same_class_three_loops", "background_lane", "killed_and_resumed")
+        ),
     ],
 )
 def test_the_experiments_of_a_chapter_print_what_it_shows(chapter: str, folder: Path) -> None:

@@ -240,6 +240,7 @@ def test_another_finder_of_modules_that_asks_all_finders(place: int, tmp_path: P
     assert RunFolder.read(tmp_path / "runs" / "a").last_step == 8
 
 
+@pytest.mark.test_all
 def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     """Such as the folds of a cross-validation. The first 20 steps of a later loop are what shows that it is one."""
     loop = _LOOP.replace("range(8)", "range(30)").replace("\n", "\n    ")
@@ -295,7 +296,9 @@ end(model)
 """
 
 
-@pytest.mark.parametrize("last", [-1, 3], ids=["whole epochs", "left early"])
+@pytest.mark.parametrize(
+    "last", [pytest.param(-1, id="whole epochs"), pytest.param(3, id="left early", marks=pytest.mark.test_all)]
+)
 def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
     """When a batch is fetched from a new loader, it is not known yet whether it is for the next epoch or for an evaluation."""
     (tmp_path / "train.py").write_text(NEW_LOADERS.replace("LAST", str(last)))
