@@ -374,9 +374,9 @@ _PAGE = """\
 <!-- tools/versions.py writes this page. -->
 
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks ran with
-torch {torch}. CI tests only the versions in `constraints.txt`. The tests of a framework are those of its [host and
-guests](index.md), with a few built-in callbacks and with two ranks. The tests for PyTorch are those of the core, the Trainer,
-checkpoints and [loops written by hand](bare.md).
+torch {torch}. CI tests only the versions in `constraints.txt`. The tests of a framework are the tests of its
+[host and guests](index.md); they include tests of a few built-in callbacks, and tests on two ranks. The tests of PyTorch are the tests of the core,
+the Trainer, checkpoints and [loops written by hand](bare.md).
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -388,9 +388,9 @@ The verdicts are:
 - **rejected**: the host or the guest raises `NotSupported`, which names what the framework lacks. Training does not start.
 - **broken**: some tests fail, for the reason that the table gives.
 
-**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table does not list the minor release
-as working, the host or guest logs one warning that names the working releases. If the framework lacks a part that the bridge needs and that is not public API, the host
-or guest raises `NotSupported`, which names this part.
+**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table does not list the
+version's minor release as working, the host or guest logs one warning that names the working releases. Some parts of a framework that a bridge needs
+are not public API. If the framework lacks such a part, the host or guest raises `NotSupported`, which names this part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. You can interrupt it and start it again, because it skips versions that have a result. For
@@ -421,7 +421,9 @@ def page(results: Iterable[Result]) -> str:
     ]
     if beside:
         beside.insert(
-            0, "**Other packages.** These versions do not work with the packages in `constraints.txt`, and were tested with:\n\n"
+            0,
+            "**Other packages.** The following versions do not work with the packages in `constraints.txt`. "
+            "They were tested with these packages instead:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]
