@@ -374,9 +374,9 @@ _PAGE = """\
 <!-- tools/versions.py writes this page. -->
 
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks ran with
-torch {torch}. CI tests only the versions in `constraints.txt`. The tests of a framework are the tests of its
-[host and guests](index.md); they include tests of a few built-in callbacks, and tests on two ranks. The tests of PyTorch are the tests of the core,
-the Trainer, checkpoints and [loops written by hand](bare.md).
+torch {torch}. CI tests only the versions in `constraints.txt`. The rows for a framework count the tests of its
+[host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. The rows for PyTorch count the tests of callsheet's
+core, its Trainer, checkpoints and [hand-written loops](bare.md).
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
