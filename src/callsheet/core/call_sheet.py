@@ -100,11 +100,11 @@ class CompositeHandler(ABC):
         """
 
 
-CompiledEvent = tuple[Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
-"""A compiled event: its first handler, its other handlers in order, its name, and the call sheet entries of all handlers.
+CompiledEvent = tuple[Handler | None, Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
+"""A compiled event: its first, second and other handlers in order, its name, and the call sheet entries of all handlers.
 
-The first two items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. The first handler
-is separate because calling it costs less than a loop over one element (`benchmarks/dispatch.py`).
+The first three items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. Two handlers
+are separate because calling them costs less than a loop over one or two elements (`benchmarks/dispatch.py`).
 """
 
 
@@ -191,14 +191,15 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return a compiled event: the first handler of `event`, its other handlers, the event, and the table entries of all handlers."""
-    return (handlers[0] if handlers else None), tuple(handlers[1:]) or None, event, tuple(entries)
+    """Return the compiled event of these handlers and their table entries."""
+    first, second, *rest = (*handlers, None, None)[: max(2, len(handlers))]
+    return first, second, tuple(each for each in rest if each is not None) or None, event, tuple(entries)
 
 
 def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
     """Return all handlers of a compiled event, in order."""
-    first, rest, _, _ = event
-    return () if first is None else (first, *(rest or ()))
+    first, second, rest, _, _ = event
+    return tuple(each for each in (first, second, *(rest or ())) if each is not None)
 
 
 def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
@@ -210,7 +211,7 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
     In another framework's loop, a field that should be available but is missing is an error of the host (the adapter for that
     framework), not of the callback. The failed handler is then skipped with a warning, and all other handlers are called.
     """
-    handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
+    handlers, (*_, event, entries) = compiled_handlers(compiled_event), compiled_event
     place = next(i for i, handler in enumerate(handlers) if handler is failed)
     registration = entries[place].registration
     if excused(registration, event, ctx, error):
@@ -247,7 +248,7 @@ def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
 
     The added handler is called last at the end of a span, and first at any other event.
     """
-    handlers, (_, _, event, entries) = compiled_handlers(compiled_event), compiled_event
+    handlers, (*_, event, entries) = compiled_handlers(compiled_event), compiled_event
     if event.endswith("_end"):
         return compile_event((*handlers, mark.handler), event, (*entries, mark))
     return compile_event((mark.handler, *handlers), event, (mark, *entries))

@@ -267,21 +267,24 @@ class CallbackManager:
                 first.
         """
         try:
-            first, rest, named, entries = self._active[event]
+            first, second, rest, named, entries = self._active[event]
         except KeyError:
-            first, rest, named, entries = self._table.lookup(as_event(event))
+            first, second, rest, named, entries = self._table.lookup(as_event(event))
             self._is_over = False
         if first is not None:
             outer = self.current
             self.current = ctx.event = named
             try:
                 first(ctx)
-                if rest is not None:
-                    for handler in rest:
-                        handler(ctx)
+                if second is not None:
+                    handler = second
+                    second(ctx)
+                    if rest is not None:
+                        for handler in rest:
+                            handler(ctx)
             except BaseException as error:
                 try:
-                    recover((first, rest, named, entries), locals().get("handler", first), error, ctx)
+                    recover((first, second, rest, named, entries), locals().get("handler", first), error, ctx)
                 finally:
                     self.current = ctx.event = outer
             self.current = ctx.event = outer

@@ -57,15 +57,18 @@ class Span:
             self._fire(self.ends)
 
     def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
-        first, rest, event, _ = compiled
+        first, second, rest, event, _ = compiled
         ctx, dispatcher = self._ctx, self._dispatcher
         outer = dispatcher.current
         dispatcher.current = ctx.event = event
         try:
             first(ctx)  # type: ignore[misc]  # `link` sets only events that have a handler
-            if rest is not None:
-                for handler in rest:
-                    handler(ctx)
+            if second is not None:
+                handler = second
+                second(ctx)
+                if rest is not None:
+                    for handler in rest:
+                        handler(ctx)
         except BaseException as error:
             note_span(error, self.name, ctx)
             try:

@@ -153,7 +153,7 @@ class LaneSet:
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
-        handlers, (_, _, event, entries) = compiled_handlers(run_end), run_end
+        handlers, (*_, event, entries) = compiled_handlers(run_end), run_end
         both = list(zip(handlers, entries, strict=True))
         place = next((place for place, entry in enumerate(entries) if _is_logger(entry.registration)), len(both))
         late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].registration)]
