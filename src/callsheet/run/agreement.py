@@ -12,10 +12,11 @@ from callsheet.errors import DistributedError
 from callsheet.run.process_groups import Pending, ProcessGroups
 from callsheet.run.signals import SignalWatch
 
-PERIOD_SECONDS = 0.1
+PERIOD_SECONDS = 0.25
 """About how many seconds pass between two messages. The value is converted to steps.
 
-A longer time delays requests; a shorter one slows the steps.
+A longer time delays requests. A shorter one slows the steps: where the ranks compute on all cores, a message takes up to a
+millisecond.
 """
 LONGEST_PERIOD = 1000  # the largest number of steps between two messages
 
@@ -126,7 +127,8 @@ class Agreement:
         steps, seconds = self._steps - step, self._sent[1] - moment
         if not moment or not steps:
             return self._period
-        return min(LONGEST_PERIOD, int(steps * PERIOD_SECONDS / seconds)) if seconds else LONGEST_PERIOD
+        due = steps * PERIOD_SECONDS / seconds if seconds else LONGEST_PERIOD
+        return 0 if due < 1 else min(LONGEST_PERIOD, round(due))
 
     def _read(self) -> None:
         pending, self._pending = self._pending, None
