@@ -522,5 +522,5 @@ def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -
     (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
     found = anatomy_of(RunFolder.read(folder))
     assert found.steps == 4
-    assert found.parts["span", "fetch"].ends == (0.5, 0.5)
+    assert found.parts["span", "fetch"].extremes == (0.5, 0.5)
     assert found.parts["span", "fetch"].step == pytest.approx(0.7)

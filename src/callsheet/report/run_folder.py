@@ -231,7 +231,8 @@ class RunReader:
             evaluations=[_step_and_time(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
                          for event in _of("evaluation", events, records.resumes)],
             checkpoints=[_checkpoint(event) for event in _of("checkpoint", events, records.resumes)],
-            files=[_step_and_time(event) | {"name": str(event.get("name")), "path": str(event.get("path"))} for event in _of("file", events, records.resumes)],
+            files=[_step_and_time(event) | {"name": str(event.get("name")), "path": str(event.get("path"))}
+                   for event in _of("file", events, records.resumes)],
             images=list(self._images),
             tables={name: list(entries) for name, entries in self._tables.items() if entries},
             costs=list(self._costs.values()),

@@ -216,8 +216,6 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as text, the first name that is missing in one of two mappings or has different values.
 
-    With a `subject`, only the values that it compares count.
-
     Values that the `subject` excludes are ignored. Without a subject, all are compared.
     """
     for name in sorted(one.keys() | other.keys()):
@@ -244,8 +242,11 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
 def _readable(value: str | None) -> str:
     if value is None:
         return "not there"
-    try:
-        value = repr(float.fromhex(value)) if value.lstrip("-").startswith("0x") else value
-    except ValueError:
-        pass
+    if value.lstrip("-").startswith("0x"):
+        try:
+            value = repr(float.fromhex(value))
+        except (
+            ValueError
+        ):  # the value is not a float from `_leaves`, but another text that begins with 0x, which is shown as it is
+            pass
     return value if len(value) <= 100 else f"{value[:97]}..."

@@ -247,9 +247,8 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        mean = (
-            row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
-        )  # a last value may be NaN; other columns are then unknown
+        # Runs may end with NaN or infinity, so the mean is written even then. In the other columns, NaN means that a value is unknown.
+        mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")
 
