@@ -72,7 +72,7 @@ class Process(Background):
             )
         try:
             pickle.dumps(CallbackSpec.of(callback))
-        except Exception as error:
+        except Exception as error:  # an argument of the callback may raise any error when it is pickled
             raise ConfigError(f"{kind.__qualname__} cannot be built in another process: {error}") from None
         self._lock = threading.Lock()
         self._is_over = False

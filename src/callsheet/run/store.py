@@ -40,7 +40,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answer.set_result(act())
-        except BaseException as error:
+        except BaseException as error:  # `answer.result` raises the error on the caller's thread
             answer.set_exception(error)
 
     threading.Thread(target=run, name="callsheet-store", daemon=True).start()
