@@ -321,7 +321,7 @@ class AcceleratedRun(AttachedRun):
         super()._end_step()
         self._may_fire_save = True
 
-    def _check_first(self) -> None:
+    def _check_first_step(self) -> None:
         run = self._run
         if not self._optimizer_hooks.has_stepped:
             self._support.without_optimizer_step(
