@@ -462,9 +462,8 @@ def test_what_a_run_has_not_recorded_is_no_difference(tmp_path: Path) -> None:
     runs = [RunFolder.read(path) for path in paths]
     assert Comparison(runs[:2]).differences == {}
     assert Comparison(runs).differences["packages"] == {"torch": ["2.13", "", "2.12"]}
-    assert (
-        "uncommitted changes" in Comparison([runs[0], runs[2]]).differences["code"]
-    )  # they differ in the last of 401 characters
+    # They differ in the last of 401 characters.
+    assert "uncommitted changes" in Comparison([runs[0], runs[2]]).differences["code"]
 
 
 def test_runs_without_settings_are_not_grouped_by_seed(tmp_path: Path, called: Call) -> None:

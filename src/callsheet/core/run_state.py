@@ -48,9 +48,8 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
-    _lost: list[bool] = field(
-        default_factory=lambda: [False], repr=False, compare=False
-    )  # a list, so that copies for callbacks in other threads share it
+    # This is a list, so that copies for callbacks in other threads share it.
+    _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:

@@ -192,9 +192,8 @@ class _Specs(DefaultLogsSpecs):
 
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
-    handled = [
-        name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
-    ]  # leave out signals that are ignored, for example under nohup
+    # Leave out signals that are ignored, for example under nohup.
+    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(
         min_nodes=1,

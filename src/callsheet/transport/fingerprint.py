@@ -152,11 +152,8 @@ class _Fingerprinter:
                 host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
-        except (
-            RuntimeError,
-            TypeError,
-            NotImplementedError,
-        ):  # raised for a meta or sparse tensor, or a subclass that keeps its data elsewhere
+        except (RuntimeError, TypeError, NotImplementedError):
+            # The tensor is a meta or sparse tensor, or of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -164,9 +161,8 @@ class _Fingerprinter:
     def _function(self, function: FunctionType, path: str) -> Node:
         if found := path_of(function):
             return ["function", found]
-        cells = [
-            cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
-        ]  # leave out empty cells, which have no value yet
+        # Leave out empty cells, which have no value yet.
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         inside = {
             "code": ["code", _code(function.__code__)],
             "defaults": self.node_of([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
