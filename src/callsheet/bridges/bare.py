@@ -440,7 +440,7 @@ class AttachedRun:
 
     def _give_up(self, error: Exception) -> None:
         """End the run because of an error in callsheet itself, not in the user's code. Training continues without callbacks."""
-        if self._has_given_up:  # callsheet does nothing any more, so this error comes from the user's code
+        if self._has_given_up:  # the run has already ended because of an earlier error
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")

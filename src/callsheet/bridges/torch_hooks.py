@@ -238,7 +238,7 @@ class OptimizerHooks:
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed, which depends on whether callbacks or metrics records need the results of steps."""
+        """Register the hooks that are needed. `is_read` says whether callbacks or metrics records need the results of steps."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:

@@ -25,9 +25,9 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-# Signal that interrupts the training thread; a real-time signal that other libraries rarely use.
+# The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
-_MIN_SAMPLES = 3  # number of measured step times from which on they set the time limit
+_MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
 _ACTION_SECONDS = 10.0  # time limit for writing stacks, and for logging; after it, `action` is carried out anyway
 _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
 

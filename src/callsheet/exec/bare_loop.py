@@ -117,7 +117,7 @@ class BareLoop:
         """Whether an error of callsheet or of a callback has ended the observation."""
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
-        self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
+        self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # what the call of the model that is running is for; empty if none is
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
         self._thread = threading.get_ident()

@@ -217,11 +217,11 @@ class Distill(Finetune):
         silent: dict[str, Any] = {"evaluate_first": False, "prompts": [], "samples": 0}
         config = FinetuneConfig(**kept | own | silent | {"model": model, "lora": lora})
         resolved = yaml.safe_dump({**yaml.safe_load(as_file(Finetune, config)), "recipe": "finetune"}, sort_keys=False)
-        return _Beside(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
+        return _InnerFinetune(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
 
 
-class _Beside(Finetune):
-    """A fine-tuning recipe, such as the teacher's, whose export is either complete or missing."""
+class _InnerFinetune(Finetune):
+    """A fine-tuning run within this recipe, such as the teacher's. Its export is either complete or missing."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename the folder when it is complete."""

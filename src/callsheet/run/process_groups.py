@@ -233,20 +233,21 @@ class ProcessGroups:
         notes.question()
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
-            words = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            silent = [rank for rank in ranks if words[rank] is None and not notes.answered(rank)]
-            late = [rank for rank in ranks if words[rank] is None and rank not in silent]
-            waiting = {rank: word[1] for rank, word in words.items() if word and word[0] in (_TIMED_OUT, _CUT_OFF)}
-            found = [f"{self._named([rank])} failed {word[1]}" for rank, word in words.items() if word and word[0] == _FAILED]
-            gave_up = {rank: word[1] for rank, word in words.items() if word and word[0] == _GAVE_UP}
-            found += [f"{self._named([rank])} gave up {why}" for rank, why in gave_up.items()]
-            left = [rank for rank, word in words.items() if word and word[0] == _LEFT]
+            said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            # Ranks without a note either do not answer, or still run and have not reached this collective.
+            silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
+            late = [rank for rank in ranks if said[rank] is None and rank not in silent]
+            noted = {rank: note for rank, note in said.items() if note is not None}
+            waiting = {rank: at for rank, (kind, at) in noted.items() if kind in (_TIMED_OUT, _CUT_OFF)}
+            left = [rank for rank, (kind, _) in noted.items() if kind == _LEFT]
+            found = [f"{self._named([rank])} failed {why}" for rank, (kind, why) in noted.items() if kind == _FAILED]
+            found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in noted.items() if kind == _GAVE_UP]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
         if silent:
             # Give the waiting time only if a rank timed out; a broken connection fails at once.
-            is_timeout = any(word and word[0] == _TIMED_OUT for word in words.values())
+            is_timeout = any(kind == _TIMED_OUT for kind, _ in noted.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
         if left and not found:

@@ -62,7 +62,7 @@ _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
 _RECORD_BYTES = 1024
 
-_registry = threading.RLock()  # guards the two collections below
+_registry = threading.RLock()  # guards `_held`
 _held: dict[str, RunLock] = {}  # the locks of this process, by path
 _tokens: set[str] = set()  # the tokens of the claims of this process
 

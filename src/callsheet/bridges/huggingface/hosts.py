@@ -504,7 +504,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # fired now, since this checkpoint satisfies requests that callbacks make then
+            self._fire_due(run)  # a save that callbacks request at this event is satisfied by this checkpoint
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):

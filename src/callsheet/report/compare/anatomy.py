@@ -113,7 +113,8 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    fetched: dict[str, float] = {}  # the fetch of a batch comes before its step begins, and has the number of the step before
+    # The fetch for the next step, which has the number of the step before it because it comes before its own step begins.
+    fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
             if each.name == "train_step":
