@@ -139,7 +139,7 @@ class Scene:
             self.trainer = self.subject.trainer(self.folder, self._manager, self._resume)
         except BaseException:
             logging.getLogger().removeHandler(self._listener)
-            self._look()
+            self._check_run()
             raise
         self._longest = self.trainer.state.max_duration
         return self
@@ -156,7 +156,7 @@ class Scene:
         finally:
             logging.getLogger().removeHandler(self._listener)
         if error is None or isinstance(error, (Planted, KeyboardInterrupt)):
-            self._look()
+            self._check_run()
 
     @property
     def comes_to(self) -> tuple[int, str]:
@@ -168,7 +168,7 @@ class Scene:
         self.trainer.fit(until or self._longest)
         return self
 
-    def _look(self) -> None:
+    def _check_run(self) -> None:
         check_events(self.watch.events)
         for failed in self._manager.cost_report(0).failures:
             raise Found(
