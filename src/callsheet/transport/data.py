@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the value of which `value` is the encoded form."""
+        """Return the value that was encoded as `value`."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
