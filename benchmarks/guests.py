@@ -274,6 +274,7 @@ def megatron_bridge() -> Framework:
     return Framework("Megatron Bridge", ", ".join(hooks), doing_nothing(package.Callback, *hooks), dispatch, guest)
 
 
+# The first declares what torchvision asks for.
 FRAMEWORKS = (
     composer,
     huggingface,
@@ -282,7 +283,7 @@ FRAMEWORKS = (
     torchtnt,
     keras,
     megatron_bridge,
-)  # the first declares what torchvision asks for
+)
 
 
 def in_framework(step: Callable[[], Any]) -> Callable[[], float]:

@@ -145,9 +145,8 @@ class Count(NamedTuple):
         """Read one of callgrind's files."""
         text = path.read_text()
         names, numbers = (re.findall(rf"^{line}: (.*)", text, re.M)[-1].split() for line in ("events", "totals"))
-        of = {
-            name: int(number) / COUNTED for name, number in itertools.zip_longest(names, numbers, fillvalue="0")
-        }  # callgrind leaves out zeros
+        # Callgrind leaves out zeros.
+        of = {name: int(number) / COUNTED for name, number in itertools.zip_longest(names, numbers, fillvalue="0")}
         misses, last = ([value for name, value in of.items() if name[:2] in level] for level in (("I1", "D1"), ("IL", "DL")))
         return cls(of["Ir"], of["Ir"] + MISS * sum(misses) + LAST_MISS * sum(last))
 

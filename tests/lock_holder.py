@@ -3,6 +3,7 @@
 `python lock_holder.py FOLDER TIMEOUT HEARTBEAT STALE [MACHINE]`
 """
 
+import functools
 import logging
 import sys
 
@@ -15,7 +16,7 @@ def main(folder: str, timeout: str, heartbeat: str, stale: str, machine: str = "
     logging.basicConfig(level=logging.INFO, format="log: %(message)s", stream=sys.stdout)
     run_lock.HEARTBEAT_SECONDS, run_lock.STALE_SECONDS = float(heartbeat), float(stale)
     if machine:
-        run_lock.machine_id = lambda: machine
+        run_lock.machine_id = functools.cache(lambda: machine)
     lock = run_lock.RunLock(folder, on_loss=lambda: print("loss", flush=True))
     try:
         lock.acquire(float(timeout))

@@ -184,9 +184,8 @@ def test_what_is_delivered_is_what_was_fired(
 def test_a_callback_removed_and_added_again_misses_the_events_in_between(
     actions: list[str], removed: int, back: int, is_async: bool
 ) -> None:
-    actions = [
-        "sleep" if action in FAILING else action for action in actions
-    ]  # failures are counted from zero when it is added again
+    # Failures are counted from zero when the callback is added again.
+    actions = ["sleep" if action in FAILING else action for action in actions]
     acts = (AsyncActs if is_async else Acts)(actions)
     manager = CallbackManager([Background(acts)])
     ctx = Context(RunInfo("stress"))

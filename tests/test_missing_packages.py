@@ -167,9 +167,8 @@ def test_the_others_say_what_to_install_in_one_line(bare: dict[str, Any], extra:
 @pytest.mark.parametrize("hidden", ["torch", "yaml", "numpy"])
 def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -> None:
     found = probed(sys.executable, tmp_path, hidden=hidden, commands=[["recipes"], ["--help"], ["show", "pretrain"]])
-    assert not [
-        failed for failed in failures(found) if not failed.startswith("callsheet.bridges.accelerate")
-    ]  # it needs yaml itself
+    # The bridge to Accelerate needs yaml itself.
+    assert not [failed for failed in failures(found) if not failed.startswith("callsheet.bridges.accelerate")]
     assert found["recorded"]["recipes"][0] == found["recorded"]["--help"][0] == 0
     status, out, err = found["recorded"]["show pretrain"]
     assert (status, out) == (1, "")

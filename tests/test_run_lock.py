@@ -121,9 +121,8 @@ def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Hold
 def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable[..., Holder]) -> None:
     first = start(machine="a")
     assert first.says() == "acquired"
-    assert (
-        start(machine="b", timeout=1.5, stale=1).says().startswith("rejected")
-    )  # it is alive, although its process id does not exist there
+    # It is alive, although its process id does not exist there.
+    assert start(machine="b", timeout=1.5, stale=1).says().startswith("rejected")
     first.end()
     second = start(machine="b", timeout=60, stale=1)
     assert second.says() == "acquired"

@@ -98,9 +98,8 @@ def test_a_handler_that_holds_the_lock_of_its_state_costs_the_checkpoint_its_dea
     assert state["callbacks"] == {"Counts": {"steps": 1}}
     assert "no answer within" in state["missing"]["Tracker"]
     assert "The state of callback Tracker" in caplog.text
-    assert (
-        "an earlier call has still not returned" in manager.state_dict()["missing"]["Tracker"]
-    )  # no second thread hangs beside it
+    # No second thread hangs beside the first.
+    assert "an earlier call has still not returned" in manager.state_dict()["missing"]["Tracker"]
     tracker.server_answers.set()
     manager.close()
 

@@ -449,9 +449,8 @@ def test_what_would_be_lost_is_named() -> None:
     } <= lines
     assert any(line.startswith(f"{who}.tensor: content: ") for line in lines)
     assert "ignored" not in "".join(line for line in lines if line.startswith("callbacks"))
-    assert "another" not in "".join(line for line in lines if ".value" in line).replace(
-        "another value", ""
-    )  # no values are shown
+    # The message shows no values.
+    assert "another" not in "".join(line for line in lines if ".value" in line).replace("another value", "")
     assert "state_dict" in str(caught.value)
     assert "on_run_start" in str(caught.value)
 

@@ -159,9 +159,8 @@ def hosts(name: str) -> dict[str, Any]:
                 found.update({f"{count:04d} metric/{key}": shown(value) for key, value in ctx.record.values.items()})
 
     every_field = fields()
-    package = next(
-        each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each)
-    )  # the name of today, or before
+    # The first is the package's name of today, the second an earlier one.
+    package = next(each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each))
     loop, points = importlib.import_module(f"{package}.{name}"), importlib.import_module(f"{package}.job").POINTS
     everything = [EMA(), LRMonitor(), OptimizerMonitor(), CheckpointSaver(save_interval="3ba"), Trace()]
     try:

@@ -224,6 +224,7 @@ def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
 def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
     trainer(tmp_path, [host([JSONLLogger()])]).train()
     records = read_metrics(tmp_path / "out")
+    # The last two are logged after the last step, and at the end.
     assert [record.step for record in records] == [
         2,
         4,
@@ -233,7 +234,7 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
         12,
         12,
         12,
-    ]  # what is logged after the last step, and at the end
+    ]
     assert "train/grad_norm" in records[-2].values
     assert "huggingface/train_runtime" in records[-1].values
 

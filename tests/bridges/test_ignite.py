@@ -61,9 +61,8 @@ class Setup:
         self.evaluator: Any = create_supervised_evaluator(self.model, {"loss": Loss(POINTS.loss), "mae": MeanAbsoluteError()})
         self.losses: list[float] = []
         self.found: list[dict[str, float]] = []
-        self.trainer.add_event_handler(
-            Events.EPOCH_STARTED, lambda: torch.manual_seed(self.trainer.state.epoch)
-        )  # for its dropout
+        # Make the dropout of an epoch depend on the epoch alone.
+        self.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: torch.manual_seed(self.trainer.state.epoch))
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.losses.append(self.trainer.state.output))
         if evaluates:
             self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)

@@ -211,9 +211,8 @@ def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path:
     check_events(recorder.events)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:coroutine .* was never awaited"
-)  # InstructLab's own, and kept with the warning it would keep the host
+# The coroutine is InstructLab's own; kept with the warning, it would keep the host alive.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: Path) -> None:
     ends = Ends()
     loop = hosted(tmp_path, [ends])

@@ -179,11 +179,12 @@ def test_a_step_has_as_many_as_its_batches_have_numbers() -> None:
     flops, model = StepFlops(), nn.Linear(2, 1)
     flops.begin_run(model)
     of_a_step = 2 * 2 * 6 * 2  # forward, and backward for the weight
+    # The FLOPs of the first step are not logged later, because its record is over.
     assert steps(flops, model, 3) == [
         None,
         of_a_step,
         of_a_step,
-    ]  # those of the first step are not logged later: its record is over
+    ]
     assert flops.rate == of_a_step / 12
     flops.fetched(torch.ones(4, 5))
     flops.begin_step()

@@ -118,9 +118,8 @@ def test_batch_transforms_are_applied(kind: str) -> None:
     given: dict[str, Any] = {"dataloader": list(loader) if kind == "iterable" else loader, "batch_transforms": halved}
     model = Line()
     trained(model=model, train_dataloader=given if kind == "dictionary" else DataSpec(**given))
-    assert model.sums == pytest.approx(
-        [float(batch[0].sum()) / 2 for batch in loader]
-    )  # and the caller's own loader is as it was
+    # The caller's own loader is unchanged.
+    assert model.sums == pytest.approx([float(batch[0].sum()) / 2 for batch in loader])
 
 
 def test_classifiers_are_checked() -> None:

@@ -57,6 +57,15 @@ def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> 
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
+def executed_alone_and_observed(folder: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """Run `train.py` alone, and under `callsheet exec` as the run `a`. Both must succeed and print the same."""
+    alone = executed(folder, "train.py")
+    observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
+    assert alone.stdout == observed.stdout  # the losses and a hash of the weights
+    return alone, observed
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -65,10 +74,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_is_observed_and_unchanged(script: Path) -> None:
-    alone = executed(script.parent, "train.py")
-    observed = executed(script.parent, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
-    assert (alone.returncode, observed.returncode) == (0, 0), observed.stderr
-    assert alone.stdout == observed.stdout  # the losses and a hash of the weights
+    alone, _ = executed_alone_and_observed(script.parent)
     run = RunFolder.read(script.parent / "runs" / "a")
     losses = json.loads(alone.stdout.splitlines()[-1].rpartition(" ")[0])
     assert [record.values["train/loss"] for record in run.records if "train/loss" in record.values] == pytest.approx(losses)
@@ -84,10 +90,7 @@ def test_a_script_is_observed_and_unchanged(script: Path) -> None:
 def test_loops_of_every_kind(name: str, tmp_path: Path) -> None:
     text, steps, epochs = SCRIPTS[name]
     (tmp_path / "train.py").write_text(text)
-    alone = executed(tmp_path, "train.py")
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
-    assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
-    assert alone.stdout == observed.stdout  # the losses and a hash of the weights
+    alone, observed = executed_alone_and_observed(tmp_path)
     run = RunFolder.read(tmp_path / "runs" / "a")
     assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", steps, epochs), observed.stderr
     losses = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}

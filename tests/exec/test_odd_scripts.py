@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 from callsheet.report import RunFolder
 
 from .scripts import _BEGIN
-from .test_exec import executed
+from .test_exec import executed, executed_alone_and_observed
 
 _STEP = """
 optimizer.zero_grad()
@@ -19,7 +20,7 @@ loss.backward()
 losses.append(loss.item())
 optimizer.step()
 """
-_LOOP = "for step in range(8):\n" + "".join(f"    {line}\n" for line in _STEP.strip().splitlines())
+_LOOP = f"for step in range(8):{indent(_STEP, '    ')}"
 _LINEAR = """
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,11 +137,7 @@ LOSS_DISCARDED = f"""{_BEGIN}
 for step in range(8):
     loss = nn.functional.mse_loss(model(x[:5]), y[:5]) * 1000
     loss.backward()
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    losses.append(loss.item())
-    optimizer.step()
+    {indent(_STEP, "    ")}
     optimizer.zero_grad()
 end(model)
 """
@@ -198,10 +195,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_scripts(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ODD[name])
-    alone = executed(tmp_path, "train.py")
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
-    assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
-    assert alone.stdout == observed.stdout
+    alone, observed = executed_alone_and_observed(tmp_path)
     assert "Traceback" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     expected = json.loads(alone.stdout.splitlines()[-2])
@@ -247,9 +241,7 @@ def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         f"{_BEGIN}\nfor fold in range(3):\n    {_LINEAR.strip().replace(chr(10), chr(10) + '    ')}\n    {loop}\nend(model)\n"
     )
-    alone = executed(tmp_path, "train.py")
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
-    assert (alone.returncode, alone.stdout) == (observed.returncode, observed.stdout), observed.stderr
+    alone, observed = executed_alone_and_observed(tmp_path)
     runs = [RunFolder.read(tmp_path / "runs" / name) for name in ("a", "a-2", "a-3")]
     assert [(run.outcome, run.last_step) for run in runs] == [("finished", 30), ("finished", 11), ("finished", 11)], (
         observed.stderr
@@ -275,17 +267,12 @@ def test_a_module_that_does_not_exist(tmp_path: Path) -> None:
 
 NEW_LOADERS = f"""{_BEGIN}
 from torch.utils.data import DataLoader, TensorDataset
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{_LINEAR}
 data = TensorDataset(x, y)
 for epoch in range(3):
     for place, (inputs, targets) in enumerate(DataLoader(data, batch_size=8, shuffle=True)):
         model.train()
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
+        {indent(_STEP.replace("model(x), y", "model(inputs), targets"), "        ")}
         if place == LAST:
             break
     for inputs, targets in DataLoader(data, batch_size=16):
@@ -302,9 +289,7 @@ end(model)
 def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
     """When a batch is fetched from a new loader, it is not known yet whether it is for the next epoch or for an evaluation."""
     (tmp_path / "train.py").write_text(NEW_LOADERS.replace("LAST", str(last)))
-    alone = executed(tmp_path, "train.py")
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
-    assert (alone.returncode, alone.stdout) == (observed.returncode, observed.stdout), observed.stderr
+    alone, observed = executed_alone_and_observed(tmp_path)
     assert "does not expect" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     losses = json.loads(alone.stdout.splitlines()[0])

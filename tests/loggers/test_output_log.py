@@ -28,10 +28,8 @@ def written(path: Path, *texts: str, max_bytes: int | None = None) -> str:
         (["\r 10%", "\r 50%", "\r100%\n"], "100%\n"),  # as tqdm writes
         (["10%\r", "50%\r", "100%\r", "\n"], "100%\n"),
         (["\r 10%", "\r     \r", "said above\n", "\r 20%\n"], "said above\n 20%\n"),
-        (
-            ["\r\x1b[2Kbar one", "\r\x1b[2Kprinted\nbar two", "\r\x1b[2Kbar three\n\x1b[?25h"],
-            "printed\nbar three\n",
-        ),  # as rich does
+        # as rich does
+        (["\r\x1b[2Kbar one", "\r\x1b[2Kprinted\nbar two", "\r\x1b[2Kbar three\n\x1b[?25h"], "printed\nbar three\n"),
         (["\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x07\n"], "red link\n"),
         (["\x1b[?25l\n", "after\n"], "after\n"),
         (["höher \ud800\n"], "höher \\ud800\n"),

@@ -219,10 +219,11 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Path, tmp_path: P
         [14, 24, 25],
         "train: 3 examples, 1 longer than 25 tokens truncated",
     )
+    # If they are truncated, no answer is left in one of them.
     assert found(too_long="truncate") == (
         [14, 24],
         "train: 2 examples, 1 longer than 25 tokens left out",
-    )  # no answer is left in it
+    )
     with pytest.raises(ConfigError, match=r"train\.jsonl:3: it has 34 tokens, more than the sequence_length of 25"):
         found()
 

@@ -92,9 +92,8 @@ def test_a_report_can_be_made_of_it(name: str, folder: Path) -> None:
     assert (report.steps, report.outcome) == (4, "finished")
     assert len(report.losses) == len(report.norms) == 4
     means = [values["train/loss"] for _, values in report.records if "train/loss" in values]
-    assert means == pytest.approx(
-        [sum(report.losses[:2]) / 2, sum(report.losses[2:]) / 2], rel=1e-5
-    )  # rows of one or two tokens have the same weight
+    # Rows of one or two tokens have the same weight.
+    assert means == pytest.approx([sum(report.losses[:2]) / 2, sum(report.losses[2:]) / 2], rel=1e-5)
     assert [step for step, _ in report.evaluations] == [2, 4]
     assert [(step, {"validation": results["validation"]["loss"]}) for step, results in report.evaluations] == report.checkpoints
     assert report.tests[0]["loss"] > 0

@@ -43,9 +43,8 @@ def test_all_of_its_hooks_have_an_event(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="3ba")
     train([recorder := Recorder(), saver], max_duration="1ep", eval_interval="3ba", runs_folder=tmp_path, run_name="run")
     order = list(hooks.values())
-    order.remove(
-        "on_train_step_end"
-    )  # fired when the step is over; events of its boundary come after it, and in InstructLab before it
+    # It is fired when the step is over; here the events of the step's boundary come after it, and in InstructLab before it.
+    order.remove("on_train_step_end")
     order.insert(order.index("on_log"), "on_train_step_end")
     first = [event for event in dict.fromkeys(recorder.events) if event in order]
     assert first == order

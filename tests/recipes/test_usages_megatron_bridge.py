@@ -237,9 +237,8 @@ def test_a_class_receives_the_events_that_it_overrides() -> None:
 def test_an_unknown_event_is_a_value_error(ask: str) -> None:
     manager = CallbackManager()
     words = {"register": (print,), "fire": (Context(RunInfo("none")),)}.get(ask, ())
-    with pytest.raises(
-        ValueError, match="did you mean 'on_train_step_end'"
-    ):  # there `has_callbacks` says False, and `fire` KeyError
+    # In Megatron Bridge, `has_callbacks` returns False, and `fire` raises KeyError.
+    with pytest.raises(ValueError, match="did you mean 'on_train_step_end'"):
         getattr(manager, ask)("on_train_step_ended", *words)
 
 

@@ -26,9 +26,8 @@ def main(out: Path) -> None:
         0
     ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shell = partial(
-        subprocess.run, shell=True, check=True, env=os.environ | {"PATH": path}
-    )  # the page shows the commands as they are here
+    # The page shows the commands as they are here.
+    shell = partial(subprocess.run, shell=True, check=True, env=os.environ | {"PATH": path})
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         folder = Path(scratch)
         (folder / "train.py").write_text(program, encoding="utf-8")

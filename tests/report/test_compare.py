@@ -462,9 +462,8 @@ def test_what_a_run_has_not_recorded_is_no_difference(tmp_path: Path) -> None:
     runs = [RunFolder.read(path) for path in paths]
     assert Comparison(runs[:2]).differences == {}
     assert Comparison(runs).differences["packages"] == {"torch": ["2.13", "", "2.12"]}
-    assert (
-        "uncommitted changes" in Comparison([runs[0], runs[2]]).differences["code"]
-    )  # they differ in the last of 401 characters
+    # They differ in the last of 401 characters.
+    assert "uncommitted changes" in Comparison([runs[0], runs[2]]).differences["code"]
 
 
 def test_runs_without_settings_are_not_grouped_by_seed(tmp_path: Path, called: Call) -> None:
@@ -522,5 +521,5 @@ def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -
     (folder / "timeline.jsonl").write_text(json.dumps(window) + "\n")
     found = anatomy_of(RunFolder.read(folder))
     assert found.steps == 4
-    assert found.parts["span", "fetch"].ends == (0.5, 0.5)
+    assert found.parts["span", "fetch"].extremes == (0.5, 0.5)
     assert found.parts["span", "fetch"].step == pytest.approx(0.7)

@@ -99,11 +99,12 @@ def test_smoothing_logarithms_and_zoom_are_for_all_charts(seen: Seen, single: st
     page = seen.open(single)
     seen.drawn("train/loss")
     page.locator("#smooth").fill("0.9")
+    # The short runs have too few points to be smoothed.
     assert {line["meta"] for line in seen.drawn("train/loss")} == {
         "raw",
         "smoothed",
         "curve",
-    }  # the short runs have too few points
+    }
     page.locator("#log").check()
     assert page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log"
     page.locator("input.from").fill("10")

@@ -49,9 +49,8 @@ def test_a_failure_says_what_was_raised(tmp_path: Path) -> None:
 def test_a_lost_run_is_an_error(tmp_path: Path) -> None:
     folder = fit(tmp_path, steps=20)
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
-    (folder / "events.jsonl").write_text(
-        "".join(line for line in lines if '"run_end"' not in line)
-    )  # killed before it could say so
+    # The run was killed before it could record its end.
+    (folder / "events.jsonl").write_text("".join(line for line in lines if '"run_end"' not in line))
     assert RunFolder.read(folder).outcome == "running"
     for path in folder.iterdir():
         os.utime(path, (time.time() - 3600,) * 2)

@@ -450,10 +450,8 @@ class Stops(Callback):
     ("make", "found"),
     [
         (Draws, "drew random numbers at on_forward_start"),
-        (
-            Runs,
-            "the weights differ from a run without the callback",
-        ),  # batch norm's statistics say nothing about a step in training
+        # The statistics of batch normalization do not change the step in training.
+        (Runs, "the weights differ from a run without the callback"),
         (Nudges, "differ from a run without the callback"),
         (Stops, "the run's outcome, and what comes of it, differ from a run without the callback"),
     ],

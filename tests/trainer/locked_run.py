@@ -5,6 +5,7 @@ Options: `heartbeat`, `stale` and `machine` of the lock; `timeout` is the run's 
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -33,7 +34,7 @@ def main(folder: str, steps: str, *words: str) -> int:
     run_lock.HEARTBEAT_SECONDS = float(options.get("heartbeat", 0.1))
     run_lock.STALE_SECONDS = float(options.get("stale", 60))
     if "machine" in options:
-        run_lock.machine_id = lambda: options["machine"]
+        run_lock.machine_id = functools.cache(lambda: options["machine"])
     torch.manual_seed(0)
     data = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(1000)]
     try:

@@ -348,9 +348,8 @@ class Case:
 def random_case(rng: random.Random, *, contexts: bool = False) -> Case:
     """Any combination that torch allows."""
     kinds = [*ITEMS, *ITEMS, *STREAMS]
-    data = rng.choice(
-        [kind for kind in kinds if "generator" not in kind] if contexts else kinds
-    )  # torch sends none to a new interpreter
+    # Torch sends no generator to a new interpreter.
+    data = rng.choice([kind for kind in kinds if "generator" not in kind] if contexts else kinds)
     order = rng.choice(ORDERS)
     workers = rng.choice([0, 1, 2, 2])
     is_persistent = workers > 0 and (contexts or rng.random() < 0.6)  # other interpreters start slowly: once is enough

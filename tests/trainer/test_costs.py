@@ -125,9 +125,8 @@ def test_windows_hold_the_spans_and_callbacks_of_a_few_steps_nested(tmp_path: Pa
         assert 0 <= each.begin <= each.begin + each.seconds <= window.seconds
         assert window.first_step - 1 <= each.step <= window.last_step
         assert (each.name in SPANS) == (not each.callback)
-    per_step = Counter(
-        each.name for each in window.slices if each.step == 4 and not each.callback
-    )  # four samples, microbatches of 3
+    # There are four samples, in microbatches of 3.
+    per_step = Counter(each.name for each in window.slices if each.step == 4 and not each.callback)
     assert per_step["train_step"] == per_step["optimizer_step"] == per_step["forward_backward"] == 1
     assert per_step["microbatch"] == per_step["forward"] == per_step["loss"] == per_step["backward"] == 2
     assert {"eval_all", "eval", "eval_step"} <= {each.name for each in window.slices}

@@ -355,9 +355,8 @@ def ranks_found() -> list[dict[str, list[Any]]]:
 def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[dict[str, list[Any]]]) -> None:
     by_rank = [found[name][1] for found in ranks_found]
     is_own, is_dropping = name.startswith("own"), "dropping" in name
-    assert [found[name][1] for found in ranks_found] == [
-        found[name][2] for found in ranks_found
-    ]  # the second time is as the first
+    # The second pass gives the same samples as the first.
+    assert [found[name][1] for found in ranks_found] == [found[name][2] for found in ranks_found]
     [length] = {found[name][0] for found in ranks_found}
     assert {len(seen) for seen in by_rank} == {len(by_rank[0])}
     assert length in (None, len(by_rank[0]))

@@ -18,9 +18,8 @@ ROOT = HERE.parent.parent
 CACHE = ROOT / ".mypy_cache" / "of_the_wheel"
 LARGE = ("torch", "numpy")
 """Packages whose types take mypy a minute to read. pyright reads them."""
-ENVIRONMENT = {
-    name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")
-}  # only the wheel counts
+# Only the installed wheel may be found.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 USER_CODE, MISTAKES = HERE / "user_code.py", HERE / "mistakes.py"
 
 

@@ -40,10 +40,12 @@ _SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "logge
 """Arguments of the Trainer that `attach` has too."""
 
 _OF_EVALUATION = ("eval_interval", "eval_dataloader")
+"""Arguments of the Trainer about evaluations, which `attach` does not have."""
 _EVALUATION = (
     "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
     "callbacks ask for"
 )
+"""What to use in `attach` instead of them, for error messages."""
 
 
 def _familiar() -> dict[str, str]:
@@ -378,10 +380,7 @@ class AttachedRun:
             except Exception as error:
                 self._give_up(error)
         if self._has_given_up:
-            # The loop has left the last epoch with `break`, so count it as ended.
-            if self._epoch == state.timestamp.epoch:
-                state.timestamp = state.timestamp.next_epoch()
-                self._is_over |= state.is_complete
+            self._count_epoch()  # if the loop has left the last epoch with `break`, it is not counted yet
             self._group = []
             if self._is_over:
                 return False
@@ -415,9 +414,7 @@ class AttachedRun:
                 self._count_step()
         if given:
             self._count_step()
-        if state.timestamp.epoch == self._epoch:
-            state.timestamp = state.timestamp.next_epoch()
-            self._is_over |= state.is_complete
+        self._count_epoch()
         self._position.end()
 
     @property
@@ -434,9 +431,16 @@ class AttachedRun:
         state.timestamp = state.timestamp.next_batch()
         self._is_over |= state.is_complete
 
+    def _count_epoch(self) -> None:
+        """Count the epoch of the last call of `steps` as ended, unless that has been done."""
+        state = self._run.state
+        if state.timestamp.epoch == self._epoch:
+            state.timestamp = state.timestamp.next_epoch()
+            self._is_over |= state.is_complete
+
     def _give_up(self, error: Exception) -> None:
         """End the run because of an error in callsheet itself, not in the user's code. Training continues without callbacks."""
-        if self._has_given_up:
+        if self._has_given_up:  # the run has already ended because of an earlier error
             raise error
         run = self._run
         was_in_step = run.driver.is_open("train_step")
@@ -465,7 +469,7 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(error)
+                mark_as_users(error)  # raise the error to the user, since training is impossible without data
                 raise
             if batch is not None:
                 group.append(batch)  # appended first, so that the loop gets the batch even if a callback fails
@@ -484,9 +488,9 @@ class AttachedRun:
         self._is_over = run.end_step()
         if not self._is_checked:
             self._is_checked = True
-            self._check_first()
+            self._check_first_step()
 
-    def _check_first(self) -> None:
+    def _check_first_step(self) -> None:
         run, batches = self._run, self._batches_per_step
         if not self._optimizer_hooks.has_stepped:
             self._support.without_optimizer_step(
@@ -561,7 +565,7 @@ class AttachedRun:
         finally:
             self._release()
             self._position.release()
-        is_interrupted = run.signals.received is Signals.SIGINT if self._has_given_up else False
+        is_interrupted = self._has_given_up and run.signals.received is Signals.SIGINT
         if error is None and (is_interrupted or run.lifetime.outcome is Outcome.INTERRUPTED):
             raise KeyboardInterrupt
 

@@ -51,7 +51,7 @@ class DataPosition:
         try:
             self._length = length_of(loader)
         except Exception as error:
-            mark_as_users(error)
+            mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
         if restored is not None:
             try:

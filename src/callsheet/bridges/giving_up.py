@@ -32,9 +32,14 @@ class ObservedRun(Protocol):
 def is_for_user(error: BaseException) -> bool:
     """Return whether the error must be raised, so that the user sees it. Others are faults of a host, on this rank or another.
 
-    The user must know about an error of a callback or of another function of the user, an error that callsheet raises on purpose,
-    a file that cannot be read or written, and a `BaseException` that is not an `Exception`. A `HostGaveUp` is none of these, because
-    training continues on the rank that has left the run, too.
+    The user must know about:
+
+    - an error of a callback, or of another function of the user.
+    - an error that callsheet raises on purpose.
+    - a file that cannot be read or written.
+    - a `BaseException` that is not an `Exception`, such as `KeyboardInterrupt`.
+
+    A `HostGaveUp` is none of these, because training continues on the rank that has left the run, too.
     """
     if isinstance(error, HostGaveUp):
         return False

@@ -149,6 +149,8 @@ class HostBase:
         """End the run because of an error, and detach callsheet from the framework's loop.
 
         Raise the error if the user must know about it. Otherwise, training continues without the host.
+
+        Hosts of frameworks that do not report exceptions to callbacks pass every `BaseException`, so that after a Ctrl-C the run ends, too.
         """
         run = self._run
         is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)

@@ -31,7 +31,7 @@ from callsheet.errors import mark_as_users
 from callsheet.run.boundaries import Boundaries
 from callsheet.run.checkpoints import Checkpoints, Typed
 from callsheet.run.log_ranks import LogRanks
-from callsheet.run.parts import Stateful
+from callsheet.run.parts import CheckpointsPart, Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run import Run
@@ -39,6 +39,9 @@ from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.run_names import check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
+
+_OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
+"""The events of a checkpoint that the framework writes."""
 
 
 class HostedRun(Run):
@@ -111,7 +114,7 @@ class HostedRun(Run):
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
         """A function that returns whether the loop may still be running.
 
-        As long as it may, no other run of this process takes over the run's folder.
+        While it returns True, no other run of this process takes over the run's folder.
         """
         super().__init__(
             manager,
@@ -135,18 +138,17 @@ class HostedRun(Run):
         self.evaluation = HostEvaluation(
             ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=self._writes_checkpoints
         )
-        self.connect(
-            self.evaluation,
-            HostCheckpoints(ctx, self.spans, saves)
-            if saves is not None
-            else Checkpoints(
-                self.manager, ctx, self.spans, self.world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
-            ),
-            _Boundaries,
-        )
+        checkpoints: CheckpointsPart
+        if saves is not None:
+            checkpoints = HostCheckpoints(ctx, self.spans, saves)
+        else:
+            checkpoints = Checkpoints(
+                manager, ctx, self.spans, world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
+            )
+        self.connect(self.evaluation, checkpoints, _Boundaries)
         # A checkpoint stores the last step's loss. If the framework writes checkpoints, only listeners to checkpoint events read
-        # the loss. If callsheet writes them, the loss is in the file, and any handler may request a checkpoint.
-        events = _OF_CHECKPOINTS if saves is not None else EVENTS
+        # the loss. If callsheet writes them, the loss is in the file, and any handler or signal may request a checkpoint.
+        may_read_loss = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
             self.spans,
@@ -167,7 +169,7 @@ class HostedRun(Run):
             },
             step_passes=self._complete_step_without_listeners,
             is_recorded=lambda: self.records.are_read,
-            is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in events),
+            is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
         )
         self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
         # References for speed, since each step reads these objects.
@@ -202,10 +204,10 @@ class HostedRun(Run):
     # --- beginning and end ---
 
     def begin(self, resume: str | None = None, *, data_is_made: bool = True) -> None:
-        """Begin the run: acquire the lock of its folder, fire `on_run_start`, load what `resume` names, and fire
-        `on_data_init_start`.
+        """Begin the run.
 
-        With `data_is_made`, also fire `on_data_init_end`.
+        Acquire the lock of the run's folder, fire `on_run_start`, load the checkpoint that `resume` names, and fire
+        `on_data_init_start`. With `data_is_made`, also fire `on_data_init_end`.
 
         Raises:
             RunInUseError: another process trains in the run's folder.
@@ -258,11 +260,9 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """Fire the end of training and make a last metrics record.
+        """Fire the end of training, carry out the last requests and make a last metrics record.
 
-        Do not end the run, because the host may still evaluate or test.
-
-        This does the same as `finish` except for the run's end.
+        Unlike `finish`, do not end the run, because the host may still evaluate or test.
         """
         self._leave_evaluation()
         self.records.tally.stop()
@@ -282,10 +282,10 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Let the hooks that observe the loop pass any error that they raise to `leave`, a method of the host.
+        """Let the hooks that observe the loop pass their errors to `leave`, a method of the host.
 
-        `leave` raises the error if the user must know about it. Otherwise, the computation of the user's program continues. The
-        host is not kept alive by this.
+        `leave` raises the error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
+        the host is kept.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
@@ -405,10 +405,9 @@ class HostedRun(Run):
         self.records.fire_log(self.ctx)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has carried out, and those of a metrics record and a checkpoint that may
-        follow it.
+        """Fire the events of an evaluation that the loop has carried out between two epochs, or outside training.
 
-        The loop is between two epochs, or outside training.
+        A metrics record and a checkpoint may follow.
         """
         self.records.tally.update_timestamp(self.state)
         self._fire_evaluations([results])
@@ -476,9 +475,7 @@ class HostedRun(Run):
             self._set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
-        """Count the step, record its loss, and close its fields without setting them, because no event of the step has a
-        listener.
-        """
+        """Do the same as `_complete_step` for a step without listeners: count it, record its loss, and close its fields."""
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None and not self._is_dropping:
@@ -538,9 +535,6 @@ class _Boundaries(Boundaries):
     def fire_checkpoint_due(self, boundary: str) -> None:
         if self.may_come("D"):
             super().fire_checkpoint_due(boundary)
-
-
-_OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -143,9 +143,8 @@ class ForwardHooks(NotCopied):
         self._driver = driver
         self._ctx = ctx
         self._is_training = mode == "train"
-        self._around, self._forward = (
-            driver.parts[name] for name in (("microbatch", "forward") if mode == "train" else (f"{mode}_step", f"{mode}_forward"))
-        )
+        around, forward = ("microbatch", "forward") if self._is_training else (f"{mode}_step", f"{mode}_forward")
+        self._around, self._forward = driver.parts[around], driver.parts[forward]
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
@@ -192,9 +191,8 @@ def with_closure(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of an optimizer's step in which `around(closure, ...)` replaces the closure.
 
-    Return None if there is no closure.
-
-    The arguments have the form in which torch passes them to a step hook, with the optimizer first.
+    The arguments have the form in which torch passes them to a step hook, with the optimizer first. If they contain no closure,
+    return None.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -231,7 +229,8 @@ class OptimizerHooks:
         self._asks = asks
         self._watch = watch
         self._ended = ended
-        self._is_given_closures = self._has_begun = False
+        self._is_given_closures = False  # whether the loop passes a closure to the optimizer
+        self._has_begun = False  # whether the start of this step was reported; set only for steps with a closure
         self._is_removed = False
         self._kept: Sequence[Hook] = ()  # hooks that cannot be removed now, because torch is iterating over them
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
@@ -239,7 +238,7 @@ class OptimizerHooks:
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed, which depends on whether callbacks or metrics records need the results of steps."""
+        """Register the hooks that are needed. `is_read` says whether callbacks or metrics records need the results of steps."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
@@ -253,20 +252,19 @@ class OptimizerHooks:
                     if self._watch is not None:
                         self._watch.begin_closure()
                     return given
-                self._begin()
+                self._report_start()
         except Exception as error:
             self._fail(error, self._before, optimizer._optimizer_step_pre_hooks, self._begins)
         return None
 
-    def _begin(self) -> None:
+    def _report_start(self) -> None:
         if not self._clip.has_no_listeners:
             self._driver.start_and_end("clip_gradients")  # fired even if the loop has not clipped the gradients
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
-        # `driver.start` would do the same, at the cost of one more call in every step.
         elif own.before_start is not None and self._driver.is_read:
-            own.before_start()
+            own.before_start()  # `driver.start` would do the same, at the cost of one more call in every step
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate the closure; after its first evaluation, start the optimizer's step."""
@@ -275,7 +273,7 @@ class OptimizerHooks:
             if not self._has_begun:
                 self._has_begun = True
                 if self._step.is_open:
-                    self._begin()
+                    self._report_start()
         except Exception as error:
             self._driver.give_up(error)
         return loss
@@ -298,12 +296,17 @@ class OptimizerHooks:
     ) -> None:
         """End the run because of an error inside one of the hooks.
 
-        Remove the hooks only later, because torch is iterating over them.
+        Torch is iterating over the hooks of the same kind, so they are removed only when it has called the last of them.
+
+        Args:
+            ours: our hooks of this kind.
+            hooks: all hooks of this kind that the optimizer has, as torch keeps them.
+            own: the function that failed.
         """
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # it ends torch's loop over the hooks, so they can be removed now
+        except BaseException:  # the error ends torch's loop over the hooks, so they can be removed now
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -317,7 +320,7 @@ class OptimizerHooks:
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
             if not self._has_begun:  # the optimizer has not called the closure
-                self._begin()
+                self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             # No callback listens to the step, so no hook was registered before the step. Checkpoints still need the loss of the last
             # step.
@@ -460,7 +463,7 @@ class BackwardWatch:
         self.total = None
 
     def begin_closure(self) -> None:
-        """Record that the optimizer is called with a closure, and keep the sum of the losses that the loop itself has computed."""
+        """Note that the optimizer is called with a closure, and keep the sum of the losses that the loop has computed outside of it."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

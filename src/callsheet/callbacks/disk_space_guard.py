@@ -60,8 +60,8 @@ class DiskSpaceGuard(Callback):
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
-        """Check the disk, and stop while there is room for a checkpoint."""
-        free = self._look(ctx)
+        """Check the disk, and request a stop as long as there is room for a last checkpoint."""
+        free = self._check_disk(ctx)
         if free is None or not self._stop_below or self._has_stopped:
             return
         limit = max(self._stop_below, int(self._largest * _STOP_CHECKPOINTS))
@@ -75,7 +75,7 @@ class DiskSpaceGuard(Callback):
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         """Warn if there may not be enough room for the checkpoint."""
-        free = self._look(ctx)
+        free = self._check_disk(ctx)
         if free is not None and free < self._largest:
             sizes = f"{_size(free)} are free at {self._place}, and the last one took {_size(self._largest)}"
             logger.warning("%s: the checkpoint that is being written may not fit: %s", label_of(self), sizes)
@@ -116,7 +116,7 @@ class DiskSpaceGuard(Callback):
         self._place = self._found(ctx)
         return shutil.disk_usage(self._place).free
 
-    def _look(self, ctx: Context) -> int | None:
+    def _check_disk(self, ctx: Context) -> int | None:
         """Return the free bytes on the checkpoints' disk, or None if they are not known. Warn if they are below the limit."""
         try:
             free = self._free(ctx)

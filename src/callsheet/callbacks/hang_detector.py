@@ -25,9 +25,9 @@ from callsheet.errors import ConfigError, HangError
 logger = logging.getLogger("callsheet")
 
 ACTIONS = ("warn", "raise", "kill")
-# Signal that interrupts the training thread; a real-time signal that other libraries rarely use.
+# The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
-_MIN_SAMPLES = 3  # number of measured step times from which on they set the time limit
+_MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
 _ACTION_SECONDS = 10.0  # time limit for writing stacks, and for logging; after it, `action` is carried out anyway
 _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
 
@@ -167,7 +167,7 @@ class HangDetector(Callback):
                 self._beat = now
             looked, steps, beat = now, seen_steps, self._beat
             if reported is not None and beat != reported:
-                _within(
+                _call_with_timeout(
                     _ACTION_SECONDS,
                     logger.warning,
                     "%s: rank %d continues after %.3g s",
@@ -205,15 +205,15 @@ class HangDetector(Callback):
         def report() -> None:
             logger.error("%s: %s; a file with the stacks of its threads %s", label_of(self), what, written[-1])
 
-        _within(_ACTION_SECONDS, write)
-        _within(_ACTION_SECONDS, report)
+        _call_with_timeout(_ACTION_SECONDS, write)
+        _call_with_timeout(_ACTION_SECONDS, report)
         if self._action == "warn":
             return
         is_over.wait(_OTHER_RANKS_SECONDS)
         if self._state.timestamp.batch != self._hung_after:  # a step has ended in the meantime, so the run does not hang
             return
         if self._action == "kill":
-            _within(_ACTION_SECONDS, logging.shutdown)
+            _call_with_timeout(_ACTION_SECONDS, logging.shutdown)
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
@@ -250,7 +250,7 @@ class HangDetector(Callback):
             )
 
 
-def _within(seconds: float, what: Callable[..., object], *arguments: object) -> None:
+def _call_with_timeout(seconds: float, what: Callable[..., object], *arguments: object) -> None:
     """Call the function `what` in another thread and wait at most `seconds` for its end.
 
     The hang may hold the lock of a log handler, or be caused by the disk, and then `what` hangs too.

@@ -163,7 +163,7 @@ class MLPerfCallback(Callback):
         self._start_block(ctx)
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._reached is not None:
-            self._look(ctx, self._reached)
+            self._stop_if_reached(ctx, self._reached)
 
     def on_epoch_start(self, ctx: Context) -> None:
         self._write(ctx, "epoch_start")
@@ -178,7 +178,7 @@ class MLPerfCallback(Callback):
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
-            if complaints := ctx.gather(self._rehearse(ctx))[0]:
+            if complaints := ctx.gather(self._complaints_if_reached(ctx))[0]:
                 raise ConfigError(
                     f"MLPerf's checker (rules {self._ruleset}) would reject the result even if {self._monitor} reached {self._target}; "
                     f"correct {label_of(self)}'s target= or hyperparameters=:\n" + "\n".join(complaints)
@@ -204,7 +204,7 @@ class MLPerfCallback(Callback):
         if value is not None and self._is_reached(value):
             self._reached = value
             self._close(ctx, "success")
-            self._look(ctx, value)
+            self._stop_if_reached(ctx, value)
         elif not ctx.state.is_complete and ctx.control.stop_requested is None:
             self._start_block(ctx)
 
@@ -219,7 +219,7 @@ class MLPerfCallback(Callback):
         assert self._target is not None
         return value <= self._target if self._is_min else value >= self._target
 
-    def _look(self, ctx: Context, value: float) -> None:
+    def _stop_if_reached(self, ctx: Context, value: float) -> None:
         if self._stops and self._is_reached(value) and not ctx.state.is_complete:
             ctx.control.stop(f"{self._monitor} is {value:g}, which reaches the target {self._target:g}", replicated=True)
 
@@ -240,7 +240,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "init_stop")
         self._write(ctx, "run_start")
 
-    def _rehearse(self, ctx: Context) -> list[str]:
+    def _complaints_if_reached(self, ctx: Context) -> list[str]:
         """Return the complaints that MLPerf's compliance checker would have if the target were reached now."""
         if self._result is None:
             return []

@@ -63,19 +63,19 @@ class NaNMonitor(Callback):
         if mean is not None and math.isfinite(mean):
             self._forget()
         else:  # the mean is missing or not finite: a loss is not finite, or their sum overflowed
-            self._look(ctx)
+            self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        self._look(ctx)
+        self._check_losses(ctx)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        self._look(ctx)
+        self._check_losses(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
         """Check the losses since the last record."""
-        self._look(ctx)
+        self._check_losses(ctx)
 
-    def _look(self, ctx: Context) -> None:
+    def _check_losses(self, ctx: Context) -> None:
         if not self._losses and not self._folded:  # no losses since the last record, on this rank and thus on all
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()

@@ -117,5 +117,5 @@ class OOMObserver(Callback):
                 device,
                 self._path,
             )
-        except Exception:
+        except Exception:  # torch is about to raise OutOfMemoryError, which another error must not replace
             logger.exception("%s: the memory snapshot could not be written", label_of(self))

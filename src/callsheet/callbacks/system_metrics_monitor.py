@@ -63,7 +63,7 @@ class SystemMetricsMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
-            self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._look(ctx).items()}
+            self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._measure(ctx).items()}
         there = ctx.gather(self._seen)  # `_seen` is empty if an evaluation runs without training
         highest: dict[str, float] = {}
         for rank in there:
@@ -77,7 +77,7 @@ class SystemMetricsMonitor(Callback):
         if nvml is not None:
             nvml.nvmlShutdown()
 
-    def _look(self, ctx: Context) -> dict[str, float]:
+    def _measure(self, ctx: Context) -> dict[str, float]:
         memory = psutil.virtual_memory()
         found = {
             "cpu_percent": psutil.cpu_percent(),

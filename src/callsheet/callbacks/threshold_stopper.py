@@ -69,7 +69,7 @@ class ThresholdStopper(Callback):
         self._is_training = True
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._reached is not None:
-            self._look(ctx, self._reached)
+            self._stop_if_reached(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
         """Compare the monitored value in the metrics record with the threshold, unless only one record per epoch is compared."""
@@ -78,7 +78,7 @@ class ThresholdStopper(Callback):
         if value is not None and self._is_training:
             self._last = value
             if self._records == "all":
-                self._look(ctx, value)
+                self._stop_if_reached(ctx, value)
 
     def on_eval_all_end(self, ctx: Context) -> None:
         if ctx.standalone or not self._is_training:
@@ -86,12 +86,12 @@ class ThresholdStopper(Callback):
         value = evaluated(ctx, self._monitor)
         self._note([f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result], value)
         if value is not None:
-            self._look(ctx, value)
+            self._stop_if_reached(ctx, value)
 
     def on_epoch_end(self, ctx: Context) -> None:
         """Compare the epoch's last value with the threshold if `records` is "epoch". Warn if nothing logged the metric so far."""
         if self._records == "epoch" and self._last is not None:
-            self._look(ctx, self._last)
+            self._stop_if_reached(ctx, self._last)
         if self._other_metrics:
             near = did_you_mean(self._monitor, self._other_metrics)
             logged = ", ".join(sorted(self._other_metrics))
@@ -114,7 +114,7 @@ class ThresholdStopper(Callback):
         elif self._other_metrics is not None:
             self._other_metrics.update(names)
 
-    def _look(self, ctx: Context, value: float) -> None:
+    def _stop_if_reached(self, ctx: Context, value: float) -> None:
         if not (value <= self._threshold if self._is_min else value >= self._threshold) or ctx.state.is_complete:
             return
         self._reached = value

@@ -55,16 +55,16 @@ class TimeLimit(Callback):
     def on_train_start(self, ctx: Context) -> None:
         """Stop training at once if earlier processes of the run have used up the time."""
         self._has_asked = False
-        self._look(ctx, save=False)
+        self._stop_if_due(ctx, save=False)
 
     def on_train_step_end(self, ctx: Context) -> None:
         if not self._has_asked:
-            self._look(ctx, save=self._save)
+            self._stop_if_due(ctx, save=self._save)
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Stop training if the time is up. This event is checked too because an evaluation may take longer than many steps."""
         if not self._has_asked and not ctx.standalone:
-            self._look(ctx, save=self._save)
+            self._stop_if_due(ctx, save=self._save)
 
     def on_run_end(self, ctx: Context) -> None:
         """Stop measuring the run's wall-clock time."""
@@ -74,7 +74,7 @@ class TimeLimit(Callback):
     def _taken(self) -> float:
         return self._before + (time.monotonic() - self._began if self._began is not None else 0.0)
 
-    def _look(self, ctx: Context, *, save: bool) -> None:
+    def _stop_if_due(self, ctx: Context, *, save: bool) -> None:
         taken = self._taken
         if taken < self._seconds:
             return

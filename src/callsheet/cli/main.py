@@ -41,6 +41,9 @@ _OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
 """Modules that are needed to read any recipe."""
 
 _A_RUN = "a run's folder, or its name in runs/"
+_A_RUN_OR_RECIPE = f"{_A_RUN}, or a recipe file"
+_RUNS = f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'"
+_KEYS_MAY_FOLLOW = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command, given its name, its function, what it does and an example. Returns the parser for its arguments."""
@@ -57,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given, rest = parser.parse_known_args(arguments)
     is_of_recipe = given.command in _RECIPE_FIRST
-    strays = [] if is_of_recipe else rest if given.command not in _TAKE_KEYS else _without_a_key(rest)
+    strays = rest
+    if is_of_recipe:
+        strays = []
+    elif given.command in _TAKE_KEYS:
+        strays = _without_a_key(rest)
     if strays:
         given.parser.error(f"unknown arguments: {' '.join(strays)}")
     try:
@@ -102,22 +109,31 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    _add_recipes(command)
-    _add_opened(command)
-    _add_runs(command)
+    for add in (
+        _add_train_and_show, _add_exec, _add_events, _add_bridges, _add_recipes, _add_evaluate, _add_predict, _add_export,
+        _add_runs, _add_mark, _add_delete, _add_import, _add_report, _add_compare, _add_watch,
+    ):  # fmt: skip
+        add(command)
     return parser
 
 
-def _add_recipes(command: AddsCommand) -> None:
-    """Add the parsers of the commands that use a recipe's file."""
+def _add_train_and_show(command: AddsCommand) -> None:
     # These commands have no `--help` of their own: after the name of a recipe, `--help` is that of the recipe.
     train = command("train", _train, "run a recipe", add_help=False)
     show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
     for added in (train, show):
         added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
+
+
+def _add_exec(command: AddsCommand) -> None:
     command("exec", _exec, "run a training script unchanged, and observe its loop with callbacks", add_help=False)
+
+
+def _add_events(command: AddsCommand) -> None:
     command("events", _events, "print the lifecycle: every event and its place", "  callsheet events | less")
 
+
+def _add_bridges(command: AddsCommand) -> None:
     bridges = command(
         "bridges",
         _bridges,
@@ -126,6 +142,8 @@ def _add_recipes(command: AddsCommand) -> None:
     )
     bridges.add_argument("name", nargs="?", metavar="NAME", help="a framework: its limits, and its own callbacks as guests here")
 
+
+def _add_recipes(command: AddsCommand) -> None:
     recipes = command(
         "recipes",
         _recipes,
@@ -136,48 +154,54 @@ def _add_recipes(command: AddsCommand) -> None:
     recipes.add_argument("--to", metavar="FILE", help="where to write it (NAME.yaml)")
 
 
-def _add_opened(command: AddsCommand) -> None:
-    """Add the parsers of the commands that use the model of a run."""
-    of_recipe = f"{_A_RUN}, or a recipe file"
-    keys = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
+def _add_evaluate(command: AddsCommand) -> None:
     evaluate = command(
         "evaluate",
         _evaluate,
         "print what a run's model scores on all validation datasets and the test data; the run stays as it is",
-        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json" + keys,
+        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json"
+        + _KEYS_MAY_FOLLOW,
     )
-    evaluate.add_argument("a_run", metavar="RUN", help=of_recipe)
+    evaluate.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
     evaluate.add_argument("--out", metavar="FILE", help="write the scores there as JSON, too")
+    _add_checkpoint(evaluate)
 
+
+def _add_predict(command: AddsCommand) -> None:
     predict = command(
         "predict",
         _predict,
         "write the predictions of a run's model for rows of data, as JSON lines",
         "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
         "FILE has the first answer on its first line, and so on. It is there when all answers are, in the place of an earlier one: a command\n"
-        "that was interrupted leaves none, and starts again." + keys,
+        "that was interrupted leaves none, and starts again." + _KEYS_MAY_FOLLOW,
     )
-    predict.add_argument("a_run", metavar="RUN", help=of_recipe)
+    predict.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
     predict.add_argument("--input", metavar="ROWS", required=True, help="JSON lines, a Parquet file, or a folder of them")
     predict.add_argument("--out", metavar="FILE", help="where to write the answers; to standard output, as they come, without it")
+    _add_checkpoint(predict)
 
+
+def _add_export(command: AddsCommand) -> None:
     export = command(
         "export",
         _export,
         "write a run's model and its tokenizer or processor as a folder that from_pretrained loads",
         "  callsheet export stdlib-lm exported\n\nWhat is written are the checkpoint's weights: where the run has an EMA, the average."
-        + keys,
+        + _KEYS_MAY_FOLLOW,
     )
-    export.add_argument("a_run", metavar="RUN", help=of_recipe)
+    export.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
     export.add_argument("folder", metavar="FOLDER", help="a new one")
-    for added in (evaluate, predict, export):
-        added.add_argument(
-            "--checkpoint", metavar="PATH", help="a checkpoint's folder, or its name among the run's (the newest good one)"
-        )
+    _add_checkpoint(export)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", help="a checkpoint's folder, or its name among the run's (the newest good one)"
+    )
 
 
 def _add_runs(command: AddsCommand) -> None:
-    """Add the parsers of the commands that show runs."""
     runs = command(
         "runs",
         _runs,
@@ -209,7 +233,8 @@ def _add_runs(command: AddsCommand) -> None:
     runs.add_argument("--archived", action="store_true", help="list archived runs too")
     runs.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
 
-    some_runs = f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'"
+
+def _add_mark(command: AddsCommand) -> None:
     mark = command(
         "mark",
         _mark,
@@ -217,7 +242,7 @@ def _add_runs(command: AddsCommand) -> None:
         "  callsheet mark lr-1 lr-2 --tag baseline --note 'before the new tokenizer'\n  callsheet mark 'old-*' --archive\n"
         "  callsheet mark lr-1",
     )
-    mark.add_argument("runs", nargs="+", metavar="RUN", help=some_runs)
+    mark.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
     mark.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
     mark.add_argument("--tag", action="append", default=[], metavar="TAG", help="add this tag; may be repeated")
     mark.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove this tag; may be repeated")
@@ -226,16 +251,20 @@ def _add_runs(command: AddsCommand) -> None:
     archive.add_argument("--archive", dest="is_archived", action="store_const", const=True, help="leave the runs out of lists")
     archive.add_argument("--unarchive", dest="is_archived", action="store_const", const=False, help="list them again")
 
+
+def _add_delete(command: AddsCommand) -> None:
     delete = command(
         "delete",
         _delete,
         "delete runs with their checkpoints, after asking",
         "  callsheet delete lr-3\n  callsheet delete 'old-*' --yes\n\nCheckpoints that are kept outside the run's folder stay.",
     )
-    delete.add_argument("runs", nargs="+", metavar="RUN", help=some_runs)
+    delete.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
     delete.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
     delete.add_argument("--yes", action="store_true", help="do not ask")
 
+
+def _add_import(command: AddsCommand) -> None:
     imports = command(
         "import",
         _import,
@@ -261,6 +290,8 @@ def _add_runs(command: AddsCommand) -> None:
         help="a new name for a metric, or, if both end with /, for its prefix; may be repeated",
     )
 
+
+def _add_report(command: AddsCommand) -> None:
     report = command(
         "report",
         _report,
@@ -270,6 +301,8 @@ def _add_runs(command: AddsCommand) -> None:
     report.add_argument("a_run", metavar="RUN", help=_A_RUN)
     report.add_argument("-o", "--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
 
+
+def _add_compare(command: AddsCommand) -> None:
     compare = command(
         "compare",
         _compare,
@@ -279,7 +312,7 @@ def _add_runs(command: AddsCommand) -> None:
         "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
         "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
     )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help=some_runs)
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=_RUNS)
     compare.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
     compare.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
     compare.add_argument(
@@ -299,6 +332,8 @@ def _add_runs(command: AddsCommand) -> None:
     ):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=what)
 
+
+def _add_watch(command: AddsCommand) -> None:
     watch = command(
         "watch",
         _watch,
@@ -308,7 +343,7 @@ def _add_runs(command: AddsCommand) -> None:
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
     watch.add_argument(
-        "runs", nargs="*", metavar="RUN", help=f"{some_runs}. A run that does not exist yet is shown as soon as it begins"
+        "runs", nargs="*", metavar="RUN", help=f"{_RUNS}. A run that does not exist yet is shown as soon as it begins"
     )
     watch.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
     watch.add_argument("--last", type=int, metavar="N", help="the newest N runs, and those that begin later")
@@ -331,7 +366,6 @@ def _recipe_missing(command: str, rest: list[str]) -> int:
 
 
 def _train(given: argparse.Namespace, overrides: list[str]) -> int:
-    from callsheet.core.ranks import read_ranks
     from callsheet.core.working import working
 
     with working("loading the libraries", is_shown=read_ranks().rank == 0):

@@ -53,7 +53,7 @@ def opened(
             job = values.made().job
         checkpoint = _checkpoint_at(job.folder / "checkpoints", checkpoint)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    with _left_out_without_a_word():
+    with _without_warning_of_unused_states():
         return job.open(checkpoint)
 
 
@@ -97,7 +97,7 @@ def _changes_weights(spec: Any) -> bool:
 
 
 @contextmanager
-def _left_out_without_a_word() -> Iterator[None]:
+def _without_warning_of_unused_states() -> Iterator[None]:
     """Within this context, suppress the warning about unused callback states in the checkpoint.
 
     Some callbacks of the run are left out on purpose, so their states are unused.

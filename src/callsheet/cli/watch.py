@@ -78,13 +78,13 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
     """Wait until at least one of the given runs exists, and return a comparison of all that exist."""
     if not given and last is None:
         raise ConfigError("give a run, several runs, a pattern such as 'lr-*', or --last 5")
-    there = _those_there(given, folder)
+    there = _naming_existing_runs(given, folder)
     for word in given:
         if word not in there:
             print(f"there is no run {word!r} yet{nearest(word, folder)}\nit is added when it begins", flush=True)
     while given and not there:
         time.sleep(_LOOK_SECONDS)
-        there = _those_there(given, folder)
+        there = _naming_existing_runs(given, folder)
     new = NewRuns(given or [str(folder)], folder)
     shown = chosen(there, folder=folder, last=last, least=1)
     with working(f"reading {len(shown)} runs", is_shown=sys.stderr.isatty()):
@@ -99,7 +99,7 @@ class NewRuns:
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._folder = folder
-        known = _those_there(words, folder)
+        known = _naming_existing_runs(words, folder)
         self.looks_for = [word for word in words if word not in known or _holds_runs(word, folder)]
         self._seen: set[Path] = set()
         self.find()
@@ -117,7 +117,7 @@ def _holds_runs(word: str, folder: Path) -> bool:
     return glob.has_magic(word) or (not is_name and not is_run(Path(word)) and bool(run_names(word)))
 
 
-def _those_there(words: Iterable[str], folder: Path) -> list[str]:
+def _naming_existing_runs(words: Iterable[str], folder: Path) -> list[str]:
     """Return those arguments that name at least one existing run."""
     return [word for word in words if _runs_of([word], folder)]
 

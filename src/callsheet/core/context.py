@@ -285,9 +285,8 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls this only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            raise AttributeError(
-                f"the context has no field {name!r}{_field_hint(name)}", name=name
-            )  # with `name`, Python adds no hint
+            # With `name`, Python adds no hint.
+            raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 
 def _field_hint(name: str) -> str:

@@ -68,7 +68,7 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
     drawn = random.getstate()
     try:
         found = importlib.import_module(module)
-        if getattr(sys.modules[top], "__file__", None) is not None or not _is_a_mere_folder(sys.modules[top]):
+        if getattr(sys.modules[top], "__file__", None) is not None or not _is_only_a_folder(sys.modules[top]):
             return found
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != top:
@@ -111,7 +111,7 @@ def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
     return MissingPackage(f"{wanted_by} needs {module}, which is not installed: pip install {installed_by}", name=module)
 
 
-def _is_a_mere_folder(package: ModuleType) -> bool:
+def _is_only_a_folder(package: ModuleType) -> bool:
     """Return whether `package` is not a package but only a folder of the same name in the working directory.
 
     Such a folder may be one in which an experiment tracker stores its files.

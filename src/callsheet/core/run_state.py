@@ -48,9 +48,8 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
-    _lost: list[bool] = field(
-        default_factory=lambda: [False], repr=False, compare=False
-    )  # a list, so that copies for callbacks in other threads share it
+    # This is a list, so that copies for callbacks in other threads share it.
+    _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.checkpoints and self.folder is not None:
@@ -114,7 +113,7 @@ class RunConstants(NamedTuple):
     evaluators: tuple[str, ...] = ()
 
 
-def _of_course(name: str) -> Any:
+def _course_property(name: str) -> Any:
     def write(state: TrainState, value: Any) -> None:
         state.course = state.course._replace(**{name: value})
 
@@ -153,7 +152,7 @@ class TrainState:
         epoch_batches: int | None
         evaluators: tuple[str, ...]
     else:
-        max_duration, baseline, epoch_batches, evaluators = map(_of_course, RunConstants._fields)
+        max_duration, baseline, epoch_batches, evaluators = map(_course_property, RunConstants._fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain data."""

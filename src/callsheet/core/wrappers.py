@@ -143,8 +143,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     )
     if registration.failures_in_a_row == FAILURES_ALLOWED:
         if ctx.control.is_shared:
-            ctx.control.switch_off(
-                registration.label, registration.number, registration.failures_in_a_row
-            )  # the callback is disabled on all ranks together
+            # The callback is disabled on all ranks together.
+            ctx.control.switch_off(registration.label, registration.number, registration.failures_in_a_row)
         else:
             registration.switch_off(registration.failures_in_a_row)

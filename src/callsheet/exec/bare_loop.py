@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,11 @@ from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopO
 logger = logging.getLogger("callsheet")
 
 HOST = "this script"
+"""What messages call the loop, in the place of a framework's name."""
 EVALUATED = "validation"
 """The name of the dataset in the events of an evaluation; the script's own name for it is unknown."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
-
-
 _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
 """Collective callbacks that call no other collective than `ctx.gather`, so that they can observe one rank."""
 
@@ -118,8 +117,8 @@ class BareLoop:
         """Whether an error of callsheet or of a callback has ended the observation."""
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
-        self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
-        self._in_forward = ""  # the kind of the call of the model that is running: "train", "eval" or ""
+        self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
+        self._in_forward: Literal["train", "eval", ""] = ""  # what the call of the model that is running is for; empty if none is
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
         self._thread = threading.get_ident()
         run.fails_by(self._leave)
@@ -224,7 +223,7 @@ class BareLoop:
             self._install_forward_hooks()
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetch a batch for training with `fetches(iterator)` and return it. It raises what that raises."""
+        """Return the next batch for training, which is `fetches(iterator)`. Errors of `fetches` are raised."""
         if self._is_over or threading.get_ident() != self._thread:
             return fetches(iterator)
         is_first = not self._step.is_open  # otherwise it is for a further microbatch of the step
@@ -287,7 +286,7 @@ class BareLoop:
         self._is_in_microbatch = False
 
     def gradients_are_discarded(self) -> None:
-        """Report that the gradients are set to zero, so that earlier losses and their samples do not belong to the coming step."""
+        """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
         if self._is_over or self._watch.is_in_closure or threading.get_ident() != self._thread:
             return
         if self._watch.total is not None:
@@ -301,7 +300,7 @@ class BareLoop:
             self._guarded(self.end_step)
 
     def clip(self, clips: Callable[[], Any]) -> Any:
-        """Clip the gradients with `clips()` and return the norm before that. It raises what that raises."""
+        """Call `clips()`, which clips the gradients and returns their norm before that. Return the norm. Errors of `clips` are raised."""
         is_in_step = not self._is_over and self._step.is_open and threading.get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
@@ -315,15 +314,6 @@ class BareLoop:
         """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
         if self._batches.begin():
             self._guarded(self._end_epoch)
-
-    def _end_epoch(self) -> None:
-        """End the epoch. Within a step, do nothing."""
-        driver = self.run.driver
-        if self._is_over or driver.is_open("train_step") or not driver.is_open("epoch"):
-            return
-        self._leave_evaluation()
-        driver.end("fetch")
-        self.run.end_epoch(is_whole=True)
 
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
@@ -340,9 +330,13 @@ class BareLoop:
             self._support.after_first_step(run.driver)
         self._watch.total = None
 
-    # --- what they do ---
+    # --- how that is handled ---
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)`; an error ends the run.
+
+        `fetch` and `forward_begins`, which every step calls, do the same without this further call.
+        """
         try:
             function(*args)
         except (Exception, SystemExit) as error:
@@ -389,6 +383,15 @@ class BareLoop:
         run.counted = (0, 0)
         self._optimizer_hooks.has_stepped, self._watch.total = False, None
         self._watch.is_on, self._is_in_microbatch = True, False
+
+    def _end_epoch(self) -> None:
+        """End the epoch. Within a step, do nothing."""
+        driver = self.run.driver
+        if self._is_over or driver.is_open("train_step") or not driver.is_open("epoch"):
+            return
+        self._leave_evaluation()
+        driver.end("fetch")
+        self.run.end_epoch(is_whole=True)
 
     def _begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""

@@ -18,7 +18,8 @@ class LoopBatches:
 
     def __init__(self, loader: Any) -> None:
         self._loader = weakref.ref(loader) if loader is not None else None
-        self._other: tuple[weakref.ref[Any], Any] | None = None  # another dataloader and its latest batch, of unknown use
+        # Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation.
+        self._other: tuple[weakref.ref[Any], Any] | None = None
         self.latest: Any = None
         """The latest batch, or None."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
@@ -38,7 +39,7 @@ class LoopBatches:
         self._other = None
 
     def switch(self) -> bool:
-        """Take the batches from the other dataloader from now on, if a step begins without a new batch of the present one.
+        """At the beginning of a step, switch to the other dataloader if the present one has fetched no new batch.
 
         Return whether that ends an epoch; see `begin`.
         """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from callsheet.exec.observation import Observation
 
 STEPS_OF_A_NEW_LOOP = 20
-"""After so many steps of other optimizers without a step of the observed optimizer, the loop of the optimizer that steps then is observed.
+"""How many steps other optimizers must make, without a step of the observed one, until the loop of another optimizer is observed.
 
 A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
 such as that of a GAN, the observed one is not silent for so long.
@@ -52,8 +52,8 @@ class LoopFinder:
         self._process = os.getpid()
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._others = 0  # the number of steps of other optimizers since the observed one last stepped
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those whose loop has been observed or cannot be observed
-        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by iterator: its dataloader
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
+        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
         self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
@@ -168,7 +168,7 @@ class LoopFinder:
 
     def _script(self, given: Callable[..., Any], obj: Any, *args: Any, **options: Any) -> Any:
         if self._loop is not None and isinstance(obj, nn.Module):
-            with self._loop.without_forward_hooks():  # which TorchScript would compile with the module
+            with self._loop.without_forward_hooks():  # TorchScript would compile the hooks with the module
                 return given(obj, *args, **options)
         if len(args) < 2:  # TorchScript looks names of a class up in the frame of the caller, which is two frames away now
             options["_frames_up"] = options.get("_frames_up", 0) + 2
@@ -254,7 +254,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     best: tuple[int, int] | None = None
     found: nn.Module | None = None
     for module in _roots():
-        parameters = {id(each) for each in nn.Module.parameters(module)}  # which a script's class may override
+        parameters = {id(each) for each in nn.Module.parameters(module)}  # a script's class may override `parameters`
         shared = len(wanted & parameters)
         if shared and (best is None or (shared, -len(parameters)) > best):
             best, found = (shared, -len(parameters)), module

@@ -39,7 +39,7 @@ def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Obse
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
         return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
-    make()  # so that a mistake is found before the script runs
+    make()  # called here only to find a mistake before the script runs
     return make
 
 

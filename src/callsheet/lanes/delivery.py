@@ -132,7 +132,7 @@ class LaneDelivery:
         capture = SnapshotCapture(ctx.event, lane.needs, lane.registration.label, lane.inbox, DeviceNumbers())
         try:
             handler = lane.bound(called, **copied(payload, {}))
-        except Exception as error:
+        except Exception as error:  # a value that cannot be copied counts as a failure of the logger
             failed(lane.registration, method, ctx, error)
         else:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)

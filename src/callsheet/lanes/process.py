@@ -72,7 +72,7 @@ class Process(Background):
             )
         try:
             pickle.dumps(CallbackSpec.of(callback))
-        except Exception as error:
+        except Exception as error:  # an argument of the callback may raise any error when it is pickled
             raise ConfigError(f"{kind.__qualname__} cannot be built in another process: {error}") from None
         self._lock = threading.Lock()
         self._is_over = False
@@ -130,7 +130,7 @@ class Process(Background):
         child, self._ending = self._ending, None
         _wait(child, seconds)
 
-    def _hang_up(self, *, at_once: bool = False) -> None:
+    def _end_child(self, *, at_once: bool = False) -> None:
         child, self._child = self._child, None
         if child is not None and at_once:
             child.kill()
@@ -172,15 +172,15 @@ class Process(Background):
         except RemoteError:
             raise
         except TimeoutError:
-            self._hang_up(at_once=True)
+            self._end_child(at_once=True)
             raise
         except (EOFError, OSError):
             child = self._child
-            self._hang_up()
+            self._end_child()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
         except BaseException:  # end the process: a late answer would be taken for the answer to the next message
-            self._hang_up(at_once=True)
+            self._end_child(at_once=True)
             raise
         finally:
             self._lock.release()
@@ -223,7 +223,7 @@ class Process(Background):
             raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s")
         what, value = pickle.loads(self._connection.recv_bytes())
         if what == "failed":
-            self._hang_up()
+            self._end_child()
             raise RemoteError(value)
         return self._connection
 

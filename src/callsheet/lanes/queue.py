@@ -183,7 +183,7 @@ class Lane:
         if self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
-                self._work_off()
+                self._run_waiting_items()
             finally:
                 self._thread = None
                 self._helping.release()
@@ -258,11 +258,11 @@ class Lane:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
-            self._work_off()
+            self._run_waiting_items()
             self.looks_itself = self.done > done
         self._finish()
 
-    def _work_off(self) -> None:
+    def _run_waiting_items(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
         self._in_hand = True  # set before an item leaves the queue, so that `left` always counts it
         while items:

@@ -65,7 +65,7 @@ class _Attempt(threading.Thread):
         """Call the function, and store its result or error for `result`."""
         try:
             self._result = self._call()
-        except Exception as error:
+        except Exception as error:  # `result` raises the error on the caller's thread
             self._error = error
         except BaseException as error:  # catches SystemExit too, which must not end the thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")

@@ -149,7 +149,7 @@ def launch(
         except ChildFailedError as error:
             failed = error.failures
         finally:
-            _kill_the_rest(specs.folder)
+            _kill_remaining_workers(specs.folder)
         results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
         signal.raise_signal(stopped)  # raise the signal again, for the handler that was set before `launch()`
@@ -192,9 +192,8 @@ class _Specs(DefaultLogsSpecs):
 
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
-    handled = [
-        name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
-    ]  # leave out signals that are ignored, for example under nohup
+    # Leave out signals that are ignored, for example under nohup.
+    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(
         min_nodes=1,
@@ -233,7 +232,7 @@ def _collected(
     return results, failures
 
 
-def _kill_the_rest(folder: Path) -> None:
+def _kill_remaining_workers(folder: Path) -> None:
     """Kill workers that torch's launcher has lost track of, because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))

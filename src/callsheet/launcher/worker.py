@@ -66,7 +66,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
             return 0, encode({"rank": rank, "result": None}, allow_pickle=False)
         code = error.code if isinstance(error.code, int) else 1
         return code, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
-    except BaseException as error:
+    except BaseException as error:  # the launching process reports the error
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
 
 

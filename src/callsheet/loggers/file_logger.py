@@ -77,7 +77,7 @@ class FileLogger(Logger):
         except BaseException:
             self._end()
             raise
-        log.write(f"--- {_whereabouts(ctx)} ---\n")
+        log.write(f"--- {_header(ctx)} ---\n")
         self._log, self._run = log, ctx.run
         while self._early:
             log.write(*self._early.popleft())
@@ -156,7 +156,7 @@ def _descriptor_of(stream: Any) -> int | None:
     return number
 
 
-def _whereabouts(ctx: Context) -> str:
+def _header(ctx: Context) -> str:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     place = f"rank {ctx.run.rank} of {ctx.run.world_size}  pid {os.getpid()} on {socket.gethostname()}"
     resumed = f"  resumed from step {ctx.checkpoint.step}" if ctx.checkpoint is not None else ""

@@ -115,7 +115,7 @@ class JSONLLogger(Logger):
             resumed_from=resumed_from,
             process=self._process,
             **facts,
-            **_whereabouts(),
+            **_process_and_versions(),
         )
         path, run = self._folder / environment.FILE, ctx.run
 
@@ -270,7 +270,7 @@ class JSONLLogger(Logger):
             self._writer.append(name, json_text(line).encode())
 
 
-def _whereabouts() -> dict[str, Any]:
+def _process_and_versions() -> dict[str, Any]:
     """Return the versions of Python and packages, the process id and the machine's name, for the `run_start` event."""
     torch = sys.modules.get("torch")
     versions = {

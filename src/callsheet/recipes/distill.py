@@ -126,7 +126,7 @@ class Distill(Finetune):
         A teacher without weights is trained here.
         """
         if self.teacher is None:
-            self.teacher = self._teacher(replace(self.config.teacher, path=str(self._taught()), config=None, freeze=[]))
+            self.teacher = self._teacher(replace(self.config.teacher, path=str(self._trained_teacher()), config=None, freeze=[]))
         config = self.config
         return DistillationTask(self.teacher, temperature=config.kd_temperature, mix=config.mix, vocabulary=len(self.tokenizer))
 
@@ -156,7 +156,7 @@ class Distill(Finetune):
         super().run()
         if self.config.compare_with_hard_labels and not self.trainer.preempted:
             steps = self.trainer.state.timestamp.batch
-            other = self._beside(HARD_LABELS, self.config.model, f"{steps}ba", self.config.lora)
+            other = self._inner_recipe(HARD_LABELS, self.config.model, f"{steps}ba", self.config.lora)
             _run(other)
             self.results |= {f"{name}, labels alone": found["loss"] for name, found in other.evaluated.items()}
             self.write_results()
@@ -176,19 +176,19 @@ class Distill(Finetune):
             check_kept_apart(teacher)
         return teacher
 
-    def _taught(self) -> Path:
+    def _trained_teacher(self) -> Path:
         """Return the folder with the export of this run's teacher. If there is none yet, train the teacher first.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
         """
         exported = self.folder / TEACHER / "export"
-        recipe = self._beside(TEACHER, self.config.teacher, self.config.teacher_length(), None)
+        recipe = self._inner_recipe(TEACHER, self.config.teacher, self.config.teacher_length(), None)
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
             # If the earlier run ended while it was training the teacher, its renamed folder has only the teacher: take it over.
-            if kept is not None and not self.folder.exists() and _is_of(kept, recipe):
+            if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
             is_there = exported.exists()  # an existing folder is complete, because it is renamed into place
@@ -203,7 +203,7 @@ class Distill(Finetune):
             _run(recipe)
         return exported
 
-    def _beside(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
+    def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
         """Return a recipe for fine-tuning on the same data in the subfolder `name`. An existing run there is resumed."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
@@ -217,11 +217,11 @@ class Distill(Finetune):
         silent: dict[str, Any] = {"evaluate_first": False, "prompts": [], "samples": 0}
         config = FinetuneConfig(**kept | own | silent | {"model": model, "lora": lora})
         resolved = yaml.safe_dump({**yaml.safe_load(as_file(Finetune, config)), "recipe": "finetune"}, sort_keys=False)
-        return _Beside(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
+        return _InnerFinetune(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
 
 
-class _Beside(Finetune):
-    """A fine-tuning recipe, such as the teacher's, whose export is either complete or missing."""
+class _InnerFinetune(Finetune):
+    """A fine-tuning run within this recipe, such as the teacher's. Its export is either complete or missing."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename the folder when it is complete."""
@@ -241,7 +241,7 @@ class _Beside(Finetune):
         of_rank_zero(self.ranks, put, timeout=self.config.timeout_seconds)
 
 
-def _is_of(folder: Path, recipe: Finetune) -> bool:
+def _is_run_of(folder: Path, recipe: Finetune) -> bool:
     file = folder / "config.yaml"
     return file.exists() and file.read_bytes() == recipe.resolved.encode()
 

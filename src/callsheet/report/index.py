@@ -187,9 +187,8 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        version = (
-            reader.version()
-        )  # take the version before reading, so that whatever the run writes in the meantime is read next time
+        # Take the version before reading, so that whatever the run writes in the meantime is read next time.
+        version = reader.version()
         # Read a run again if it was running, because its process may have died since.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
             try:

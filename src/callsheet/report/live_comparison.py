@@ -57,7 +57,7 @@ class LiveComparison:
     def news(self, since: str) -> bytes | None:
         """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
         with self._lock:
-            self._look()
+            self._refresh()
             if self._content["version"] == since:
                 return None
             if not self._body:
@@ -68,11 +68,11 @@ class LiveComparison:
     def page(self, token: str, nonce: str) -> bytes:
         """Return the whole page as HTML; `Live` describes the arguments."""
         with self._lock:
-            self._look()
+            self._refresh()
             content = self._content
         return live_comparison_page(content, Live(token, nonce=nonce)).encode()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if not self.budget.is_spent:
             with self.budget.spend():
                 self._read()

@@ -74,7 +74,7 @@ class LiveRun:
     def news(self, since: str) -> bytes | None:
         """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
         with self._lock:
-            no_acts = self._look()
+            no_acts = self._refresh()
             if self._run.version == since:
                 return None
             if self._run.version != self._body_version:
@@ -86,7 +86,7 @@ class LiveRun:
     def page(self, token: str, nonce: str) -> bytes:
         """Return the whole page as HTML; `Live` describes the arguments."""
         with self._lock:
-            no_acts = self._look()
+            no_acts = self._refresh()
             return page(self._run, live=Live(token, no_acts=no_acts, nonce=nonce)).encode()
 
     def ask(self, act: str) -> str:
@@ -99,7 +99,7 @@ class LiveRun:
         """
         one_of("act", act, WORDS)
         with self._lock:
-            if no_acts := self._look():
+            if no_acts := self._refresh():
                 raise RequestRejected(no_acts)
             trigger = trigger_of(self._run)
             line = leave_request(trigger, act, "asked for in the browser")
@@ -117,7 +117,7 @@ class LiveRun:
             self._update_acts(is_there)
             return self._run, is_there
 
-    def _look(self) -> str:
+    def _refresh(self) -> str:
         """Read the folder's new content, unless the time for reading is used up.
 
         Return why the run accepts no requests, or an empty string if it accepts them.

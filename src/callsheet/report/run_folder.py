@@ -229,9 +229,10 @@ class RunReader:
             resumes=list(records.resumes),
             events=events,
             evaluations=[_step_and_time(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
-                         for event in _of("evaluation", events, records.resumes)],
-            checkpoints=[_checkpoint(event) for event in _of("checkpoint", events, records.resumes)],
-            files=[_step_and_time(event) | {"name": str(event.get("name")), "path": str(event.get("path"))} for event in _of("file", events, records.resumes)],
+                         for event in _events_of_kind("evaluation", events, records.resumes)],
+            checkpoints=[_checkpoint(event) for event in _events_of_kind("checkpoint", events, records.resumes)],
+            files=[_step_and_time(event) | {"name": str(event.get("name")), "path": str(event.get("path"))}
+                   for event in _events_of_kind("file", events, records.resumes)],
             images=list(self._images),
             tables={name: list(entries) for name, entries in self._tables.items() if entries},
             costs=list(self._costs.values()),
@@ -330,7 +331,7 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
 # --- parsing one line ---
 
 
-def _of(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
+def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
     """Return the events of one kind, such as `checkpoint`, from the run's log of events.
 
     Each has `is_undone`, which says whether the run was later resumed from before its step.

@@ -70,7 +70,7 @@ class WatchServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address of the page with the token. Anyone who has this address can do everything that the page can."""
-        return self._with(self.token)
+        return self._url_with_token(self.token)
 
     def ticket_url(self) -> str:
         """Return an address of the page that can be opened once.
@@ -79,7 +79,7 @@ class WatchServer(ThreadingHTTPServer):
         """
         ticket = secrets.token_urlsafe(32)
         self._tickets.add(ticket)
-        return self._with(ticket)
+        return self._url_with_token(ticket)
 
     def lets_in(self, word: str) -> bool:
         """Return whether `word` is the server's token or an unused one-time ticket. This call uses up the ticket."""
@@ -130,7 +130,7 @@ class WatchServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             logger.exception("callsheet watch: a request failed")
 
-    def _with(self, word: str) -> str:
+    def _url_with_token(self, word: str) -> str:
         return f"http://{HOST}:{self.server_address[1]}/?token={word}"
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from callsheet.run.run_marker import is_marked
 logger = logging.getLogger("callsheet")
 
 AUTO = "auto"
+"""The value of `resume` for the newest valid checkpoint of the run."""
 
 _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
@@ -125,8 +127,7 @@ class Checkpoints:
         grace: float,
     ) -> None:
         self.shared: dict[str, Stateful] = {}
-        """The parts of a checkpoint that are the same on all ranks, or are sharded over the ranks. They are loaded in this order.
-        """
+        """The parts of a checkpoint that are the same on all ranks, or sharded over them. They are loaded in this order."""
         self.local: dict[str, Stateful] = {}
         """The parts of a checkpoint that each rank has for itself. They are loaded after the shared parts."""
         self.optional: set[str] = set()
@@ -143,11 +144,11 @@ class Checkpoints:
         self._writer = AsyncWriter(world.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
-        self._is_slow = False
+        self._is_slow = False  # whether a save took longer than `grace`, which is logged once
         self._began = 0.0  # when the background save began
-        self._written: set[str] = set()
-        self._named: set[str] = set()
-        self._is_auto = False
+        self._written: set[str] = set()  # the paths of the checkpoints that this process has written
+        self._not_saved: set[str] = set()  # the entries of `user_state` that no checkpoint can hold, which is logged once
+        self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate buffers
@@ -210,17 +211,13 @@ class Checkpoints:
             local = {name: part.state_dict() for name, part in self.local.items()}
             local["callbacks"]["user_state"] = self._plain(local["callbacks"]["user_state"])
             info = replace(info, is_finite=train_loss is None or math.isfinite(train_loss))
-            record = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
-            record["run"] = ctx.run.name
-            stop = ctx.control.stop_requested or self.stopped_by
-            if stop is not None and not stop.resumable:
-                record["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._stop_conditions(stop.by)}
+            record = self._record(info)
             self._written.add(info.path)
             check_owner = partial(self._guard.check, acquires=path is None)
-            # If a checkpoint exists at this path, it was written before a resume and is obsolete. It is removed once the new one
-            # is committed.
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
+            # `overwrite`: a checkpoint that exists at this path was written before a resume and is obsolete. It is removed once the
+            # new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -245,6 +242,15 @@ class Checkpoints:
         else:
             self._began = began
         return info
+
+    def _record(self, info: CheckpointInfo) -> dict[str, Any]:
+        """Return what the manifest says about the checkpoint, as plain data."""
+        record = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
+        record["run"] = self._ctx.run.name
+        stop = self._ctx.control.stop_requested or self.stopped_by
+        if stop is not None and not stop.resumable:
+            record["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._stop_conditions(stop.by)}
+        return record
 
     @property
     def next_step(self) -> int:
@@ -271,7 +277,7 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return how the names of the weights in a checkpoint begin: those of the model, and those in the states of callbacks."""
+        """Return the prefixes of the names that weights have in a checkpoint: the model's, and those in the states of callbacks."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 
@@ -384,11 +390,9 @@ class Checkpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return the request that stopped the run before it was resumed with `"auto"`.
+        """Return the request that stopped the run before it was resumed with `"auto"`, or None if training may continue.
 
-        Return None if the run may continue training.
-
-        The run may continue if its duration has changed, or the settings of the callback that made the request.
+        Training may continue if the run's duration has changed, or the settings of the callback that made the request.
         """
         stop = self._stop
         if stop is None:
@@ -479,7 +483,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """The optimizer's parameters, in the order of their numbers in the optimizer's state."""
+        """Return the optimizer's parameters, in the order of their numbers in the optimizer's state."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -507,17 +511,15 @@ class Checkpoints:
                 flatten(value)
                 plain[name] = value
             except CheckpointError as error:
-                if name not in self._named:
+                if name not in self._not_saved:
                     logger.warning("ctx.user_state[%r] is not saved in checkpoints: %s", name, error)
-                    self._named.add(name)
+                    self._not_saved.add(name)
         return plain
 
     def _free_path(self, name: str, kind: str) -> str:
-        """Return the path for a checkpoint, in a folder that this process has not written to yet."""
-        path, number = f"{self.folder}/{name}", 1
-        while path in self._written:
-            path, number = f"{self.folder}/" + (f"{name}-{kind}" if number == 1 else f"{name}-{kind}-{number}"), number + 1
-        return path
+        """Return a path for a checkpoint to which this process has not written yet."""
+        names = chain((name, f"{name}-{kind}"), (f"{name}-{kind}-{number}" for number in count(2)))
+        return next(path for each in names if (path := f"{self.folder}/{each}") not in self._written)
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:

@@ -30,7 +30,9 @@ LOOK_SECONDS = 0.5
 """The longest time between two checks of the rendezvous store for a question from another rank."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
+"""The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
 _BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
+"""Parts of torch's error messages that mean that the connection to a rank is broken."""
 
 
 class LateAfterSignal(DistributedError):
@@ -76,7 +78,7 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # which keeps the group's connections open
+                    del work  # the object keeps the group's connections open
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -112,33 +114,34 @@ class ProcessGroups:
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
         """A function that returns the current step, for error messages. The Trainer or a host sets it."""
-        self._is_ours = False
+        self._is_ours = False  # whether this object made the program's process group
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
         self._notes = _Notes("", self.rank, self._answer_seconds)
         self._machines: list[str] = []
         if self.size == 1:
             return
-        patience = timedelta(seconds=timeout - self._answer_seconds)
-        with _as_ours():
+        group_timeout = timedelta(seconds=timeout - self._answer_seconds)
+        with _as_distributed_error():
             if initialised_distributed() is None:
                 distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                     store=attempt_store(ranks, timeout),
                     rank=self.rank,
                     world_size=self.size,
-                    timeout=patience,
+                    timeout=group_timeout,
                     device_id=device if device.type == "cuda" else None,
                 )
                 self._is_ours = True
             is_fake = distributed.get_backend() == "fake"
             backend = "fake" if is_fake else "gloo"
-            self.words = distributed.new_group(backend=backend, timeout=patience)
-            self.saving = distributed.new_group(backend=backend, timeout=patience)
+            self.words = distributed.new_group(backend=backend, timeout=group_timeout)
+            self.saving = distributed.new_group(backend=backend, timeout=group_timeout)
         mine = (os.urandom(8).hex(), socket.gethostname())
         each = [mine] * self.size if is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
-        self._notes = _Notes(f"callsheet/{each[0][0]}", self.rank, self._answer_seconds)
+        run_id = each[0][0]  # drawn by rank 0
+        self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -190,9 +193,10 @@ class ProcessGroups:
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
         """Return the error to raise after a collective has failed with `error`. It names the ranks at fault.
 
-        It is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop.
+        It is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
+        says in its message which operation failed.
         """
-        traceback.clear_frames(error.__traceback__)  # whose variables keep the failed group's connections open
+        traceback.clear_frames(error.__traceback__)  # the variables of the frames keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
         if self._notes.has_read_of(_GAVE_UP):
@@ -211,7 +215,7 @@ class ProcessGroups:
         is_broken = any(sign in str(error).lower() for sign in _BROKEN)
         self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
         try:
-            return self._notes.ask(lambda: self._to_blame(step, is_broken))
+            return self._notes.ask(lambda: self._ranks_at_fault(step, is_broken))
         except TimeoutError:
             keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
             return (
@@ -223,25 +227,27 @@ class ProcessGroups:
                 return f"{self._named([0])} has ended, and with it the rendezvous store; this rank was at step {step}"
             return f"{keeper_of_store()} has ended; this rank was at step {step}"
 
-    def _to_blame(self, step: int, is_broken: bool) -> str:
+    def _ranks_at_fault(self, step: int, is_broken: bool) -> str:
+        """Ask the other ranks whether they still run, wait for their answers, and return a text that says which ranks are at fault."""
         notes, ranks = self._notes, range(self.size)
         notes.question()
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
-            words = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            silent = [rank for rank in ranks if words[rank] is None and not notes.answered(rank)]
-            late = [rank for rank in ranks if words[rank] is None and rank not in silent]
-            waiting = {rank: word[1] for rank, word in words.items() if word and word[0] in (_TIMED_OUT, _CUT_OFF)}
-            found = [f"{self._named([rank])} failed {word[1]}" for rank, word in words.items() if word and word[0] == _FAILED]
-            gave_up = {rank: word[1] for rank, word in words.items() if word and word[0] == _GAVE_UP}
-            found += [f"{self._named([rank])} gave up {why}" for rank, why in gave_up.items()]
-            left = [rank for rank, word in words.items() if word and word[0] == _LEFT]
+            said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            # Ranks without a note either do not answer, or still run and have not reached this collective.
+            silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
+            late = [rank for rank in ranks if said[rank] is None and rank not in silent]
+            noted = {rank: note for rank, note in said.items() if note is not None}
+            waiting = {rank: at for rank, (kind, at) in noted.items() if kind in (_TIMED_OUT, _CUT_OFF)}
+            left = [rank for rank, (kind, _) in noted.items() if kind == _LEFT]
+            found = [f"{self._named([rank])} failed {why}" for rank, (kind, why) in noted.items() if kind == _FAILED]
+            found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in noted.items() if kind == _GAVE_UP]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
         if silent:
             # Give the waiting time only if a rank timed out; a broken connection fails at once.
-            is_timeout = any(word and word[0] == _TIMED_OUT for word in words.values())
+            is_timeout = any(kind == _TIMED_OUT for kind, _ in noted.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
         if left and not found:
@@ -332,7 +338,7 @@ class _Notes:
     def leave(self, kind: str, word: str) -> None:
         """Write to the store why this rank ends. Only the first call has an effect, because it is closest to the cause.
 
-        Errors of the store are ignored.
+        Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
         if not self._has_left:
             self._has_left = True
@@ -403,7 +409,7 @@ class _Presence:
 
 
 @contextlib.contextmanager
-def _as_ours() -> Iterator[None]:
+def _as_distributed_error() -> Iterator[None]:
     """Convert an error of torch inside the `with` block to `DistributedError`.
 
     The message names no rank, because the other ranks cannot be asked before there is a group.

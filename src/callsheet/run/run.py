@@ -115,12 +115,8 @@ class Run:
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         world.at_step = lambda: ctx.step
-        for close in (
-            self.guard.end,
-            world.close,
-            self.agreement.end,
-            log_ranks.end,
-        ):  # these functions are called in reverse order
+        # The lifetime calls these functions in reverse order.
+        for close in (self.guard.end, world.close, self.agreement.end, log_ranks.end):
             lifetime.at_end(close)
 
     def _notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:

@@ -62,6 +62,10 @@ _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
 _RECORD_BYTES = 1024
 
+_registry = threading.RLock()  # guards `_held`
+_held: dict[str, RunLock] = {}  # the locks of this process, by path
+_tokens: set[str] = set()  # the tokens of the claims of this process
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -147,7 +151,7 @@ class RunLock:
         self._is_busy = is_busy
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
-        self._lost = ""
+        self._lost = ""  # why the lock was lost; empty if it was not
         # For each lock file, its content and the time when the content last changed.
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._has_logged_waiting = False
@@ -184,9 +188,10 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock if it is free; otherwise return its owner.
+        """Acquire the lock if it is free; otherwise return its owner, without waiting.
 
-        This does not wait for the owner. Raises `OSError` in the same cases as `acquire`.
+        Raises:
+            OSError: no file can be created beside the run's folder.
         """
         with _registry:
             holder = _held.get(str(self._path))
@@ -301,6 +306,7 @@ class RunLock:
         return None
 
     def _is_gone(self, number: int, content: bytes) -> bool:
+        """Return whether the process that made this claim is gone; the module's docstring says when."""
         claim, now = _parsed(content), time.monotonic()
         if claim is not None and claim.is_of_dead_process:
             return True
@@ -349,6 +355,7 @@ class _Ownership:
         os.fsync(self._descriptor)  # make the new heartbeat visible to other machines
 
     def start(self) -> None:
+        """Start the thread that writes heartbeats."""
         self._thread = threading.Thread(target=self._run, name="callsheet-lock", daemon=True)
         self._thread.start()
 
@@ -379,10 +386,8 @@ class _Ownership:
         """Stop the heartbeat, and remove the lock file if `removes`."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(
-                HEARTBEAT_SECONDS
-            )  # the thread may hang in a file system that does not answer; it then keeps its descriptor
-            if self._thread.is_alive():
+            self._thread.join(HEARTBEAT_SECONDS)
+            if self._thread.is_alive():  # it hangs in a file system that does not answer, and still uses the descriptor
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):
@@ -424,11 +429,6 @@ class _Ownership:
                     )
 
 
-_registry = threading.RLock()
-_held: dict[str, RunLock] = {}  # the locks of this process, by path
-_tokens: set[str] = set()  # tokens of the claims of this process
-
-
 def _after_fork() -> None:
     global _registry
     _registry = threading.RLock()
@@ -440,33 +440,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@functools.cache
 def machine_id() -> str:
     """Return an id of the machine, or of the container if it has its own process ids.
 
     The host name is not enough, because containers may have the same name.
     """
-    return _machine_id()
-
-
-@functools.cache
-def _machine_id() -> str:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        parts.append(
-            os.readlink("/proc/self/ns/pid")
-        )  # two containers of one machine share the boot id, but not their process ids
+        # Two containers of one machine share the boot id, but not their process ids.
+        parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
 
 def process_started(pid: int) -> str:
-    """Return the start time of a process of this machine, in a unit that depends on the system.
+    """Return the start time of a process of this machine as text, in a unit that depends on the system.
 
-    Return an empty string if there is no such process.
-
-    Outside Linux, where this time is not available, the result is the same for every living process, so a reused process id looks
-    alive.
+    Return an empty string if there is no such process. Outside Linux, where the time is not available, the result is the same for
+    every living process, so a process that has ended looks alive if its id was reused.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")

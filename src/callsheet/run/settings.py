@@ -55,7 +55,7 @@ def settings_of(
     for name, describe in parts.items():
         try:
             described = describe()
-        except Exception as error:
+        except Exception as error:  # the user's objects may raise any error, and settings are only recorded
             verb = "are" if name.endswith("s") else "is"
             logger.warning("The run's %s cannot be described, and %s not recorded with its settings: %s", name, verb, error)
             continue

@@ -40,7 +40,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answer.set_result(act())
-        except BaseException as error:
+        except BaseException as error:  # `answer.result` raises the error on the caller's thread
             answer.set_exception(error)
 
     threading.Thread(target=run, name="callsheet-store", daemon=True).start()
@@ -68,7 +68,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
     distributed = initialised_distributed()
     base: Any = distributed.distributed_c10d._get_default_store() if distributed is not None else None
     deadline = time.monotonic() + timeout
-    where = _where() if base is None else None
+    where = _rendezvous_address() if base is None else None
     number = next(_meetings)
 
     def meet() -> Any:
@@ -95,7 +95,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
         ) from None
 
 
-def _where() -> tuple[str, int]:
+def _rendezvous_address() -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -135,15 +135,15 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
             if words != announced and None not in words:
                 announced = [word for word in words if word is not None]
                 store.set("list", json.dumps(announced))
-        listed = json.loads(_one(store, "list") or "[]")
+        listed = json.loads(_get_or_none(store, "list") or "[]")
         if len(listed) == ranks.world_size and listed[ranks.rank] == mine:
             if name != (name := hashlib.sha256("".join(listed).encode()).hexdigest()[:16]):
                 store.set(f"accepted/{ranks.rank}", name)
             if ranks.rank == 0 and all(each == name for each in _read(store, "accepted", everyone)):
                 store.set("confirmed", name)
-            if _one(store, "confirmed") == name:
+            if _get_or_none(store, "confirmed") == name:
                 return name
-        message, words = json.loads(_one(store, "failed") or '["", []]')
+        message, words = json.loads(_get_or_none(store, "failed") or '["", []]')
         if mine in words:
             store.set(f"acknowledged/{ranks.rank}", mine)
             raise DistributedError(message)
@@ -175,10 +175,10 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
 
 
 def _read(store: Any, kind: str, ranks: Sequence[int]) -> list[str | None]:
-    return [_one(store, f"{kind}/{rank}") for rank in ranks]
+    return [_get_or_none(store, f"{kind}/{rank}") for rank in ranks]
 
 
-def _one(store: Any, key: str) -> str | None:
+def _get_or_none(store: Any, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 

@@ -261,7 +261,7 @@ class _Bare:
 def _made_bare(trainer: MakesTrainer) -> _Bare:
     folder = TemporaryDirectory(prefix="conformance-")
     atexit.register(folder.cleanup)
-    with Scene(Subject(_nobody, trainer=trainer), Path(folder.name)) as scene:
+    with Scene(Subject(_no_callback, trainer=trainer), Path(folder.name)) as scene:
         scene.fit()
     watch = scene.watch
     things, model = model_things(scene.trainer.model, scene.trainer.optimizer), weakref.ref(scene.trainer.model)
@@ -274,7 +274,7 @@ _bare = cache(_made_bare)
 """Return the results of a run without callbacks, for comparison. The run is made once for each function that makes a trainer."""
 
 
-def _nobody() -> Callback:
+def _no_callback() -> Callback:
     raise NotImplementedError
 
 

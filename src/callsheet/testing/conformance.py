@@ -32,7 +32,7 @@ class Check(Protocol):
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _on_one_thread() -> Iterator[None]:
     """Within this context, limit torch to one thread, which is faster for so small a model.
 
     Restore the random states of the process after the block.
@@ -60,7 +60,7 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
         own = Path(folder, check.__name__)
         own.mkdir(parents=True, exist_ok=True)
         try:
-            with _apart():
+            with _on_one_thread():
                 check(subject, own)
         except (SkipTest, ConformanceError):
             raise

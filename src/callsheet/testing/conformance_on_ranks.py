@@ -143,7 +143,7 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
             end = _looked_at(subject, own / "watched", bare[subject.trainer])
         except Found as error:
             end.found = error.found
-        except BaseException:
+        except BaseException:  # catches SystemExit too: the process that started the ranks reports every error
             end.found = traceback.format_exc()
         path = _path(Path(folder), number, int(os.environ["RANK"]))
         draft = path.with_suffix(".draft")

@@ -156,10 +156,10 @@ def _hooks(own: dict[str, Any]) -> dict[str, int]:
 
 
 def _command(process: psutil.Process) -> str:
-    return _or("that has ended", lambda: f"{process.pid}, {' '.join(process.cmdline())[:80] or process.name()}")
+    return _value_or("that has ended", lambda: f"{process.pid}, {' '.join(process.cmdline())[:80] or process.name()}")
 
 
-def _or(otherwise: str, ask: Callable[[], str]) -> str:
+def _value_or(otherwise: str, ask: Callable[[], str]) -> str:
     try:
         return ask()
     except psutil.Error:

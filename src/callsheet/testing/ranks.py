@@ -137,6 +137,6 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: 
     rank = int(environment["RANK"])
     try:
         ends.put(RankEnd(rank, value=function(*arguments)))
-    except BaseException:
+    except BaseException:  # catches SystemExit too: the process that started the ranks reports every error
         ends.put(RankEnd(rank, error=traceback.format_exc()))
         raise SystemExit(1) from None

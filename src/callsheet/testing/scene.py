@@ -139,7 +139,7 @@ class Scene:
             self.trainer = self.subject.trainer(self.folder, self._manager, self._resume)
         except BaseException:
             logging.getLogger().removeHandler(self._listener)
-            self._look()
+            self._check_run()
             raise
         self._longest = self.trainer.state.max_duration
         return self
@@ -156,7 +156,7 @@ class Scene:
         finally:
             logging.getLogger().removeHandler(self._listener)
         if error is None or isinstance(error, (Planted, KeyboardInterrupt)):
-            self._look()
+            self._check_run()
 
     @property
     def comes_to(self) -> tuple[int, str]:
@@ -168,7 +168,7 @@ class Scene:
         self.trainer.fit(until or self._longest)
         return self
 
-    def _look(self) -> None:
+    def _check_run(self) -> None:
         check_events(self.watch.events)
         for failed in self._manager.cost_report(0).failures:
             raise Found(
@@ -216,8 +216,6 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as text, the first name that is missing in one of two mappings or has different values.
 
-    With a `subject`, only the values that it compares count.
-
     Values that the `subject` excludes are ignored. Without a subject, all are compared.
     """
     for name in sorted(one.keys() | other.keys()):
@@ -244,8 +242,9 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
 def _readable(value: str | None) -> str:
     if value is None:
         return "not there"
-    try:
-        value = repr(float.fromhex(value)) if value.lstrip("-").startswith("0x") else value
-    except ValueError:
-        pass
+    if value.lstrip("-").startswith("0x"):
+        try:
+            value = repr(float.fromhex(value))
+        except ValueError:  # show it as it is: it is not a float from `_leaves`, but another text that begins with 0x
+            pass
     return value if len(value) <= 100 else f"{value[:97]}..."

@@ -139,7 +139,7 @@ class Evaluation:
         self._precision = precision
         self._shard = shard
         # Whether a signal may end the running evaluation early. False if the user called the evaluation directly.
-        self._may_be_called_off = False
+        self._may_be_interrupted = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
         self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders, in a single process
@@ -229,18 +229,18 @@ class Evaluation:
         results: dict[str, dict[str, float]] = {}
         with self._not_training():
             ctx.standalone = standalone
-            self._may_be_called_off = not standalone
+            self._may_be_interrupted = not standalone
             with spans.eval_all:
                 for ctx.eval_name, loader in loaders.items():
                     with spans.eval:
                         ctx.eval_losses, found = self._evaluated(loader, spans.eval_step, spans.eval_forward)
-                        if not self._is_called_off:
+                        if not self._is_interrupted:
                             results[ctx.eval_name] = found
                             ctx.log({f"{ctx.eval_name}/{name}": value for name, value in found.items()}, across="same")
                     ctx.close("on_eval_end")
-                    if self._is_called_off:
+                    if self._is_interrupted:
                         break
-                if self._is_called_off:
+                if self._is_interrupted:
                     results = {}  # a signal ended the evaluation early; a resumed run repeats all of it
                     self.metrics.take()
                 else:
@@ -265,7 +265,7 @@ class Evaluation:
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """Return the mean losses and metrics over a test set. They are also logged as `test/<name>`."""
-        self._may_be_called_off = False
+        self._may_be_interrupted = False
         with self._not_training():
             with self._spans.test:
                 self.ctx.eval_losses, results = self._evaluated(loader, self._spans.test_step, self._spans.test_forward)
@@ -281,15 +281,15 @@ class Evaluation:
             if not is_filler:
                 outputs.append(self.ctx.outputs)
 
-        self._may_be_called_off = False
+        self._may_be_interrupted = False
         with self._not_training():
             with self._spans.predict:
-                self._each(loader, self._spans.predict_step, self._spans.predict_forward, keep)
+                self._run_batches(loader, self._spans.predict_step, self._spans.predict_forward, keep)
         return outputs
 
     @property
-    def _is_called_off(self) -> bool:
-        return self._may_be_called_off and self._agreement.signal is not None
+    def _is_interrupted(self) -> bool:
+        return self._may_be_interrupted and self._agreement.signal is not None
 
     def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the mean losses over all ranks as tensors, and the same as floats together with the task's metrics.
@@ -314,8 +314,8 @@ class Evaluation:
                 totals[name] = totals.get(name, 0) + part
             metrics.add(outputs, batch, is_filler)
 
-        self._each(loader, step, forward, add)
-        if self._is_called_off:
+        self._run_batches(loader, step, forward, add)
+        if self._is_interrupted:
             return {}, {}
         total = torch.as_tensor(sum(weights), dtype=torch.float64, device=self._device)
         summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # a single copy from the device
@@ -324,7 +324,7 @@ class Evaluation:
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
         return losses, found | metrics.result()
 
-    def _each(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
+    def _run_batches(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
         """Run the model on every batch of this rank's part, or stop at a signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
@@ -338,7 +338,7 @@ class Evaluation:
                     then(getattr(batches, "is_filler", False))
                 ctx.close(end)
                 self._agreement.evaluated_step(ctx.step)
-                if self._is_called_off:
+                if self._is_interrupted:
                     return
 
     @contextmanager
@@ -357,7 +357,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_called_off:  # the user called this evaluation, so no later code reads the pending reduction
+            if not self._may_be_interrupted:  # the user called this evaluation, so no later code reads the pending reduction
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

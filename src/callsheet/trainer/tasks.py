@@ -103,14 +103,14 @@ class SupervisedTask(Task):
         try:
             inputs = batch[0]
         except _NO_PAIR as error:
-            raise self._no_pair(batch) from error
+            raise self._not_a_pair(batch) from error
         return model(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
         try:
             targets = batch[1]
         except _NO_PAIR as error:
-            raise self._no_pair(batch) from error
+            raise self._not_a_pair(batch) from error
         return self.loss_function(outputs, targets)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
@@ -121,10 +121,10 @@ class SupervisedTask(Task):
         try:
             inputs = batch[0]
         except _NO_PAIR as error:
-            raise self._no_pair(batch) from error
+            raise self._not_a_pair(batch) from error
         return (inputs.size(0) if isinstance(inputs, Tensor) and inputs.ndim else _leading_length(inputs)), 0
 
-    def _no_pair(self, batch: Any) -> ConfigError:
+    def _not_a_pair(self, batch: Any) -> ConfigError:
         has = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _described(batch)
         name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
         return ConfigError(

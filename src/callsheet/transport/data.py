@@ -60,7 +60,7 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
         text, tensors = plain.flatten(document)
     except CheckpointError as error:
         raise TransportError(str(error)) from None
-    parts = (plain.dump(text), safetensors.torch.save({name: _alone(tensor) for name, tensor in tensors.items()}), pickled)
+    parts = (plain.dump(text), safetensors.torch.save({name: _own_copy(tensor) for name, tensor in tensors.items()}), pickled)
     return b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in parts)
 
 
@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the value of which `value` is the encoded form."""
+        """Return the value that was encoded as `value`."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
@@ -354,7 +354,7 @@ def _is_key(key: object) -> bool:
     return all(map(_is_key, key)) if type(key) is tuple else key is None or type(key) in (bool, int, float, str, bytes)
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
 
 

@@ -152,11 +152,8 @@ class _Fingerprinter:
                 host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
-        except (
-            RuntimeError,
-            TypeError,
-            NotImplementedError,
-        ):  # raised for a meta or sparse tensor, or a subclass that keeps its data elsewhere
+        except (RuntimeError, TypeError, NotImplementedError):
+            # The tensor is a meta or sparse tensor, or of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -164,9 +161,8 @@ class _Fingerprinter:
     def _function(self, function: FunctionType, path: str) -> Node:
         if found := path_of(function):
             return ["function", found]
-        cells = [
-            cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
-        ]  # leave out empty cells, which have no value yet
+        # Leave out empty cells, which have no value yet.
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         inside = {
             "code": ["code", _code(function.__code__)],
             "defaults": self.node_of([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
@@ -250,7 +246,7 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
             met, where = (here[1], "here") if here[0] == "same" else (there[1], "there")
             yield f"{path}: {where} it is the same object as {met}, but not {'there' if where == 'here' else 'here'}"
     elif here[0] != there[0]:
-        yield f"{path}: {_a(here[0])} here, {_a(there[0])} there"
+        yield f"{path}: {_with_article(here[0])} here, {_with_article(there[0])} there"
     elif isinstance(here[1], dict) and isinstance(there[1], dict):
         for name in here[1] | there[1]:
             if name not in there[1] or name not in here[1]:
@@ -258,14 +254,14 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
             else:
                 yield from _compare(here[1][name], there[1][name], _joined(path, name))
     elif _UNSEEN in (here[1], there[1]):
-        yield f"{path}: {_a(here[0])}, which cannot be inspected"
+        yield f"{path}: {_with_article(here[0])}, which cannot be inspected"
     elif here[1] != there[1]:
-        yield f"{path}: {_a(here[0])} with another value there"
+        yield f"{path}: {_with_article(here[0])} with another value there"
 
 
 def _joined(path: str, name: str) -> str:
     return path + (name if name[:1] in ".[( " else f": {name}")
 
 
-def _a(kind: str) -> str:
+def _with_article(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" if kind != "NoneType" else "None"

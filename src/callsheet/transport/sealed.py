@@ -121,13 +121,13 @@ def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise TransportError(f"{path.parent}: {_why(error)}") from None
+        raise TransportError(f"{path.parent}: {_reason_for(error)}") from None
     try:
         _check_private(os.fstat(folder), path.parent)
         try:
             descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
-            raise TransportError(f"{path}: {_why(error)}") from None
+            raise TransportError(f"{path}: {_reason_for(error)}") from None
     finally:
         os.close(folder)
     try:
@@ -153,7 +153,7 @@ def _check_private(status: os.stat_result, path: Path) -> None:
         )
 
 
-def _why(error: OSError) -> str:
+def _reason_for(error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         return "it is a symbolic link, or not of the expected type"
     if error.errno == errno.ENOENT:

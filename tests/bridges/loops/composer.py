@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-if (
-    torch.version.cuda is None and find_spec("composer") is not None and not hasattr(torch.ops.torchvision, "nms")
-):  # torchvision has no build for this one, and declares fakes of operators that are not there
+# Torchvision has no build for this torch. Declare the operators that it looks for.
+if torch.version.cuda is None and find_spec("composer") is not None and not hasattr(torch.ops.torchvision, "nms"):
     _OPERATORS = torch.library.Library("torchvision", "DEF")
     _OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -250,7 +250,7 @@ class AcceleratedRun(AttachedRun):
         try:
             return iter(self._left_of(dataloader))
         except Exception as error:
-            mark_as_users(error)  # raise the error, because the loop cannot train without its data
+            mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
 
     def _ends_step(self, given: int) -> bool:
@@ -292,7 +292,7 @@ class AcceleratedRun(AttachedRun):
         try:
             batch = next(batches, None)
         except Exception as error:
-            mark_as_users(error)
+            mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
         if batch is not None:
             self._group.append(batch)  # stored first, so that the loop gets this batch even if something fails here
@@ -321,7 +321,7 @@ class AcceleratedRun(AttachedRun):
         super()._end_step()
         self._may_fire_save = True
 
-    def _check_first(self) -> None:
+    def _check_first_step(self) -> None:
         run = self._run
         if not self._optimizer_hooks.has_stepped:
             self._support.without_optimizer_step(

@@ -194,9 +194,8 @@ class CalledModel(NotCopied):
         driver.end("eval_step")
         run.eval.ctx.batch = batch
         driver.start("eval_forward")
-        self._after.install(
-            run.eval.listens_to_outputs("eval"), self._ends
-        )  # decided for each batch, because callbacks may be muted (not called for a while) in between
+        # This is decided for each batch, because callbacks may be muted (not called for a while) in between.
+        self._after.install(run.eval.listens_to_outputs("eval"), self._ends)
         given = run.eval.ctx.batch
         return None if given is batch else _replaced(given, args)
 

@@ -90,7 +90,7 @@ class Time:
         """Return the time as a string, such as `"10ba"`."""
         return str(self)
 
-    def _of(self, other: Any, what: str) -> Any:
+    def _value_of(self, other: Any, what: str) -> Any:
         """Return the value of `other`, a time or a string. Raise RuntimeError if its unit differs."""
         time = Time.from_input(other, self.unit)
         if time.unit is not self.unit:
@@ -100,30 +100,30 @@ class Time:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (int, float, str)) and not hasattr(other, "unit"):
             return NotImplemented
-        return bool(self.value == self._of(other, "compared"))
+        return bool(self.value == self._value_of(other, "compared"))
 
     def __lt__(self, other: Any) -> bool:
-        return bool(self.value < self._of(other, "compared"))
+        return bool(self.value < self._value_of(other, "compared"))
 
     def __le__(self, other: Any) -> bool:
-        return bool(self.value <= self._of(other, "compared"))
+        return bool(self.value <= self._value_of(other, "compared"))
 
     def __gt__(self, other: Any) -> bool:
-        return bool(self.value > self._of(other, "compared"))
+        return bool(self.value > self._value_of(other, "compared"))
 
     def __ge__(self, other: Any) -> bool:
-        return bool(self.value >= self._of(other, "compared"))
+        return bool(self.value >= self._value_of(other, "compared"))
 
     def __hash__(self) -> int:
         return hash((self.value, self.unit))
 
     def __add__(self, other: Any) -> Time:
-        return Time(self.value + self._of(other, "added"), self.unit)
+        return Time(self.value + self._value_of(other, "added"), self.unit)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Time:
-        return Time(self.value - self._of(other, "subtracted"), self.unit)
+        return Time(self.value - self._value_of(other, "subtracted"), self.unit)
 
     def __rsub__(self, other: Any) -> Time:
         return (-self).__add__(other)
@@ -132,7 +132,7 @@ class Time:
         return Time(-self.value, self.unit)
 
     def __mod__(self, other: Any) -> Time:
-        return Time(self.value % self._of(other, "divided"), self.unit)
+        return Time(self.value % self._value_of(other, "divided"), self.unit)
 
     def __mul__(self, other: Any) -> Time:
         if isinstance(other, (int, float)):
@@ -150,7 +150,7 @@ class Time:
         """Divide by a number, which gives a time of this unit, or by a time, which gives a fraction with the unit `dur`."""
         if isinstance(other, (int, float)):
             return Time(type(self.value)(self.value / other), self.unit)
-        return Time(self.value / self._of(other, "divided"), TimeUnit.DURATION)
+        return Time(self.value / self._value_of(other, "divided"), TimeUnit.DURATION)
 
     def __int__(self) -> int:
         return int(self.value)

@@ -273,7 +273,7 @@ class HuggingFaceGuest(Guest):
             if flag == "should_log":
                 self._log_asked_at = self.state.global_step
             elif flag == "should_epoch_stop":
-                self._cannot("set control.should_epoch_stop, and an epoch cannot be ended early here")
+                self._reject_or_warn("set control.should_epoch_stop, and an epoch cannot be ended early here")
             elif flag == "should_save":
                 self._save_kind = "requested"
             elif flag == "should_evaluate":
@@ -291,11 +291,11 @@ class HuggingFaceGuest(Guest):
         """Raise an error, or log a warning, if the callback set `control.should_log` at a step that has no metrics record."""
         if self._log_asked_at > self._logged_at:
             asked, self._log_asked_at = self._log_asked_at, 0
-            self._cannot(
+            self._reject_or_warn(
                 f"set control.should_log after step {asked}, where no record is made; set the run's log_interval accordingly"
             )
 
-    def _cannot(self, what: str) -> None:
+    def _reject_or_warn(self, what: str) -> None:
         if self._strict:
             raise NotSupported(f"{self.name} {what}; or pass strict=False to train without it")
         logger.warning("%s %s", self.name, what)

@@ -415,19 +415,19 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         is_own = kwargs.get("eval_dataset", args[0] if args else None) is None
         try:
             if outer is None:
-                self._within(run, self._begin_evaluation, is_own)
+                self._guarded(run, self._begin_evaluation, is_own)
             found = method(*args, **kwargs)
         except BaseException:
             self._prefix = outer
             if outer is None and self._run is run:
-                self._within(run, self._close_evaluation, {})
+                self._guarded(run, self._close_evaluation, {})
             raise
         prefix, self._prefix = self._prefix, outer
         if outer is None and self._run is run:
-            self._within(run, self._evaluated, trainer, found, prefix)
+            self._guarded(run, self._evaluated, trainer, found, prefix)
         return found
 
-    def _within(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
+    def _guarded(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
         """Call `function(run, *given)`. An error ends callsheet's run; see `_leave`."""
         try:
             function(run, *given)
@@ -504,7 +504,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # fired now, since this checkpoint satisfies requests that callbacks make then
+            self._fire_due(run)  # a save that callbacks request at this event is satisfied by this checkpoint
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):
@@ -544,7 +544,7 @@ def _begin_engine_step(host: weakref.ref[HuggingFaceHost]) -> None:
     """Start the optimizer's step, because DeepSpeed's engine begins it."""
     found, run = host(), _run_of(host)
     if found is not None and run is not None and (found._listens_to_optimizer or run.driver.is_read):
-        found._within(run, found._begin_optimizer_step)
+        found._guarded(run, found._begin_optimizer_step)
 
 
 def _dataset(prefix: str | None) -> str:

@@ -142,9 +142,8 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
-                handler = (
-                    handler._parent() if hasattr(handler, "_parent") else handler
-                )  # if the event has a filter, Ignite has wrapped the handler
+                # If the event has a filter, Ignite has wrapped the handler.
+                handler = handler._parent() if hasattr(handler, "_parent") else handler
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
         return list(found.values())

@@ -328,9 +328,8 @@ class IgniteHost(HostBase):
             driver, ctx, watch = run.driver, run.ctx, self._watch
             watch.is_on = True
             is_first = not self._microbatches
-            if (
-                is_first and trainer.state.dataloader is None
-            ):  # Ignite fires no event for a batch if the process function makes its own data
+            # Ignite fires no event for a batch if the process function makes its own data.
+            if is_first and trainer.state.dataloader is None:
                 self._get_batch_started(trainer)
                 self._get_batch_completed(trainer)
             self._microbatches += 1

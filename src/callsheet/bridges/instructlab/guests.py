@@ -250,12 +250,13 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
 
 
 async def _rest(left: deque[Any], waits: Any) -> None:
+    """Wait for `waits`, which the first call in `left` returned, and then make the other calls in order. Errors are logged."""
     while left:
         method, context = left.popleft()
         try:
             if waits is not None:
                 await awaited(waits)
-        except BaseException as error:
+        except BaseException as error:  # catches SystemExit too, because a hook must not end training
             log_failure(method, context, error)
         waits = _called(*left[0]) if left else None
 

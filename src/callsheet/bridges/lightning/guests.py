@@ -167,7 +167,9 @@ class LightningGuest(Guest):
         if theirs.endswith("_batch_start"):
             return lambda ctx: method(self.trainer, self.module, ctx.batch, *self._batch_position(ctx))
         if theirs.endswith("_batch_end"):
-            return lambda ctx: method(self.trainer, self.module, _of(ctx, "outputs"), ctx.batch, *self._batch_position(ctx))
+            return lambda ctx: method(
+                self.trainer, self.module, _field_or_none(ctx, "outputs"), ctx.batch, *self._batch_position(ctx)
+            )
         if (field := _FIELD_OF_HOOK.get(theirs)) is not None:
 
             def with_field(ctx: Context) -> None:
@@ -250,11 +252,11 @@ class LightningGuest(Guest):
             self._starts_batch(self.trainer, self.module, batch, self.batch_idx)
 
     def _end_microbatch(self, ctx: Context) -> None:
-        self._loss = _of(ctx, "loss")
+        self._loss = _field_or_none(ctx, "loss")
 
     def _end_step(self, ctx: Context) -> None:
         self.ctx, self.is_step_over = ctx, True
-        self._end_batch(_of(ctx, "loss") if self._batches == 1 else self._loss)
+        self._end_batch(_field_or_none(ctx, "loss") if self._batches == 1 else self._loss)
         self._batch, self._loss, self._batches = _NONE, None, 0
 
     def _end_batch(self, loss: Tensor | None) -> None:
@@ -394,7 +396,7 @@ _FIELD_OF_HOOK = {"on_before_backward": "loss", "on_before_optimizer_step": "opt
 """For each hook, the field of the context that Lightning passes to it."""
 
 
-def _of(ctx: Context, field: str) -> Any:
+def _field_or_none(ctx: Context, field: str) -> Any:
     return getattr(ctx, field) if ctx.has(field) else None
 
 

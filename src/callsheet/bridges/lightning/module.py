@@ -127,9 +127,8 @@ class ModuleFacade(OfGuest):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(
-            self._model, memo
-        )  # callbacks that average weights copy this module, and only the model inside it needs to be copied
+        # Callbacks that average weights copy this module, and only the model inside it needs to be copied.
+        return copy.deepcopy(self._model, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)

@@ -120,9 +120,8 @@ class MegatronBridgeHost(HostBase):
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
-        run.counted = (
-            (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
-        )  # Megatron's counts are those of all ranks, and callsheet sums counts over the ranks
+        # Megatron's counts are those of all ranks, and callsheet sums counts over the ranks.
+        run.counted = (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1

@@ -163,7 +163,7 @@ class CallbackManager:
 
     def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
-            # The message begins with the words of Megatron Bridge's own, which tests that are written for it compare.
+            # The message begins like that of Megatron Bridge, because tests that are written for Megatron Bridge compare it.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._callbacks[event]
 

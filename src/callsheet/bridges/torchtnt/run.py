@@ -57,7 +57,7 @@ class TorchTNTRun(Common):
     def on_train_start(self, ctx: Context) -> None:
         """Set torchtnt's progress counters to the run's progress."""
         now = ctx.state.timestamp
-        self._turn_to("train")
+        self._switch_to("train")
         self.progress["train"].load_state_dict({
             "num_epochs_completed": now.epoch,
             "num_steps_completed": now.batch,
@@ -67,7 +67,7 @@ class TorchTNTRun(Common):
 
     def on_epoch_start(self, ctx: Context) -> None:
         """Set the active loop in torchtnt's `State` back to training, after an evaluation."""
-        self._turn_to("train")
+        self._switch_to("train")
 
     def on_fetch_start(self, ctx: Context) -> None:
         """Start measuring the wait for data, at the first fetch of a step."""
@@ -77,7 +77,7 @@ class TorchTNTRun(Common):
     def on_train_step_start(self, ctx: Context) -> None:
         """Record the wait for data and the previous step's duration."""
         if self.phase != "train":  # return to the training phase after an evaluation within the epoch
-            self._turn_to("train")
+            self._switch_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
         if (late := self._late) is not None:  # torchtnt records the duration only after the callbacks of the step's end
@@ -98,13 +98,13 @@ class TorchTNTRun(Common):
 
     def on_epoch_end(self, ctx: Context) -> None:
         """Count the epoch in torchtnt's progress."""
-        self._turn_to("train")
+        self._switch_to("train")
         self._asked_at = None
         self.progress["train"].increment_epoch()
 
     def on_train_end(self, ctx: Context) -> None:
         """Record the last step's duration."""
-        self._turn_to("train")
+        self._switch_to("train")
 
     # --- evaluation and prediction ---
 
@@ -138,12 +138,12 @@ class TorchTNTRun(Common):
     on_predict_step_start, on_predict_step_end, on_predict_end = on_eval_step_start, on_eval_step_end, on_eval_end
 
     def _begin_eval(self, phase: str, entry_point: EntryPoint | None, ctx: Context) -> None:
-        self._turn_to(phase)
+        self._switch_to(phase)
         if entry_point is not None:
             self._enter(entry_point, ctx)
         self._asked_at = perf_counter()
 
-    def _turn_to(self, phase: str) -> None:
+    def _switch_to(self, phase: str) -> None:
         self._write_time()
         self.phase, self._timer = phase, self.phases[phase].iteration_timer
 
@@ -178,7 +178,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
         super().__init__(dataloader=_Length(None))
 
     def limit(self, ctx: Context) -> None:
-        """Set the length of the loop from the run's."""
+        """Set the most epochs or steps of the loop to those of the run's `max_duration`."""
         longest = ctx.state.max_duration
         self._dataloader = _Length(ctx.state.epoch_batches)
         if longest is not None and longest.unit is TimeUnit.EPOCH:

@@ -54,7 +54,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
+            with _without_host_methods(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
                 command, file = given(trainer)
             undo.push(functools.partial(_clean_after_error, trainer, file))  # Ultralytics does not know the file yet
             place = command.index(file)
@@ -95,7 +95,7 @@ def _callbacks_of(host: Any) -> list[Callback]:
 
 
 @contextlib.contextmanager
-def _without(trainer: Any, host: Any) -> Iterator[None]:
+def _without_host_methods(trainer: Any, host: Any) -> Iterator[None]:
     """Leave the host's methods out of the trainer's callbacks while the `with` block runs."""
     kept = {event: list(functions) for event, functions in trainer.callbacks.items()}
     for functions in trainer.callbacks.values():

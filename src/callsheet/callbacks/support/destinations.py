@@ -208,7 +208,7 @@ class Mail:
             raise NotDelivered("it rejected the recipients", is_final=True) from None
         except OSError as error:  # smtplib's exceptions are subclasses of OSError
             raise NotDelivered(str(error) or type(error).__name__) from None
-        except Exception as error:
+        except Exception as error:  # leave out the error's message, since it may contain the password
             raise NotDelivered(type(error).__name__, is_final=True) from None
         if rejected:  # no retry, since the server would send the mail again to recipients that it has accepted
             of = len(self._recipients.split(","))

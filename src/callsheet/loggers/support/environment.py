@@ -47,7 +47,7 @@ def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> 
                     "hardware": _hardware(device),
                 }
             )
-        except Exception as error:
+        except Exception as error:  # the file is only for users, so a failure must not end the run
             logger.warning("What the run was started with is not recorded in %s: %s", FILE, error)
 
     thread = threading.Thread(target=read, name="callsheet environment", daemon=True)

@@ -108,7 +108,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
     found = client.get_experiment_by_name(title)
     if found is None:
         try:
-            client.create_experiment(title, artifact_location=_beside(client.tracking_uri))
+            client.create_experiment(title, artifact_location=_artifacts_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created the experiment
                 raise
@@ -122,7 +122,7 @@ def allowed(name: str) -> str:
     return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:LONGEST_NAME] or "_"
 
 
-def _beside(uri: str) -> str | None:
+def _artifacts_beside(uri: str) -> str | None:
     """Return a location for artifacts next to the SQLite file in `uri`, since MLflow's default is the working directory.
 
     None lets the server choose.

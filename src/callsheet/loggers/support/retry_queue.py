@@ -54,7 +54,7 @@ class RetryQueue:
             some = self.waiting[: self._at_once]
             try:
                 self._send(some)
-            except Exception as error:
+            except Exception as error:  # `send` may raise any error of the client library
                 self._has_failed, now = True, time.monotonic()
                 self._not_before = now + _SHARE * (now - start)
                 if self._is_hopeless(error):

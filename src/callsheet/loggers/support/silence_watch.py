@@ -29,7 +29,7 @@ class SilenceWatch:
         self._last_shown, self._show, self._patience = last_shown, show, patience
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="callsheet-silence-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch_silence, name="callsheet-silence-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -38,7 +38,7 @@ class SilenceWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)  # limit the wait, because a terminal that accepts no text may block the thread
 
-    def _look(self) -> None:
+    def _watch_silence(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
             silent = time.perf_counter() - self._last_shown()
             if silent < self._patience:

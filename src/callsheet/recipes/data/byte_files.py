@@ -97,18 +97,18 @@ class ByteFiles:
 
     def validation(self) -> Windows:
         """Return up to `validation_windows` evenly spaced windows of the validation bytes."""
-        return self._some(self.validation_bytes)
+        return self._evenly_spaced(self.validation_bytes)
 
     def test(self) -> Windows:
         """Return up to `validation_windows` evenly spaced windows of the test bytes."""
-        return self._some(_read(self.files[2]))
+        return self._evenly_spaced(_read(self.files[2]))
 
     def about(self) -> str:
         """Return a short description of the data."""
         held_out = f"{len(self.validation_bytes) / 1e6:.1f} MB held out"
         return f"{len(self.train_bytes) / 1e6:.1f} MB of {self.pattern} in {self.root}, {held_out}"
 
-    def _some(self, data: NDArray[np.uint8]) -> Windows:
+    def _evenly_spaced(self, data: NDArray[np.uint8]) -> Windows:
         step = max(1, len(data) // self.sequence_length // self.validation_windows)
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 

@@ -73,7 +73,7 @@ class Conversations:
         Raises:
             ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.
         """
-        row = _there(row)
+        row = _without_none(row)
         if "messages" in row or _is_chat(row.get("prompt")):
             return self._of_chat(*_conversation(row, place), place)
         if "prompt" in row:
@@ -94,7 +94,7 @@ class Conversations:
         Raises:
             ConfigError: as in `example`.
         """
-        row = _there(row)
+        row = _without_none(row)
         if "messages" in row or _is_chat(row.get("prompt")):
             messages, tools = _conversation({**row, "completion": []}, place)
             while messages and messages[-1]["role"] == "assistant":
@@ -150,7 +150,7 @@ class Conversations:
 
         def render() -> Any:
             return render_jinja_template(
-                conversations=[_without_none(messages)],
+                conversations=[_without_none_in_each(messages)],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -168,7 +168,7 @@ class Conversations:
             )
         text: str = _taken(
             lambda: self._tokenizer.apply_chat_template(
-                _without_none(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                _without_none_in_each(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             ),
             place,
         )
@@ -211,7 +211,7 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
     return messages, row.get("tools") or None
 
 
-def _there(row: Row) -> Row:
+def _without_none(row: Row) -> Row:
     """Return the row without keys whose value is None.
 
     Parquet files have every column in every row, and every key in every message.
@@ -235,9 +235,9 @@ def _text(row: Row, column: str, place: str) -> str:
     return value
 
 
-def _without_none(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _without_none_in_each(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages without keys whose value is None, because templates check whether a key exists."""
-    return [dict(_there(message)) for message in messages]
+    return [dict(_without_none(message)) for message in messages]
 
 
 def _short(value: Any) -> str:

@@ -40,7 +40,7 @@ class ClassificationTask(Task):
     def loss(self, outputs: Any, batch: Any) -> Losses:
         """Return the weighted cross entropy of a batch, computed in float32."""
         labels = batch["labels"]
-        return cross_entropy(outputs.logits.float(), labels, weight=self._on(labels))
+        return cross_entropy(outputs.logits.float(), labels, weight=self._weights_on_device_of(labels))
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         return outputs.logits, batch["labels"]
@@ -51,7 +51,7 @@ class ClassificationTask(Task):
         Without class weights, it is their number.
         """
         labels = batch["labels"]
-        weights = self._on(labels)
+        weights = self._weights_on_device_of(labels)
         return len(labels) if weights is None else weights[labels].sum()
 
     @property
@@ -59,7 +59,7 @@ class ClassificationTask(Task):
         """Whether all classes have the same weight."""
         return self._weights is None
 
-    def _on(self, labels: Tensor) -> Tensor | None:
+    def _weights_on_device_of(self, labels: Tensor) -> Tensor | None:
         if self._weights is not None and self._weights.device != labels.device:
             self._weights = self._weights.to(labels.device)
         return self._weights

@@ -17,11 +17,12 @@ from callsheet.report.run_folder import RunFolder
 _STEP = ("fetch", "train_step")
 _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
-"""A part is compared with the baseline if its time changed by more than the first fraction of itself, and the second of a step."""
+"""A part has noticeably changed if the change is more than the first fraction of its baseline, and more than the second of the step."""
 _CLEAR = 1.5
-"""A span that takes this many times as long in every timed step of one run as in any of another is slower, however few were timed.
+"""A span is clearly slower if each of its timed steps in one run takes this many times as long as any in the other run.
 
-This holds only if the whole step, which is measured in the whole run, is slower too: a load of the machine slows all steps of a window.
+A few timed steps are then enough, but only if the whole step, which is measured in the whole run, is slower too: another program on
+the machine may have slowed all steps of a timing window.
 """
 
 Kind = Literal["step", "span", "callback"]
@@ -51,17 +52,17 @@ class Part:
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback and the whole step the mean.
         step: the seconds of the run's step, to which shares refer: for a span the median of the timed steps, for a callback the mean of
-            all steps. NaN for the whole step, which has no share.
+            all steps. NaN for the whole step itself, which has no share.
         samples: for a span the median of each timing window, whose steps follow each other and so are not independent; for the
             whole step its mean in each metrics record.
-        ends: for a span its least and its most seconds in a timed step.
+        extremes: for a span its least and its most seconds in a timed step.
         calls: for a callback its timed calls, by event.
     """
 
     seconds: float
     step: float
     samples: tuple[float, ...] = ()
-    ends: tuple[float, float] = (0.0, 0.0)
+    extremes: tuple[float, float] = (0.0, 0.0)
     calls: Mapping[str, Calls] = field(default_factory=dict)
 
 
@@ -112,7 +113,8 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    fetched: dict[str, float] = {}  # the fetch of a batch comes before its step begins, and has the number of the step before
+    # The fetch for the next step, which has the number of the step before it because it comes before its own step begins.
+    fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
             if each.name == "train_step":
@@ -144,28 +146,29 @@ def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """Return one row for the whole step, and for each span and callback: its `kind`, its `name`, and a cell for each group.
 
-    The first group is the baseline.
+    The first group is the baseline. A cell is None if no run of the group timed the part. Otherwise it has:
 
-    A cell has the mean `seconds` over the group's runs, their `share` of the mean step (NaN for the whole step), `change` from the baseline's seconds as a fraction, and `mark`,
-    which is `slower` or `faster` if the change is noticeable and more than noise, `noise` if it may be noise, and otherwise empty. It
-    is None if no run of the group timed the part.
-
-    Spans nest, and a callback's time may be within a span, so the shares do not add up to one.
+    - `seconds`: the mean over the group's runs.
+    - `share`: the fraction of the mean step; NaN for the whole step. Spans nest, and a callback's time may be within a span, so the
+      shares do not add up to one.
+    - `change`: the change from the baseline's seconds, as a fraction of them.
+    - `mark`: empty if the change is not noticeable, `noise` if it may be noise, and otherwise `slower` or `faster`.
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
     whole = [""] * len(groups)  # whether the whole step is slower or faster
-    for part in order + _callbacks([each for group in groups for each in group]):
-        found = [[each.parts[part] for each in group if part in each.parts] for group in groups]
+    for key in order + _callbacks([each for group in groups for each in group]):
+        kind, name = key
+        found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
         if any(found):
-            cells = [_cell(found[0], each, mark) for each, mark in zip(found, whole, strict=True)]
-            if part[0] == "step":
+            cells = [_cell(kind, found[0], each, mark) for each, mark in zip(found, whole, strict=True)]
+            if kind == "step":
                 whole = [cell["mark"] if cell else "" for cell in cells]
-            rows.append({"kind": part[0], "name": part[1], "cells": cells})
+            rows.append({"kind": kind, "name": name, "cells": cells})
     return rows
 
 
-def _cell(baseline: Sequence[Part], parts: Sequence[Part], whole: str) -> dict[str, Any] | None:
+def _cell(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], whole: str) -> dict[str, Any] | None:
     if not parts:
         return None
     seconds, step = _means(parts)
@@ -173,9 +176,10 @@ def _cell(baseline: Sequence[Part], parts: Sequence[Part], whole: str) -> dict[s
     if baseline and _means(baseline)[0] > 0:
         before, step = _means(baseline)
         change = seconds / before - 1
-        if abs(change) > _CHANGED and not abs(seconds - before) <= _NOTICEABLE * step:
+        # For the whole step, the first condition suffices.
+        if abs(change) > _CHANGED and (kind == "step" or abs(seconds - before) > _NOTICEABLE * step):
             mark = "slower" if change > 0 else "faster"
-            mark = "noise" if _may_be_noise(baseline, parts, whole == mark) else mark
+            mark = "noise" if _may_be_noise(kind, baseline, parts, whole == mark) else mark
     return {"seconds": seconds, "share": share, "change": change, "mark": mark}
 
 
@@ -183,7 +187,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
     return statistics.fmean(part.seconds for part in parts), statistics.fmean(part.step for part in parts)
 
 
-def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
+def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
     """Return whether the difference between two groups' times of a part may be noise, judging by the spread over the runs.
 
     With one run on each side, whole steps are compared as in `difference`. Spans are compared by the ranks of their timing windows
@@ -191,21 +195,22 @@ def _may_be_noise(baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: 
     than noise if even its slowest call in the one run was faster than its mean call in the other.
 
     Args:
+        kind: what the part is.
         baseline, parts: the times of the part in the runs of each side.
         is_as_whole: whether the whole step has changed in the same direction, by more than noise.
     """
-    one, other = baseline[0], parts[0]
-    if max(len(baseline), len(parts)) > 1 or not (one.calls or other.calls or any(one.ends)):
+    if kind == "step" or max(len(baseline), len(parts)) > 1:
         sides = [[Value(part.seconds, part.seconds, samples=part.samples) for part in side] for side in (baseline, parts)]
         return difference(*sides).is_noise is not False
-    if one.calls or other.calls:
+    one, other = baseline[0], parts[0]
+    if kind == "callback":
         return not _calls_differ(one.calls, other.calls)
-    if is_as_whole and max(one.ends[0], other.ends[0]) > _CLEAR * min(one.ends[1], other.ends[1]):
+    if is_as_whole and max(one.extremes[0], other.extremes[0]) > _CLEAR * min(one.extremes[1], other.extremes[1]):
         return False
     if min(len(one.samples), len(other.samples)) < 2:
         return True
     stats = load("scipy.stats", extra="report", wanted_by="a comparison with spread")
-    return not float(stats.mannwhitneyu(one.samples, other.samples).pvalue) < 0.05
+    return float(stats.mannwhitneyu(one.samples, other.samples).pvalue) >= 0.05
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:

@@ -59,16 +59,9 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         for run in content["runs"]
     ]  # fmt: skip
     heads = [
-        "run",
-        *(["group"] if comparison.group_by else []),
-        "outcome",
-        "steps",
-        "seconds",
-        "restarts",
-        "evaluations",
-        "checkpoints",
+        "run", *(["group"] if comparison.group_by else []), "outcome", "steps", "seconds", "restarts", "evaluations", "checkpoints",
         *(["tags and note"] if has_notes else []),
-    ]
+    ]  # fmt: skip
     is_uneven = len({run["steps"] for run in content["runs"]}) > 1
     tables: list[Table] = [
         (f"Runs{'; their numbers of steps differ, so the last values are of different steps' if is_uneven else ''}", heads, runs)
@@ -229,27 +222,15 @@ def _latex(table: Table) -> str:
 def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     columns = [
-        "metric",
-        "group",
-        "mean",
-        "deviation",
-        "runs",
-        "best",
-        "best_step",
-        "best_mean",
-        "best_deviation",
-        "difference",
-        "relative",
-        "margin",
-        "p",
-    ]
+        "metric", "group", "mean", "deviation", "runs", "best", "best_step", "best_mean", "best_deviation", "difference", "relative",
+        "margin", "p",
+    ]  # fmt: skip
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        mean = (
-            row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
-        )  # a last value may be NaN; other columns are then unknown
+        # Runs may end with NaN or infinity, so the mean is written even then. In the other columns, NaN means that a value is unknown.
+        mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")
 

@@ -19,39 +19,12 @@ STEP_SECONDS = "step_seconds"
 """The mean time of a step: training time by steps, without evaluations and checkpoints."""
 
 _LOWER_IS_BETTER = (
-    "loss",
-    "perplexity",
-    "error",
-    "bits_per_byte",
-    "seconds",
-    "bytes",
-    "memory",
-    "wer",
-    "cer",
-    "mse",
-    "mae",
-    "rmse",
-)
+    "loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "cer", "mse", "mae", "rmse",
+)  # fmt: skip
 _HIGHER_IS_BETTER = (
-    *(
-        "accuracy",
-        "acc",
-        "f1",
-        "precision",
-        "recall",
-        "auc",
-        "auroc",
-        "map",
-        "miou",
-        "iou",
-        "dice",
-        "r2",
-        "bleu",
-        "rouge",
-        "score",
-    ),
-    *("reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match"),
-)
+    "accuracy", "acc", "f1", "precision", "recall", "auc", "auroc", "map", "miou", "iou", "dice", "r2", "bleu", "rouge", "score",
+    "reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match",
+)  # fmt: skip
 _NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
 _SKIPPED_RECORDS = 1  # metrics records at the start that are left out, because the first steps allocate and compile

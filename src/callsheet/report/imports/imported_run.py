@@ -134,9 +134,18 @@ class Metrics:
 class ImportedRun:
     """A run that was read from the files of another tool.
 
-    `key` identifies the run among all of its kind: its id, or the path of its folder. `outcome` is empty, and `started`, `ended` (seconds since 1970) and `seconds` (of
-    training) are NaN, if the source does not know them. `reason` says why the run ended, or why the outcome is unknown.
-    `left_out` counts what is not imported, by its kind. `warnings` name files that could not be read completely.
+    Args:
+        name: the run's name.
+        key: identifies the run among all runs of the same tool: its id, or the path of its folder.
+        metrics: the metrics by name.
+        hyperparameters: the settings.
+        images: the images.
+        outcome: how the run ended; empty if the source does not say.
+        reason: why the run ended, or why the outcome is unknown.
+        started, ended: seconds since 1970; NaN if the source does not say.
+        seconds: the seconds of training; NaN if the source does not say.
+        left_out: how many values, images and so on are not imported, by their kind.
+        warnings: which files could not be read completely.
     """
 
     name: str
