@@ -373,10 +373,10 @@ _PAGE = """\
 
 <!-- tools/versions.py writes this page. -->
 
-This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks ran with
-torch {torch}. CI tests only the versions in `constraints.txt`. The rows for a framework count the tests of its
-[host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. The rows for PyTorch count the tests of callsheet's
-core, its Trainer, checkpoints and [hand-written loops](bare.md).
+This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
+tested with torch {torch}. CI tests only the versions in `constraints.txt`. In the row of a framework, the numbers count the tests of its
+[host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. In the rows of PyTorch, they count the tests of
+callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -385,16 +385,16 @@ core, its Trainer, checkpoints and [hand-written loops](bare.md).
 The verdicts are:
 
 - **works**: all tests pass. Tests of features that a version lacks are skipped.
-- **rejected**: the host or the guest raises `NotSupported`, which names what the framework lacks. Training does not start.
+- **rejected**: the host or the guest raises a `NotSupported` error that names what the framework lacks. Training does not start.
 - **broken**: some tests fail, for the reason that the table gives.
 
-**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table does not list the
-version's minor release as working, the host or guest logs one warning that names the working releases. Some parts of a framework that a bridge needs
-are not public API. If the framework lacks such a part, the host or guest raises `NotSupported`, which names this part.
+**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table has no version of the
+same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. A bridge also needs parts of a
+framework that are not public API. If the framework lacks such a part, the host or guest raises a `NotSupported` error that names this part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
-`benchmarks/results/versions.json` and updates this page. You can interrupt it and start it again, because it skips versions that have a result. For
-one package:
+`benchmarks/results/versions.json` and updates this page. You can interrupt it and start it again, because it skips versions that have a result. To
+test only one package:
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
@@ -422,8 +422,8 @@ def page(results: Iterable[Result]) -> str:
     if beside:
         beside.insert(
             0,
-            "**Other packages.** The following versions do not work with the packages in `constraints.txt`. "
-            "They were tested with these packages instead:\n\n",
+            "**Other packages.** The following versions do not work with the package versions in `constraints.txt`. "
+            "They were tested with these versions instead:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]
