@@ -260,7 +260,7 @@ def missing(how: str) -> set[str]:
             f"rank 1 on machine {HERE} had already ended the run when this rank was at step 8: do all ranks call the same methods?",
         ),
         ("is late", f"rank 1 on machine {HERE} did not reach step 8: stuck, or much slower than the others"),
-        ("is dead", f"rank 1 on machine {HERE} did not answer at step 8: dead or stopped"),
+        ("is dead", f"rank 1 on machine {HERE} did not answer at step 8: dead or suspended"),
     ],
 )
 def test_only_the_missing_rank_is_named_by_all(how: str, expected: str) -> None:
@@ -384,5 +384,5 @@ def die_in_a_save(folder: Path, in_background: bool) -> str:
 def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path, in_background: bool) -> None:
     with RankProcesses(die_in_a_save, 3, tmp_path, in_background) as ranks:
         messages = {end.rank: end.value for end in ranks.wait(60) if end.rank != 1}
-    expected = f"rank 1 on machine {HERE} did not answer at step 2: dead or stopped. On rank "
+    expected = f"rank 1 on machine {HERE} did not answer at step 2: dead or suspended. On rank "
     assert {rank: message[: len(expected)] for rank, message in messages.items()} == {0: expected, 2: expected}

@@ -1,4 +1,4 @@
-"""A rank that is stopped (SIGSTOP), not dead: its connections stay open, so every wait of the others needs a timeout."""
+"""A rank that is suspended (SIGSTOP), not dead: its connections stay open, so every wait of the others needs a timeout."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
         messages, seconds, ended = survivors(case.ranks, case.stopped, ranks, tmp_path)
     print(f"{case}: {seconds:.1f} s, process ended after {ended:.1f} s; {messages[0][:120]}")
     expected = (
-        f"rank {case.stopped} on machine {socket.gethostname()} did not answer within {TIMEOUT:g} s at step 6: dead or stopped"
+        f"rank {case.stopped} on machine {socket.gethostname()} did not answer within {TIMEOUT:g} s at step 6: dead or suspended"
     )
     assert [message[: len(expected)] for message in messages] == [expected] * (case.ranks - 1)
     assert seconds < TIMEOUT + MARGIN
@@ -181,7 +181,7 @@ def meet(stopped: int, where: str, folder: Path, port: int) -> tuple[str, float]
 @pytest.mark.parametrize(
     ("stopped", "where", "expected"),
     [
-        (1, "before", "rank 1 of 3 did not join the others within 4 s: not started, dead or stopped"),
+        (1, "before", "rank 1 of 3 did not join the others within 4 s: not started, dead or suspended"),
         (0, "deciding", "rank 0"),
     ],
 )

@@ -219,7 +219,7 @@ class ProcessGroups:
         except TimeoutError:
             keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
             return (
-                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or stopped; it keeps the rendezvous "
+                f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or suspended; it keeps the rendezvous "
                 "store, so the other ranks could not be asked"
             )
         except RuntimeError:
@@ -249,7 +249,7 @@ class ProcessGroups:
             # Give the waiting time only if a rank timed out; a broken connection fails at once.
             is_timeout = any(kind == _TIMED_OUT for kind, _ in noted.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
-            found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or stopped")
+            found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or suspended")
         if left and not found:
             found.append(
                 f"{self._named(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"

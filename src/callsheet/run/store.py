@@ -32,7 +32,7 @@ _meetings = count()  # counts the stores that this process has opened; the count
 def within(seconds: float, act: Callable[[], T]) -> T:
     """Return the result of `act()`, or raise `TimeoutError` after `seconds`.
 
-    Most calls of a store have no timeout, and block for ever if the process that keeps the store is stopped. So they run on a
+    Most calls of a store have no timeout, and block for ever if the process that keeps the store is suspended. So they run on a
     thread that can be abandoned.
     """
     answer: Future[T] = Future()
@@ -91,7 +91,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
         return within(timeout + 1.0, meet)
     except TimeoutError:
         raise DistributedError(
-            f"{keeper_of_store()}, which keeps the rendezvous store, did not answer within {timeout:g} s: is the process stopped?"
+            f"{keeper_of_store()}, which keeps the rendezvous store, did not answer within {timeout:g} s: is the process suspended?"
         ) from None
 
 
@@ -162,7 +162,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
     absent = absent or [0]  # all ranks have joined, but rank 0 has not confirmed the list
     message = (
-        f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or stopped"
+        f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     )
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))
