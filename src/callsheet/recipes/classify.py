@@ -36,12 +36,12 @@ class ClassifyConfig(JobConfig):
         train: rows to train on; None trains on `pieces`.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
-        pieces: the packages of source files that are the classes, if `train` is None.
+        pieces: folders of source files (packages), used if `train` is None: each package is a class.
         text_column: the name of the column with the texts.
         label_column: the name of the column with the labels. A label is the name of a class, or its number, counted from 0.
         labels: the names of the classes, in the order of their numbers; None takes those in the training rows.
         class_weights: the weight of a sample in the loss. `none`: all samples have the same weight. `balanced`: all classes have
-            the same total weight. Or a number for each class.
+            the same total weight. A list of numbers: the weight of each class.
         sequence_length: the maximum number of tokens of a text.
         too_long: what happens to longer texts: `truncate` takes their beginning, `reject` ends with an error before training.
     """

@@ -43,8 +43,9 @@ class FinetuneConfig(JobConfig):
         train: rows to train on, with the columns `messages`, or `prompt` and `completion`, or `text`; None trains on `docstrings`.
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
-        docstrings: the source files whose functions are explained, if `train` is None.
-        chat_template: None for the tokenizer's own template, `plain` for none, or the path of a Jinja file.
+        docstrings: Python files, used if `train` is None. The model learns to answer with the first line of a function's docstring.
+        chat_template: the path of a Jinja file with a chat template, or `plain` for no template; None is the tokenizer's own
+            template.
         completion_only: whether only the answers count in the loss, and not the prompts.
         sequence_length: the maximum number of tokens of an example, and of a packed row.
         too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` takes their beginning,

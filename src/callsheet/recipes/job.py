@@ -39,7 +39,8 @@ class JobConfig:
         eval_batch_size: the number of samples in a batch on one rank in evaluation; None is `batch_size`.
         microbatch_size: the number of samples in one forward and backward pass; None is the whole batch.
         gradient_accumulation_steps: the number of batches from which the gradients of one optimizer step are computed.
-        clip_grad_norm: the gradient norm above which gradients are scaled down; None neither scales nor measures them.
+        clip_grad_norm: the gradient norm above which gradients are scaled down. With None, gradients are not scaled, and their
+            norm is not measured.
         optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
         scheduler: a learning-rate scheduler class by `class_path`, with its `init_args`, stepped after every optimizer step; None
             keeps the rate constant.
@@ -52,9 +53,9 @@ class JobConfig:
         device: the device to train on, such as `cpu` or `cuda`; `auto` is CUDA if available, else the CPU.
         workers: the number of processes that load data, on each rank.
         threads: the number of torch's threads on the CPU; None leaves the choice to torch.
-        timeout_seconds: for how many seconds a rank may not answer before the run fails.
-        lock_timeout_seconds: for how many seconds to wait if another process trains in the run's folder.
-        stop_on_nan: whether a loss that is NaN or infinite ends the run with an error; false continues training.
+        timeout_seconds: how many seconds a rank waits for an answer of the other ranks before the run fails.
+        lock_timeout_seconds: how many seconds to wait if another process trains in the run's folder.
+        stop_on_nan: whether the run ends with an error if a loss is NaN or infinite; otherwise, training continues.
         export: whether the trained model is written to the folder `export` of the run, so that `from_pretrained` can load it.
 
     Raises:

@@ -170,7 +170,7 @@ def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
     for number, row in enumerate(rows, 1):
         if row.get("unmask"):
             raise ConfigError(
-                f"{args.data_path}: row {number} says unmask, by which what is asked counts in the loss too; that is not supported"
+                f"{args.data_path}: row {number} has `unmask: true`, which is not supported: only the answers count in the loss"
             )
     if not args.validation_split:
         return args.data_path, None

@@ -28,10 +28,11 @@ class ByteFiles:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
         pattern: which files in the folder and below it, such as `*.py`.
         sequence_length: the number of bytes in a window.
-        validation_percent: the percentage of files for validation. A file's name decides whether it is one of them, so that the
-            split is always the same.
+        validation_percent: the percentage of files for validation. The name of a file decides whether the file is one of them, so
+            the split is always the same.
         test_percent: the percentage of files for the test after training.
-        validation_windows: how many windows are used for validation, and for the test, spread evenly over their files.
+        validation_windows: the maximum number of windows for validation, and also for the test. The windows are spread evenly
+            over the files.
 
     Raises:
         ConfigError: an argument is invalid.

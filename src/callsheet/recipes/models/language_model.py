@@ -39,10 +39,11 @@ class LanguageModel:
     Args:
         path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes a model with random weights.
         revision: the revision of a model on the hub.
-        config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
-            weights, they override its own. None, if there is no `path` either: the model is a Llama.
-        tokenizer: the tokenizer's folder or name. `bytes` is one that needs no file. None is the model's own, or `bytes` for a
-            model without a path.
+        config: values of a transformers configuration. For a model with random weights, the values must include `model_type`. For
+            a model with a `path`, they override the values of its own configuration. If `path` and `config` are both None, the
+            model is a Llama.
+        tokenizer: the tokenizer's folder or name, or `bytes` for a tokenizer that needs no file. With None, a model with a `path`
+            uses its own tokenizer, and a model without a `path` uses `bytes`.
         hidden_size: the width of the residual stream of the Llama.
         layers: the number of blocks of the Llama.
         heads: the number of attention heads of the Llama. `hidden_size` must be a multiple of twice this number.

@@ -37,13 +37,16 @@ class VisionLanguageModel(LanguageModel):
     The arguments that are not described here are those of `LanguageModel`.
 
     Args:
-        config: values of a transformers configuration. For a model with random weights, they include `model_type`; for one with
-            weights, they override its own. None, if there is no `path` either: the model is a Llava.
-        processor: the processor's folder or name. `bytes` is one that needs no file, for images of `image_size`. None is the
-            model's own, or `bytes` for a model without a path.
-        image_size: the side of an image of the Llava, in pixels.
-        patch_size: the side of a patch of an image of the Llava, in pixels; `image_size` must be a multiple of it.
-        vision_hidden_size: the width of the Llava's vision tower, which has as many `heads` as its Llama.
+        config: values of a transformers configuration. For a model with random weights, the values must include `model_type`. For
+            a model with a `path`, they override the values of its own configuration. If `path` and `config` are both None, the
+            model is a Llava.
+        processor: the processor's folder or name, or `bytes` for a processor that needs no file and takes images of `image_size`.
+            With None, a model with a `path` uses its own processor, and a model without a `path` uses `bytes`.
+        image_size: the width and height of an image of the Llava, in pixels.
+        patch_size: the width and height of a patch of an image of the Llava, in pixels; `image_size` must be a multiple of
+            `patch_size`.
+        vision_hidden_size: the width of the Llava's vision tower. The vision tower has as many attention heads as the Llama:
+            `heads`.
         vision_layers: the number of blocks of the Llava's vision tower.
         freeze: the parts that are not trained: `vision_tower`, `projector` or `language_model`, or patterns of parameter names.
 
