@@ -585,5 +585,5 @@ def test_rows_and_ranks_that_do_not_fit(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="effective_batch_size=4 does not divide over 3 ranks"):
         run_training(TorchrunArgs(nproc_per_node=3), arguments(base))
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}], "unmask": true}\n')
-    with pytest.raises(ConfigError, match="row 1 says unmask"):
+    with pytest.raises(ConfigError, match="row 1 has `unmask: true`"):
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, data_path=str(tmp_path / "rows.jsonl")))

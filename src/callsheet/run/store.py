@@ -161,9 +161,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
     absent = absent or [0]  # all ranks have joined, but rank 0 has not confirmed the list
-    message = (
-        f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
-    )
+    message = f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))
         readers, until = [rank for rank in everyone if rank not in (0, *absent)], time.monotonic() + _LINGER_SECONDS
