@@ -31,7 +31,7 @@ logger = logging.getLogger("callsheet")
 
 HOST = "this script"
 EVALUATED = "validation"
-"""The name of the dataset in the events of an evaluation; the script's own name for it is unknown."""
+"""The name of the dataset in the events of an evaluation, unless a framework reports it."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
 
@@ -114,8 +114,13 @@ class BareLoop:
         )
         self._evaluation = run.eval.driver.parts["eval_all"]
         self._is_over = False
+        self._ends_epoch = False  # whether the epoch ends after the open step
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
+        self.are_epochs_reported = False
+        """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
+        self.evaluated_dataset = ""
+        """The name of the dataset on which an evaluator of a framework runs now, or empty."""
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
@@ -210,6 +215,11 @@ class BareLoop:
 
     # --- what the hooks report ---
 
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self.run.state.timestamp.batch
+
     def trains(self, parameter: Any) -> bool:
         """Return whether the optimizer has this parameter."""
         return id(parameter) in self._parameters
@@ -237,7 +247,7 @@ class BareLoop:
             batch = fetches(iterator)
         except StopIteration:
             self._batches.begin()
-            self._guarded(self._end_epoch)
+            self._guarded(self._end_data)
             raise
         self._batches.add(batch)
         if is_first:
@@ -247,13 +257,16 @@ class BareLoop:
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether training takes its batches from `loader`."""
-        return not self._is_over and threading.get_ident() == self._thread and self._batches.come_from(loader)
+        """Return whether training takes its batches from `loader`, and no evaluator takes them from it now."""
+        if self._is_over or self.evaluated_dataset or threading.get_ident() != self._thread:
+            return False
+        return self._batches.come_from(loader)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
-        if not self._is_over and threading.get_ident() == self._thread and not self._step.is_open:
-            self._batches.add_other(loader, batch)
+        if self._is_over or self.evaluated_dataset or self._step.is_open or threading.get_ident() != self._thread:
+            return
+        self._batches.add_other(loader, batch)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
@@ -314,12 +327,36 @@ class BareLoop:
     def loader_begins(self) -> None:
         """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
         if self._batches.begin():
+            self._guarded(self._end_data)
+
+    def end_epoch(self, values: Mapping[str, float]) -> None:
+        """End the epoch and log `values` in it, because a framework has reported its end. If no epoch is open, do nothing."""
+        if not self._is_over and self._epoch.is_open and threading.get_ident() == self._thread:
+            self.log(values)
             self._guarded(self._end_epoch)
 
+    def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
+        """Report the results of an evaluation on a dataset that has just ended."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(self._end_dataset, dataset, results)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Log what the script has logged with a framework."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(lambda: self.run.ctx.log(values, across="same"))
+
+    def _end_data(self) -> None:
+        """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
+        if not self.are_epochs_reported:
+            self._end_epoch()
+
     def _end_epoch(self) -> None:
-        """End the epoch. Within a step, do nothing."""
+        """End the epoch, if one is open. Within a step, end it after the step."""
         driver = self.run.driver
-        if self._is_over or driver.is_open("train_step") or not driver.is_open("epoch"):
+        if self._is_over or not self._epoch.is_open:
+            return
+        self._ends_epoch = self._step.is_open
+        if self._ends_epoch:
             return
         self._leave_evaluation()
         driver.end("fetch")
@@ -339,6 +376,8 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
+        if self._ends_epoch:
+            self._end_epoch()
 
     # --- what they do ---
 
@@ -382,7 +421,7 @@ class BareLoop:
         if self._evaluation.is_open:
             self._leave_evaluation()
         if self._batches.switch():
-            self._end_epoch()
+            self._end_data()
         if run.driver.listen():
             self._listen()
         run.driver.start_step()
@@ -426,7 +465,7 @@ class BareLoop:
     def _begin_eval_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         evaluation = self.run.eval
         if not evaluation.driver.is_open("eval"):
-            evaluation.begin(EVALUATED)
+            evaluation.begin(self.evaluated_dataset or EVALUATED)
             self._install_forward_hooks()
         if evaluation.driver.is_open("eval"):
             evaluation.ctx.batch = batch_of(args, kwargs)
@@ -447,12 +486,25 @@ class BareLoop:
                 evaluation.driver.end("eval_forward")
                 evaluation.driver.end("eval_step")
 
+    def _end_dataset(self, dataset: str, results: Mapping[str, float]) -> None:
+        evaluation = self.run.eval
+        if self._step.is_open:  # such as between the microbatches of a step
+            self.run.made.append({dataset: results})
+        elif evaluation.driver.is_open("eval"):
+            evaluation.end_dataset(dataset, results)
+        elif results:  # of another model, such as an average of the weights
+            evaluation.begin(dataset)
+            if evaluation.driver.is_open("eval"):
+                evaluation.end_dataset(dataset, results)
+
     def _leave_evaluation(self) -> None:
         evaluation = self.run.eval
         if evaluation.driver.is_open("eval_all"):
             if evaluation.driver.is_open("eval"):
-                evaluation.end_dataset(EVALUATED, {})
+                evaluation.end_dataset(evaluation.ctx.eval_name, {})
             evaluation.end()
+            if any(evaluation.found.values()):
+                self.run.fire_record()
             self._install_forward_hooks()
 
 

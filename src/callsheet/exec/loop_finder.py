@@ -59,6 +59,7 @@ class LoopFinder:
         self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._is_in_backward = False
+        self._is_inside_loader = False  # whether a dataloader of a framework is fetching from the torch dataloader inside it
         self._scaler: Any = None
 
     def install(self) -> None:
@@ -109,7 +110,32 @@ class LoopFinder:
             self._is_in_backward = False
         return None
 
+    def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
+        """Yield the batches of `given(loader)`, the iteration over a framework's dataloader that has a torch dataloader inside.
+
+        The batches are observed as the script gets them, because the framework may fetch them ahead.
+        """
+        iterator = self._iterate(given, loader)
+        try:
+            while True:
+                try:
+                    batch = self._fetch(self._fetch_outside, iterator)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            iterator.close()
+
+    def _fetch_outside(self, iterator: Any) -> Any:
+        self._is_inside_loader = True
+        try:
+            return next(iterator)
+        finally:
+            self._is_inside_loader = False
+
     def _iterate(self, given: Callable[..., Any], loader: Any) -> Any:
+        if self._is_inside_loader:
+            return given(loader)
         loop = self._loop
         if loop is not None and loop.is_of_training(loader):
             loop.loader_begins()
@@ -118,7 +144,7 @@ class LoopFinder:
         return iterator
 
     def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
-        if self._is_over or self.is_paused or os.getpid() != self._process:
+        if self._is_over or self.is_paused or self._is_inside_loader or os.getpid() != self._process:
             return given(iterator)
         loop = self._loop
         if loop is not None and self._training_iterator() is iterator:

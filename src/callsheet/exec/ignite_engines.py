@@ -1,0 +1,126 @@
+"""What `callsheet exec` takes from Ignite's engines: the epochs and metrics of the trainer, and the results of evaluators."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callsheet.exec.bare_loop import BareLoop
+    from callsheet.exec.observation import Observation
+
+
+class IgniteEngines:
+    """Knows the engines that run, and reports to the observed loop what they know.
+
+    The engine in whose run the observed optimizer first steps is the trainer. Another engine is an evaluator if the optimizer does not step
+    in its run.
+
+    Args:
+        observation: has the loop that is observed.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._running: list[Any] = []  # the innermost last
+        self._trainer: Any = None
+        self._handles: list[Any] = []  # of our handlers in the trainer
+        self._names: dict[str, tuple[Any, Callable[[], Any]]] = {}  # by name: the evaluator and a reference to its dataset
+
+    def begin(self) -> dict[str, Any]:
+        """Note that a loop is recognized. Return what its record says about Ignite; nothing if no engine runs."""
+        self.remove()
+        if not self._running:
+            return {}
+        from ignite.engine import Events
+
+        self._trainer = self._running[-1]
+        for event in (Events.EPOCH_COMPLETED, Events.EPOCH_STARTED):  # `terminate_epoch` may leave the first one out
+            self._handles.append(self._trainer.add_event_handler(event, self._end_epoch))
+        return {"framework": f"Ignite {sys.modules['ignite'].__version__}"}
+
+    def remove(self) -> None:
+        """Remove our handlers from the trainer, and forget it."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._trainer = None
+        self._names.clear()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the trainer runs, so that it reports the ends of its epochs."""
+        return self._trainer is not None and self._trainer in self._running
+
+    def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
+        """Run the engine with `run()`, and report its results if it is an evaluator."""
+        loop = self._observation.loop
+        steps, before = (loop.steps, loop.evaluated_dataset) if loop is not None else (0, "")
+        name = ""
+        if loop is not None and self._trainer not in (None, engine):
+            if _is_between_epochs(self._trainer):
+                self._end_epoch(self._trainer)  # whose handler may come after the one that evaluates
+            loop.evaluated_dataset = name = self._name(engine, data)
+        self._running.append(engine)
+        self._set_reports()
+        try:
+            state = run()
+        finally:
+            self._running.pop()
+            self._set_reports()
+            if loop is not None:
+                loop.evaluated_dataset = before
+        if loop is not None and name and loop.steps == steps:
+            loop.evaluated(name, _numbers(engine.state.metrics))
+        return state
+
+    def _set_reports(self) -> None:
+        loop: BareLoop | None = self._observation.loop
+        if loop is not None:
+            loop.are_epochs_reported = self.is_training
+
+    def _end_epoch(self, trainer: Any) -> None:
+        loop = self._observation.loop
+        if loop is not None:
+            loop.end_epoch({f"ignite/{name}": value for name, value in _numbers(trainer.state.metrics).items()})
+
+    def _name(self, engine: Any, data: Any) -> str:
+        """Return the name of the data on which the evaluator runs, which is the same in each of its runs on the same dataset."""
+        dataset = getattr(data, "dataset", data)
+        for name, (owner, known) in self._names.items():
+            if owner is engine and (known() is dataset or known() is None):
+                self._names[name] = engine, _reference(dataset)
+                return name
+        of_training = self._trainer.state.dataloader
+        stem = "train_data" if dataset is getattr(of_training, "dataset", of_training) else "validation"
+        taken = sum(name.startswith(stem) for name in self._names)
+        name = f"{stem}_{taken + 1}" if taken else stem
+        self._names[name] = engine, _reference(dataset)
+        return name
+
+
+def run_engine(observation: Observation, run: Callable[..., Any], engine: Any, *args: Any, **options: Any) -> Any:
+    """Run the engine, which may be the trainer or an evaluator of the observed loop."""
+    data = args[0] if args else options.get("data")
+    return observation.engines.run(lambda: run(engine, *args, **options), engine, engine.state.dataloader if data is None else data)
+
+
+def _is_between_epochs(trainer: Any) -> bool:
+    from ignite.engine import Events
+
+    return trainer.last_event_name in (Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    from callsheet.bridges.ignite.engine import numbers
+
+    return numbers(metrics)
+
+
+def _reference(dataset: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a strong one if the dataset has no weak references, such as a list."""
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: dataset
