@@ -121,6 +121,9 @@ class BareLoop:
         """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
         self.evaluated_dataset = ""
         """The name of the dataset on which an evaluator of a framework runs now, or empty."""
+        self.no_evaluator: Callable[[], None] = lambda: None
+        """Called if the optimizer steps while `evaluated_dataset` has a name."""
+        self._results: dict[str, Mapping[str, float]] = {}  # of evaluations within the open step, by dataset
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # as with frozen statistics of batch normalization
@@ -190,6 +193,7 @@ class BareLoop:
                 run.fail(error)
             else:
                 run.drop_step()
+                self._fire_results()
                 if run.driver.is_open("epoch"):
                     run.end_epoch(is_whole=True)
                 run.finish()
@@ -376,6 +380,9 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
+        if self.evaluated_dataset:
+            self.no_evaluator()
+        self._fire_results()
         if self._ends_epoch:
             self._end_epoch()
 
@@ -488,14 +495,21 @@ class BareLoop:
 
     def _end_dataset(self, dataset: str, results: Mapping[str, float]) -> None:
         evaluation = self.run.eval
-        if self._step.is_open:  # such as between the microbatches of a step
-            self.run.made.append({dataset: results})
+        if self._step.is_open:  # the evaluation is between the microbatches of a step
+            self._results[dataset] = results
         elif evaluation.driver.is_open("eval"):
             evaluation.end_dataset(dataset, results)
         elif results:  # of another model, such as an average of the weights
             evaluation.begin(dataset)
             if evaluation.driver.is_open("eval"):
                 evaluation.end_dataset(dataset, results)
+
+    def _fire_results(self) -> None:
+        """Fire the events of the evaluations within the step that has just ended."""
+        if self._results:
+            results, self._results = self._results, {}
+            self.run.eval.fire(results)
+            self.run.fire_record()
 
     def _leave_evaluation(self) -> None:
         evaluation = self.run.eval

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 class IgniteEngines:
     """Knows the engines that run, and reports to the observed loop what they know.
 
-    The engine in whose run the observed optimizer first steps is the trainer. Another engine is an evaluator if the optimizer does not step
-    in its run.
+    The engine in whose run the observed optimizer steps is the trainer. Other engines are evaluators.
 
     Args:
         observation: has the loop that is observed.
@@ -27,19 +27,22 @@ class IgniteEngines:
         self._running: list[Any] = []  # the innermost last
         self._trainer: Any = None
         self._handles: list[Any] = []  # of our handlers in the trainer
-        self._names: dict[str, tuple[Any, Callable[[], Any]]] = {}  # by name: the evaluator and a reference to its dataset
+        self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
         """Note that a loop is recognized. Return what its record says about Ignite; nothing if no engine runs."""
         self.remove()
         if not self._running:
             return {}
+        self._attach(self._running[-1])
+        return {"framework": f"Ignite {sys.modules['ignite'].__version__}"}
+
+    def _attach(self, trainer: Any) -> None:
         from ignite.engine import Events
 
-        self._trainer = self._running[-1]
+        self._trainer = trainer
         for event in (Events.EPOCH_COMPLETED, Events.EPOCH_STARTED):  # `terminate_epoch` may leave the first one out
-            self._handles.append(self._trainer.add_event_handler(event, self._end_epoch))
-        return {"framework": f"Ignite {sys.modules['ignite'].__version__}"}
+            self._handles.append(trainer.add_event_handler(event, self._end_epoch))
 
     def remove(self) -> None:
         """Remove our handlers from the trainer, and forget it."""
@@ -47,6 +50,17 @@ class IgniteEngines:
             self._handles.pop().remove()
         self._trainer = None
         self._names.clear()
+
+    def switch(self) -> None:
+        """Take the innermost engine for the trainer from now on, because the observed optimizer has stepped in its run."""
+        loop = self._observation.loop
+        if loop is not None:
+            self._names.pop(loop.evaluated_dataset, None)
+            loop.evaluated_dataset = ""
+        while self._handles:
+            self._handles.pop().remove()
+        self._attach(self._running[-1])
+        self._set_reports()
 
     @property
     def is_training(self) -> bool:
@@ -56,11 +70,11 @@ class IgniteEngines:
     def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
         """Run the engine with `run()`, and report its results if it is an evaluator."""
         loop = self._observation.loop
-        steps, before = (loop.steps, loop.evaluated_dataset) if loop is not None else (0, "")
-        name = ""
-        if loop is not None and self._trainer not in (None, engine):
+        is_evaluator = loop is not None and self._trainer not in (None, engine)
+        name, before = "", loop.evaluated_dataset if loop is not None else ""
+        if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                self._end_epoch(self._trainer)  # whose handler may come after the one that evaluates
+                self._end_epoch(self._trainer)  # whose own call may come after the handler that evaluates
             loop.evaluated_dataset = name = self._name(engine, data)
         self._running.append(engine)
         self._set_reports()
@@ -71,7 +85,7 @@ class IgniteEngines:
             self._set_reports()
             if loop is not None:
                 loop.evaluated_dataset = before
-        if loop is not None and name and loop.steps == steps:
+        if loop is not None and is_evaluator and engine is not self._trainer:
             loop.evaluated(name, _numbers(engine.state.metrics))
         return state
 
@@ -88,16 +102,36 @@ class IgniteEngines:
     def _name(self, engine: Any, data: Any) -> str:
         """Return the name of the data on which the evaluator runs, which is the same in each of its runs on the same dataset."""
         dataset = getattr(data, "dataset", data)
-        for name, (owner, known) in self._names.items():
-            if owner is engine and (known() is dataset or known() is None):
-                self._names[name] = engine, _reference(dataset)
+        for name, known in self._names.items():
+            if known.is_of(engine, dataset):
                 return name
         of_training = self._trainer.state.dataloader
         stem = "train_data" if dataset is getattr(of_training, "dataset", of_training) else "validation"
-        taken = sum(name.startswith(stem) for name in self._names)
-        name = f"{stem}_{taken + 1}" if taken else stem
-        self._names[name] = engine, _reference(dataset)
+        names = (f"{stem}_{number}" if number > 1 else stem for number in count(1))
+        name = next(each for each in names if each not in self._names or self._names[each].is_gone)
+        self._names[name] = _Evaluated(engine, dataset)
         return name
+
+
+class _Evaluated:
+    """A dataset on which an evaluator has run. Neither of them is kept alive."""
+
+    def __init__(self, engine: Any, dataset: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._id = id(dataset)
+        try:
+            self._dataset: Callable[[], Any] | None = weakref.ref(dataset)
+        except TypeError:  # such as a list
+            self._dataset = None
+
+    def is_of(self, engine: Any, dataset: Any) -> bool:
+        """Return whether these are the evaluator and the dataset."""
+        return self._engine() is engine and self._id == id(dataset) and (self._dataset is None or self._dataset() is dataset)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the evaluator or the dataset no longer exists."""
+        return self._engine() is None or (self._dataset is not None and self._dataset() is None)
 
 
 def run_engine(observation: Observation, run: Callable[..., Any], engine: Any, *args: Any, **options: Any) -> Any:
@@ -116,11 +150,3 @@ def _numbers(metrics: Any) -> dict[str, float]:
     from callsheet.bridges.ignite.engine import numbers
 
     return numbers(metrics)
-
-
-def _reference(dataset: Any) -> Callable[[], Any]:
-    """Return a weak reference, or a strong one if the dataset has no weak references, such as a list."""
-    try:
-        return weakref.ref(dataset)
-    except TypeError:
-        return lambda: dataset

@@ -214,7 +214,7 @@ class Observation:
             log_interval=self.log_interval,
             config={**self.accelerate.settings(optimizer), **self.engines.begin(), **self.config},
         )
-        loop.are_epochs_reported = self.engines.is_training
+        loop.are_epochs_reported, loop.no_evaluator = self.engines.is_training, self.engines.switch
         warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
         return loop
 
