@@ -121,8 +121,8 @@ class BareLoop:
         """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
         self.evaluated_dataset = ""
         """The name of the dataset on which an evaluator of a framework runs now, or empty."""
-        self.no_evaluator: Callable[[], None] = lambda: None
-        """Called if the optimizer steps while `evaluated_dataset` has a name."""
+        self.no_evaluator: Callable[[], Any] = lambda: None
+        """Called if the optimizer steps while `evaluated_dataset` has a name. It returns the batch of the step."""
         self._results: dict[str, Mapping[str, float]] = {}  # of evaluations within the open step, by dataset
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
@@ -140,17 +140,18 @@ class BareLoop:
 
     # --- beginning and end ---
 
-    def begin(self, loss: Tensor | None, batch: Any, *, has_closure: bool) -> None:
+    def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
         """Begin the run within the first step of the optimizer. The events of that step so far are fired now.
 
         Args:
             loss: the loss of the step, unscaled and detached.
             batch: the latest batch, or None.
+            counts: the samples and tokens of the step, or zeros if they are unknown.
             has_closure: whether the optimizer evaluates a closure, so that forward and backward come later.
         """
-        self._guarded(self._begin, loss, batch, has_closure)
+        self._guarded(self._begin, loss, batch, counts, has_closure)
 
-    def _begin(self, loss: Tensor | None, batch: Any, has_closure: bool) -> None:
+    def _begin(self, loss: Tensor | None, batch: Any, counts: tuple[int, int], has_closure: bool) -> None:
         run = self.run
         for each in run.manager.callbacks:
             if each.collective and self._ranks > 1 and not isinstance(each, _GATHERING):
@@ -173,6 +174,8 @@ class BareLoop:
         self._open_step()
         if not has_closure:
             self._begin_microbatch((), {})
+            if any(counts):
+                run.counted = counts[0] * self._ranks, counts[1] * self._ranks
             if run.driver.listens_to("microbatch"):
                 run.driver.start("loss")
                 if loss is not None:
@@ -369,6 +372,9 @@ class BareLoop:
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
         run = self.run
+        if self.evaluated_dataset:
+            self._batches.add(self.no_evaluator())
+            self._count((), {})
         if self._sees_forward and not self._was_called and run.state.timestamp.batch:
             self._use_losses_alone()
         self._was_called = False
@@ -380,8 +386,6 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
-        if self.evaluated_dataset:
-            self.no_evaluator()
         self._fire_results()
         if self._ends_epoch:
             self._end_epoch()
@@ -440,10 +444,7 @@ class BareLoop:
         """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""
         run = self.run
         driver, ctx = run.driver, run.ctx
-        is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
-        samples, tokens = self._batches.count(args, kwargs)
-        if not is_repeated:
-            run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
+        self._count(args, kwargs)
         self._is_in_microbatch = True
         if (batch := self._batches.latest) is not None and not ctx.has("batch"):
             ctx.batch = batch
@@ -452,6 +453,14 @@ class BareLoop:
                 ctx.microbatch = batch
             if not self._microbatch.is_open:
                 driver.start("microbatch")
+
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the samples of the latest batch, unless that is done."""
+        run = self.run
+        is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
+        samples, tokens = self._batches.count(args, kwargs)
+        if not is_repeated:
+            run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
 
     def _begin_forward(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():

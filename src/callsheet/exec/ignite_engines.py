@@ -51,8 +51,11 @@ class IgniteEngines:
         self._trainer = None
         self._names.clear()
 
-    def switch(self) -> None:
-        """Take the innermost engine for the trainer from now on, because the observed optimizer has stepped in its run."""
+    def switch(self) -> Any:
+        """Take the innermost engine for the trainer from now on, because the observed optimizer has stepped in its run.
+
+        Return its batch.
+        """
         loop = self._observation.loop
         if loop is not None:
             self._names.pop(loop.evaluated_dataset, None)
@@ -61,6 +64,7 @@ class IgniteEngines:
             self._handles.pop().remove()
         self._attach(self._running[-1])
         self._set_reports()
+        return self._trainer.state.batch
 
     @property
     def is_training(self) -> bool:
