@@ -76,6 +76,7 @@ class BareLoop:
         runs_folder: the folder that contains the run's folder.
         log_interval: how many steps there are from one metrics record to the next.
         config: the script's arguments, which are recorded as settings.
+        stops: ends the training if a callback requests a stop, or None if nothing can do that.
     """
 
     def __init__(
@@ -90,8 +91,11 @@ class BareLoop:
         runs_folder: Path,
         log_interval: int,
         config: Mapping[str, Any],
+        stops: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._stops = stops
+        self._able = ("stop",) if stops is not None else ()
         self._batches = LoopBatches(loader)
         self._ranks = read_ranks().world_size
         self.run = run = _LoneRun(
@@ -103,7 +107,7 @@ class BareLoop:
             runs_folder=runs_folder,
             config=config,
             log_interval=log_interval,
-            able=(),
+            able=self._able,
             saves=lambda requests: None,
             is_alone=True,
         )
@@ -158,7 +162,7 @@ class BareLoop:
                 raise NotSupported(
                     f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out"
                 )
-            if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests):
+            if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in self._able):
                 raise NotSupported(
                     f"{label_of(each)} asks for {asked}, which a loop written by hand cannot carry out without a change; use callsheet.attach"
                 )
@@ -342,6 +346,11 @@ class BareLoop:
             self.log(values)
             self._guarded(self._end_epoch)
 
+    def begin_epoch(self) -> None:
+        """End the evaluation before an epoch, because a framework has reported the epoch's start."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(self._leave_evaluation)
+
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
         """Report the results of an evaluation on a dataset that has just ended."""
         if not self._is_over and threading.get_ident() == self._thread:
@@ -368,6 +377,7 @@ class BareLoop:
         self._leave_evaluation()
         driver.end("fetch")
         self.run.end_epoch(is_whole=True)
+        self._stop_if_asked()
 
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
@@ -389,6 +399,7 @@ class BareLoop:
         self._fire_results()
         if self._ends_epoch:
             self._end_epoch()
+        self._stop_if_asked()
 
     # --- what they do ---
 
@@ -528,7 +539,13 @@ class BareLoop:
             evaluation.end()
             if any(evaluation.found.values()):
                 self.run.fire_record()
+            self._stop_if_asked()
             self._install_forward_hooks()
+
+    def _stop_if_asked(self) -> None:
+        if self._stops is not None and self.run.control.stop_requested is not None:
+            stops, self._stops = self._stops, None
+            stops()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

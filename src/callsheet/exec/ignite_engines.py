@@ -41,8 +41,8 @@ class IgniteEngines:
         from ignite.engine import Events
 
         self._trainer = trainer
-        for event in (Events.EPOCH_COMPLETED, Events.EPOCH_STARTED):  # `terminate_epoch` may leave the first one out
-            self._handles.append(trainer.add_event_handler(event, self._end_epoch))
+        self._handles.append(trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch))
+        self._handles.append(trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch))
 
     def remove(self) -> None:
         """Remove our handlers from the trainer, and forget it."""
@@ -98,6 +98,15 @@ class IgniteEngines:
         if loop is not None:
             loop.are_epochs_reported = self.is_training
 
+    def stop(self) -> None:
+        """Stop the trainer, because a callback has requested it."""
+        self._trainer.terminate()
+
+    def _begin_epoch(self, trainer: Any) -> None:
+        self._end_epoch(trainer)  # after `terminate_epoch`, Ignite may not report the end
+        if self._observation.loop is not None:
+            self._observation.loop.begin_epoch()
+
     def _end_epoch(self, trainer: Any) -> None:
         loop = self._observation.loop
         if loop is not None:
@@ -141,7 +150,9 @@ class _Evaluated:
 def run_engine(observation: Observation, run: Callable[..., Any], engine: Any, *args: Any, **options: Any) -> Any:
     """Run the engine, which may be the trainer or an evaluator of the observed loop."""
     data = args[0] if args else options.get("data")
-    return observation.engines.run(lambda: run(engine, *args, **options), engine, engine.state.dataloader if data is None else data)
+    return observation.engines.run(
+        lambda: run(engine, *args, **options), engine, engine.state.dataloader if data is None else data
+    )
 
 
 def _is_between_epochs(trainer: Any) -> bool:

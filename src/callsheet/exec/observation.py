@@ -203,6 +203,7 @@ class Observation:
         if read_ranks().rank != 0 or self.is_observed_otherwise():
             return None
         self._finish_loop(None)
+        known = {**self.accelerate.settings(optimizer), **self.engines.begin()}
         self.loop = loop = BareLoop(
             self.make(),
             model=model,
@@ -212,7 +213,9 @@ class Observation:
             run_name=self.next_name(),
             runs_folder=self.runs_folder,
             log_interval=self.log_interval,
-            config={**self.accelerate.settings(optimizer), **self.engines.begin(), **self.config},
+            config={**known, **self.config},
+            # On several ranks, the others would wait for this one.
+            stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,
         )
         loop.are_epochs_reported, loop.no_evaluator = self.engines.is_training, self.engines.switch
         warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
