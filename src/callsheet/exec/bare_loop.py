@@ -396,10 +396,12 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
-        self._fire_results()
+        if self._results:
+            self._fire_results()
         if self._ends_epoch:
             self._end_epoch()
-        self._stop_if_asked()
+        if self._stops is not None:
+            self._stop_if_asked()
 
     # --- what they do ---
 
