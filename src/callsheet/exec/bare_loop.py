@@ -32,7 +32,7 @@ logger = logging.getLogger("callsheet")
 HOST = "this script"
 """What messages call the loop, in the place of a framework's name."""
 EVALUATED = "validation"
-"""The name of the dataset in the events of an evaluation; the script's own name for it is unknown."""
+"""The name of the dataset in the events of an evaluation, unless a framework reports it."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
 _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
@@ -75,6 +75,7 @@ class BareLoop:
         runs_folder: the folder that contains the run's folder.
         log_interval: how many steps there are from one metrics record to the next.
         config: the script's arguments, which are recorded as settings.
+        stops: ends the training if a callback requests a stop, or None if nothing can do that.
     """
 
     def __init__(
@@ -89,8 +90,11 @@ class BareLoop:
         runs_folder: Path,
         log_interval: int,
         config: Mapping[str, Any],
+        stops: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._stops = stops
+        self._able = ("stop",) if stops is not None else ()
         self._batches = LoopBatches(loader)
         self._ranks = read_ranks().world_size
         self.run = run = _LoneRun(
@@ -102,7 +106,7 @@ class BareLoop:
             runs_folder=runs_folder,
             config=config,
             log_interval=log_interval,
-            able=(),
+            able=self._able,
             saves=lambda requests: None,
             is_alone=True,
         )
@@ -113,8 +117,16 @@ class BareLoop:
         )
         self._evaluation = run.eval.driver.parts["eval_all"]
         self._is_over = False
+        self._ends_epoch = False  # whether the epoch ends after the open step
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
+        self.are_epochs_reported = False
+        """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
+        self.evaluated_dataset = ""
+        """The name of the dataset on which an evaluator of a framework runs now, or empty."""
+        self.no_evaluator: Callable[[], Any] = lambda: None
+        """Called if the optimizer steps while `evaluated_dataset` has a name. It returns the batch of the step."""
+        self._results: dict[str, Mapping[str, float]] = {}  # of evaluations within the open step, by dataset
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
@@ -131,24 +143,25 @@ class BareLoop:
 
     # --- beginning and end ---
 
-    def begin(self, loss: Tensor | None, batch: Any, *, has_closure: bool) -> None:
+    def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
         """Begin the run within the first step of the optimizer. The events of that step so far are fired now.
 
         Args:
             loss: the loss of the step, unscaled and detached.
             batch: the latest batch, or None.
+            counts: the samples and tokens of the step, or zeros if they are unknown.
             has_closure: whether the optimizer evaluates a closure, so that forward and backward come later.
         """
-        self._guarded(self._begin, loss, batch, has_closure)
+        self._guarded(self._begin, loss, batch, counts, has_closure)
 
-    def _begin(self, loss: Tensor | None, batch: Any, has_closure: bool) -> None:
+    def _begin(self, loss: Tensor | None, batch: Any, counts: tuple[int, int], has_closure: bool) -> None:
         run = self.run
         for each in run.manager.callbacks:
             if each.collective and self._ranks > 1 and not isinstance(each, _GATHERING):
                 raise NotSupported(
                     f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out"
                 )
-            if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests):
+            if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in self._able):
                 raise NotSupported(
                     f"{label_of(each)} asks for {asked}, which a loop written by hand cannot carry out without a change; use callsheet.attach"
                 )
@@ -164,6 +177,8 @@ class BareLoop:
         self._open_step()
         if not has_closure:
             self._begin_microbatch((), {})
+            if any(counts):
+                run.counted = counts[0] * self._ranks, counts[1] * self._ranks
             if run.driver.listens_to("microbatch"):
                 run.driver.start("loss")
                 if loss is not None:
@@ -184,6 +199,7 @@ class BareLoop:
                 run.fail(error)
             else:
                 run.drop_step()
+                self._fire_results()
                 if run.driver.is_open("epoch"):
                     run.end_epoch(is_whole=True)
                 run.finish()
@@ -208,6 +224,11 @@ class BareLoop:
             hook.remove()
 
     # --- what the hooks report ---
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self.run.state.timestamp.batch
 
     def trains(self, parameter: Any) -> bool:
         """Return whether the optimizer has this parameter."""
@@ -236,7 +257,7 @@ class BareLoop:
             batch = fetches(iterator)
         except StopIteration:
             self._batches.begin()
-            self._guarded(self._end_epoch)
+            self._guarded(self._end_data)
             raise
         self._batches.add(batch)
         if is_first:
@@ -246,13 +267,16 @@ class BareLoop:
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether training takes its batches from `loader`."""
-        return not self._is_over and threading.get_ident() == self._thread and self._batches.come_from(loader)
+        """Return whether training takes its batches from `loader`, and no evaluator takes them from it now."""
+        if self._is_over or self.evaluated_dataset or threading.get_ident() != self._thread:
+            return False
+        return self._batches.come_from(loader)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
-        if not self._is_over and threading.get_ident() == self._thread and not self._step.is_open:
-            self._batches.add_other(loader, batch)
+        if self._is_over or self.evaluated_dataset or self._step.is_open or threading.get_ident() != self._thread:
+            return
+        self._batches.add_other(loader, batch)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
@@ -313,11 +337,35 @@ class BareLoop:
     def loader_begins(self) -> None:
         """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
         if self._batches.begin():
+            self._guarded(self._end_data)
+
+    def end_epoch(self, values: Mapping[str, float]) -> None:
+        """End the epoch and log `values` in it, because a framework has reported its end. If no epoch is open, do nothing."""
+        if not self._is_over and self._epoch.is_open and threading.get_ident() == self._thread:
+            self.log(values)
             self._guarded(self._end_epoch)
+
+    def begin_epoch(self) -> None:
+        """End the evaluation before an epoch, because a framework has reported the epoch's start."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(self._leave_evaluation)
+
+    def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
+        """Report the results of an evaluation on a dataset that has just ended."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(self._end_dataset, dataset, results)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Log what the script has logged with a framework."""
+        if not self._is_over and threading.get_ident() == self._thread:
+            self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
         run = self.run
+        if self.evaluated_dataset:
+            self._batches.add(self.no_evaluator())
+            self._count((), {})
         if self._sees_forward and not self._was_called and run.state.timestamp.batch:
             self._use_losses_alone()
         self._was_called = False
@@ -329,6 +377,12 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
+        if self._results:
+            self._fire_results()
+        if self._ends_epoch:
+            self._end_epoch()
+        if self._stops is not None:
+            self._stop_if_asked()
 
     # --- how that is handled ---
 
@@ -376,7 +430,7 @@ class BareLoop:
         if self._evaluation.is_open:
             self._leave_evaluation()
         if self._batches.switch():
-            self._end_epoch()
+            self._end_data()
         if run.driver.listen():
             self._listen()
         run.driver.start_step()
@@ -384,23 +438,29 @@ class BareLoop:
         self._optimizer_hooks.has_stepped, self._watch.total = False, None
         self._watch.is_on, self._is_in_microbatch = True, False
 
+    def _end_data(self) -> None:
+        """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
+        if not self.are_epochs_reported:
+            self._end_epoch()
+
     def _end_epoch(self) -> None:
-        """End the epoch. Within a step, do nothing."""
+        """End the epoch, if one is open. Within a step, end it after the step."""
         driver = self.run.driver
-        if self._is_over or driver.is_open("train_step") or not driver.is_open("epoch"):
+        if self._is_over or not self._epoch.is_open:
+            return
+        self._ends_epoch = self._step.is_open
+        if self._ends_epoch:
             return
         self._leave_evaluation()
         driver.end("fetch")
         self.run.end_epoch(is_whole=True)
+        self._stop_if_asked()
 
     def _begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""
         run = self.run
         driver, ctx = run.driver, run.ctx
-        is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
-        samples, tokens = self._batches.count(args, kwargs)
-        if not is_repeated:
-            run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
+        self._count(args, kwargs)
         self._is_in_microbatch = True
         if (batch := self._batches.latest) is not None and not ctx.has("batch"):
             ctx.batch = batch
@@ -409,6 +469,14 @@ class BareLoop:
                 ctx.microbatch = batch
             if not self._microbatch.is_open:
                 driver.start("microbatch")
+
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the samples of the latest batch, unless that is done."""
+        run = self.run
+        is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
+        samples, tokens = self._batches.count(args, kwargs)
+        if not is_repeated:
+            run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
 
     def _begin_forward(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -429,7 +497,7 @@ class BareLoop:
     def _begin_eval_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         evaluation = self.run.eval
         if not evaluation.driver.is_open("eval"):
-            evaluation.begin(EVALUATED)
+            evaluation.begin(self.evaluated_dataset or EVALUATED)
             self._install_forward_hooks()
         if evaluation.driver.is_open("eval"):
             evaluation.ctx.batch = batch_of(args, kwargs)
@@ -450,13 +518,39 @@ class BareLoop:
                 evaluation.driver.end("eval_forward")
                 evaluation.driver.end("eval_step")
 
+    def _end_dataset(self, dataset: str, results: Mapping[str, float]) -> None:
+        evaluation = self.run.eval
+        if self._step.is_open:  # the evaluation is between the microbatches of a step
+            self._results[dataset] = results
+        elif evaluation.driver.is_open("eval"):
+            evaluation.end_dataset(dataset, results)
+        elif results:  # of another model, such as an average of the weights
+            evaluation.begin(dataset)
+            if evaluation.driver.is_open("eval"):
+                evaluation.end_dataset(dataset, results)
+
+    def _fire_results(self) -> None:
+        """Fire the events of the evaluations within the step that has just ended."""
+        if self._results:
+            results, self._results = self._results, {}
+            self.run.eval.fire(results)
+            self.run.fire_record()
+
     def _leave_evaluation(self) -> None:
         evaluation = self.run.eval
         if evaluation.driver.is_open("eval_all"):
             if evaluation.driver.is_open("eval"):
-                evaluation.end_dataset(EVALUATED, {})
+                evaluation.end_dataset(evaluation.ctx.eval_name, {})
             evaluation.end()
+            if any(evaluation.found.values()):
+                self.run.fire_record()
+            self._stop_if_asked()
             self._install_forward_hooks()
+
+    def _stop_if_asked(self) -> None:
+        if self._stops is not None and self.run.control.stop_requested is not None:
+            stops, self._stops = self._stops, None
+            stops()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

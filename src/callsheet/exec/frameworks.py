@@ -11,6 +11,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from callsheet.exec import accelerate_loops, ignite_engines
 from callsheet.exec.messages import log_failure
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Frameworks:
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
         self._undo: list[Callable[[], None]] = []
-        self.actions: Mapping[str, Callable[[ModuleType], None]] = dict.fromkeys(_METHODS, self._wrap)
+        self.actions: Mapping[str, Callable[[ModuleType], None]] = {module: self._wrap for module, *_ in _METHODS}
         """The function to call for each module when it is imported."""
 
     def remove(self) -> None:
@@ -41,7 +42,11 @@ class Frameworks:
             self._undo.pop()()
 
     def _wrap(self, module: ModuleType) -> None:
-        owner_name, method, around = _METHODS[module.__name__]
+        for name, owner_name, method, around in _METHODS:
+            if name == module.__name__:
+                self._wrap_method(module, owner_name, method, around)
+
+    def _wrap_method(self, module: ModuleType, owner_name: str, method: str, around: Around) -> None:
         owner: Any = getattr(module, owner_name, None) if owner_name else module
         given = getattr(owner, method, None)
         if owner is None or given is None:
@@ -200,21 +205,29 @@ def _trained(observation: Observation, hosted: Any, train: Callable[[], Any]) ->
             raise
 
 
-_METHODS: Mapping[str, tuple[str, str, Around]] = {
-    "transformers.trainer": (
+_METHODS: Sequence[tuple[str, str, str, Around]] = (
+    (
+        "transformers.trainer",
         "Trainer",
         "train",
         _with_list("callsheet.bridges.huggingface", lambda trainer: trainer.callback_handler.callbacks),
     ),
-    "lightning.pytorch.trainer.trainer": (
+    (
+        "lightning.pytorch.trainer.trainer",
         "Trainer",
         "fit",
         _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks),
     ),
-    "composer.trainer.trainer": ("Trainer", "fit", _composer),
-    "keras.src.backend.torch.trainer": ("TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
-    "torchtnt.framework.fit": ("", "fit", _with_argument("callsheet.bridges.torchtnt")),
-    "torchtnt.framework.train": ("", "train", _with_argument("callsheet.bridges.torchtnt")),
-    "ultralytics.engine.trainer": ("BaseTrainer", "train", _ultralytics),
-}
-"""By module: the class that has the method that trains, or nothing for a function; its name; and the function that is called instead."""
+    ("composer.trainer.trainer", "Trainer", "fit", _composer),
+    ("keras.src.backend.torch.trainer", "TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
+    ("torchtnt.framework.fit", "", "fit", _with_argument("callsheet.bridges.torchtnt")),
+    ("torchtnt.framework.train", "", "train", _with_argument("callsheet.bridges.torchtnt")),
+    ("ultralytics.engine.trainer", "BaseTrainer", "train", _ultralytics),
+    ("ignite.engine.engine", "Engine", "run", ignite_engines.run_engine),
+    ("accelerate.accelerator", "Accelerator", "prepare_optimizer", accelerate_loops.prepare_optimizer),
+    ("accelerate.accelerator", "Accelerator", "log", accelerate_loops.log),
+    ("accelerate.data_loader", "DataLoaderShard", "__iter__", accelerate_loops.iterate),
+    ("accelerate.data_loader", "DataLoaderDispatcher", "__iter__", accelerate_loops.iterate),
+    ("accelerate.data_loader", "SkipDataLoader", "__iter__", accelerate_loops.iterate),
+)
+"""Each method that is wrapped: its module; its class, or nothing for a function; its name; and the function that is called instead."""

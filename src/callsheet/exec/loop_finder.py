@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from callsheet.exec.messages import log_failure, warn
+from callsheet.trainer.tasks import counts_of
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -58,7 +59,10 @@ class LoopFinder:
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
         self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
+        self._counted: Any = None  # the batch whose samples are in `_counts`
+        self._counts = (0, 0)  # the samples and tokens of these losses
         self._is_in_backward = False
+        self._is_inside_loader = False  # whether a dataloader of a framework is fetching from the torch dataloader inside it
         self._scaler: Any = None
 
     def install(self) -> None:
@@ -105,11 +109,48 @@ class LoopFinder:
             given(loss, *args, **options)
             value = loss.detach().reshape(())
             self._loss = value if self._loss is None else self._loss + value
+            self._count()
         finally:
             self._is_in_backward = False
         return None
 
+    def _count(self) -> None:
+        """Count the samples of the latest batch, unless that is done."""
+        if self._batch is None or self._batch is self._counted:
+            return
+        try:
+            samples, tokens = counts_of(self._batch)
+            self._counted, self._counts = self._batch, (self._counts[0] + samples, self._counts[1] + tokens)
+        except Exception as error:
+            log_failure("the loop cannot be observed", error)
+            self._is_over = True
+
+    def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
+        """Yield the batches of `given(loader)`, the iteration over a framework's dataloader that has a torch dataloader inside.
+
+        The batches are observed as the script gets them, because the framework may fetch them ahead.
+        """
+        iterator = self._iterate(given, loader)
+        try:
+            while True:
+                try:
+                    batch = self._fetch(self._fetch_outside, iterator)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            iterator.close()
+
+    def _fetch_outside(self, iterator: Any) -> Any:
+        self._is_inside_loader = True
+        try:
+            return next(iterator)
+        finally:
+            self._is_inside_loader = False
+
     def _iterate(self, given: Callable[..., Any], loader: Any) -> Any:
+        if self._is_inside_loader:
+            return given(loader)
         loop = self._loop
         if loop is not None and loop.is_of_training(loader):
             loop.loader_begins()
@@ -118,7 +159,7 @@ class LoopFinder:
         return iterator
 
     def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
-        if self._is_over or self.is_paused or os.getpid() != self._process:
+        if self._is_over or self.is_paused or self._is_inside_loader or os.getpid() != self._process:
             return given(iterator)
         loop = self._loop
         if loop is not None and self._training_iterator() is iterator:
@@ -132,7 +173,7 @@ class LoopFinder:
         try:
             batch = given(iterator)
         except StopIteration:
-            self._batch = None
+            self._batch = self._counted = None
             raise
         if torch.is_grad_enabled():
             self._latest = weakref.ref(loader)
@@ -151,7 +192,7 @@ class LoopFinder:
 
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
         if self._loop is None:
-            self._loss = None
+            self._loss, self._counts = None, (0, 0)
         elif owner is self._loop.optimizer or self._loop.trains(_first_of(owner)):
             self._loop.gradients_are_discarded()
         return given(owner, *args, **options)
@@ -213,7 +254,7 @@ class LoopFinder:
                 f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "
                 f"{type(optimizer).__name__} is observed from now on"
             )
-        loss, batch, self._loss, self._batch = self._loss, self._batch, None, None
+        loss, batch, self._loss, self._batch, self._counted = self._loss, self._batch, None, None, None
         latest, self._latest = self._latest, None
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
@@ -222,7 +263,7 @@ class LoopFinder:
         self._is_over = loop is None
         if loop is not None:
             self._loop, self._training_iterator = loop, _nothing
-            loop.begin(loss, batch, has_closure=has_closure)
+            loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
 
     def _is_of_new_loop(self) -> bool:
         """Return whether a step of another optimizer than the observed one begins a new loop. Each call counts such a step."""

@@ -19,7 +19,9 @@ from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import MissingPackage
 from callsheet.exec import messages
+from callsheet.exec.accelerate_loops import AccelerateLoops
 from callsheet.exec.frameworks import Frameworks
+from callsheet.exec.ignite_engines import IgniteEngines
 from callsheet.exec.import_watch import ImportWatch
 from callsheet.exec.messages import log_failure, warn
 from callsheet.exec.observers import observers_of
@@ -83,8 +85,12 @@ class Observation:
         self._name = run_name or f"{script.name}-{new_name().removeprefix('run-')}"
         self._names = 0
         self._ended: list[tuple[RunInfo, int]] = []  # the runs that have ended, with the number of their steps
-        self._loop: BareLoop | None = None
-        self._finder: LoopFinder | None = None  # None until the script imports torch
+        self.loop: BareLoop | None = None
+        """The latest loop written by hand that was recognized."""
+        self.finder: LoopFinder | None = None
+        """What recognizes loops. None until the script imports torch."""
+        self.engines = IgniteEngines(self)
+        self.accelerate = AccelerateLoops()
         self._depth = 0  # how many trainers of frameworks are training
         self._has_reported = False
         self._has_trained = False  # whether a trainer of a framework has trained
@@ -102,8 +108,9 @@ class Observation:
             self._finish_loop(None if is_exit else error)
             self._imports.remove()
             self._frameworks.remove()
-            if self._finder is not None:
-                self._finder.remove()
+            self.engines.remove()
+            if self.finder is not None:
+                self.finder.remove()
             self._report()
         except Exception as fault:
             log_failure("the observation could not be ended in order", fault)
@@ -175,19 +182,19 @@ class Observation:
         try:
             from callsheet.exec.loop_finder import LoopFinder
 
-            self._finder = LoopFinder(self)
+            self.finder = LoopFinder(self)
             self._pause()
-            self._finder.install()
+            self.finder.install()
         except Exception as error:
             log_failure("loops cannot be observed", error)
 
     def _pause(self) -> None:
-        if self._finder is not None:
-            self._finder.is_paused = self._depth > 0
+        if self.finder is not None:
+            self.finder.is_paused = self._depth > 0
 
     def _finish_loop(self, error: BaseException | None) -> None:
-        if self._loop is not None:
-            self._loop.finish(error)
+        if self.loop is not None:
+            self.loop.finish(error)
 
     def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
         """Make the loop that the finder has recognized, and end the one before it. Return None if no loop is observed here."""
@@ -196,7 +203,8 @@ class Observation:
         if read_ranks().rank != 0 or self.is_observed_otherwise():
             return None
         self._finish_loop(None)
-        self._loop = loop = BareLoop(
+        known = {**self.accelerate.settings(optimizer), **self.engines.begin()}
+        self.loop = loop = BareLoop(
             self.make(),
             model=model,
             optimizer=optimizer,
@@ -205,8 +213,11 @@ class Observation:
             run_name=self.next_name(),
             runs_folder=self.runs_folder,
             log_interval=self.log_interval,
-            config=self.config,
+            config={**known, **self.config},
+            # On several ranks, the others would wait for this one.
+            stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,
         )
+        loop.are_epochs_reported, loop.no_evaluator = self.engines.is_training, self.engines.switch
         warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
         return loop
 

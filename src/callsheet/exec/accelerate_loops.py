@@ -1,0 +1,58 @@
+"""What `callsheet exec` takes from Accelerate. Its loops are written by hand, so they are observed like other such loops."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callsheet.exec.observation import Observation
+
+
+class AccelerateLoops:
+    """Knows the `Accelerator` that has prepared an optimizer."""
+
+    def __init__(self) -> None:
+        self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+    def add(self, optimizer: Any, accelerator: Any) -> None:
+        """Note which Accelerator has prepared the optimizer."""
+        self._accelerators[optimizer] = weakref.ref(accelerator)
+
+    def settings(self, optimizer: Any) -> dict[str, Any]:
+        """Return the settings of the Accelerator that has prepared the optimizer, for the run's record; without one, nothing."""
+        reference = self._accelerators.get(optimizer)
+        accelerator = reference() if reference is not None else None
+        if accelerator is None:
+            return {}
+        return {
+            "framework": f"Accelerate {sys.modules['accelerate'].__version__}",
+            "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+            "mixed_precision": accelerator.mixed_precision,
+        }
+
+
+def prepare_optimizer(
+    observation: Observation, prepare: Callable[..., Any], accelerator: Any, optimizer: Any, *args: Any, **options: Any
+) -> Any:
+    """Prepare the optimizer, and note its Accelerator."""
+    prepared = prepare(accelerator, optimizer, *args, **options)
+    observation.accelerate.add(getattr(prepared, "optimizer", prepared), accelerator)
+    return prepared
+
+
+def log(observation: Observation, log: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **options: Any) -> Any:
+    """Log the values with Accelerate, and in the run of the observed loop as `accelerate/<name>`."""
+    from callsheet.bridges.accelerate.guests import numbers
+
+    result = log(accelerator, values, *args, **options)
+    if observation.loop is not None and (found := numbers(values)):
+        observation.loop.log({f"accelerate/{name}": float(value) for name, value in found.items()})
+    return result
+
+
+def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any) -> Any:
+    """Iterate over a prepared dataloader. It fetches one batch ahead, so what the script gets is observed, not what is fetched."""
+    return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)

@@ -1,0 +1,167 @@
+"""What `callsheet exec` takes from Ignite's engines: the epochs and metrics of the trainer, and the results of evaluators."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callsheet.exec.bare_loop import BareLoop
+    from callsheet.exec.observation import Observation
+
+
+class IgniteEngines:
+    """Knows the engines that run, and reports to the observed loop what they know.
+
+    The engine in whose run the observed optimizer steps is the trainer. Other engines are evaluators.
+
+    Args:
+        observation: has the loop that is observed.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._running: list[Any] = []  # the innermost last
+        self._trainer: Any = None
+        self._handles: list[Any] = []  # of our handlers in the trainer
+        self._names: dict[str, _Evaluated] = {}
+
+    def begin(self) -> dict[str, Any]:
+        """Note that a loop is recognized. Return what its record says about Ignite; nothing if no engine runs."""
+        self.remove()
+        if not self._running:
+            return {}
+        self._attach(self._running[-1])
+        return {"framework": f"Ignite {sys.modules['ignite'].__version__}"}
+
+    def _attach(self, trainer: Any) -> None:
+        from ignite.engine import Events
+
+        self._trainer = trainer
+        self._handles.append(trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch))
+        self._handles.append(trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch))
+
+    def remove(self) -> None:
+        """Remove our handlers from the trainer, and forget it."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._trainer = None
+        self._names.clear()
+
+    def switch(self) -> Any:
+        """Take the innermost engine for the trainer from now on, because the observed optimizer has stepped in its run.
+
+        Return its batch.
+        """
+        loop = self._observation.loop
+        if loop is not None:
+            self._names.pop(loop.evaluated_dataset, None)
+            loop.evaluated_dataset = ""
+        while self._handles:
+            self._handles.pop().remove()
+        self._attach(self._running[-1])
+        self._set_reports()
+        return self._trainer.state.batch
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the trainer runs, so that it reports the ends of its epochs."""
+        return self._trainer is not None and self._trainer in self._running
+
+    def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
+        """Run the engine with `run()`, and report its results if it is an evaluator."""
+        loop = self._observation.loop
+        is_evaluator = loop is not None and self._trainer not in (None, engine)
+        name, before = "", loop.evaluated_dataset if loop is not None else ""
+        if loop is not None and is_evaluator:
+            if _is_between_epochs(self._trainer):
+                self._end_epoch(self._trainer)  # whose own call may come after the handler that evaluates
+            loop.evaluated_dataset = name = self._name(engine, data)
+        self._running.append(engine)
+        self._set_reports()
+        try:
+            state = run()
+        finally:
+            self._running.pop()
+            self._set_reports()
+            if loop is not None:
+                loop.evaluated_dataset = before
+        if loop is not None and is_evaluator and engine is not self._trainer:
+            loop.evaluated(name, _numbers(engine.state.metrics))
+        return state
+
+    def _set_reports(self) -> None:
+        loop: BareLoop | None = self._observation.loop
+        if loop is not None:
+            loop.are_epochs_reported = self.is_training
+
+    def stop(self) -> None:
+        """Stop the trainer, because a callback has requested it."""
+        self._trainer.terminate()
+
+    def _begin_epoch(self, trainer: Any) -> None:
+        self._end_epoch(trainer)  # after `terminate_epoch`, Ignite may not report the end
+        if self._observation.loop is not None:
+            self._observation.loop.begin_epoch()
+
+    def _end_epoch(self, trainer: Any) -> None:
+        loop = self._observation.loop
+        if loop is not None:
+            loop.end_epoch({f"ignite/{name}": value for name, value in _numbers(trainer.state.metrics).items()})
+
+    def _name(self, engine: Any, data: Any) -> str:
+        """Return the name of the data on which the evaluator runs, which is the same in each of its runs on the same dataset."""
+        dataset = getattr(data, "dataset", data)
+        for name, known in self._names.items():
+            if known.is_of(engine, dataset):
+                return name
+        of_training = self._trainer.state.dataloader
+        stem = "train_data" if dataset is getattr(of_training, "dataset", of_training) else "validation"
+        names = (f"{stem}_{number}" if number > 1 else stem for number in count(1))
+        name = next(each for each in names if each not in self._names or self._names[each].is_gone)
+        self._names[name] = _Evaluated(engine, dataset)
+        return name
+
+
+class _Evaluated:
+    """A dataset on which an evaluator has run. Neither of them is kept alive."""
+
+    def __init__(self, engine: Any, dataset: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._id = id(dataset)
+        try:
+            self._dataset: Callable[[], Any] | None = weakref.ref(dataset)
+        except TypeError:  # such as a list
+            self._dataset = None
+
+    def is_of(self, engine: Any, dataset: Any) -> bool:
+        """Return whether these are the evaluator and the dataset."""
+        return self._engine() is engine and self._id == id(dataset) and (self._dataset is None or self._dataset() is dataset)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the evaluator or the dataset no longer exists."""
+        return self._engine() is None or (self._dataset is not None and self._dataset() is None)
+
+
+def run_engine(observation: Observation, run: Callable[..., Any], engine: Any, *args: Any, **options: Any) -> Any:
+    """Run the engine, which may be the trainer or an evaluator of the observed loop."""
+    data = args[0] if args else options.get("data")
+    return observation.engines.run(
+        lambda: run(engine, *args, **options), engine, engine.state.dataloader if data is None else data
+    )
+
+
+def _is_between_epochs(trainer: Any) -> bool:
+    from ignite.engine import Events
+
+    return trainer.last_event_name in (Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    from callsheet.bridges.ignite.engine import numbers
+
+    return numbers(metrics)
