@@ -43,7 +43,9 @@ for epoch in range(3):
     model.eval()
     with torch.no_grad():
         found = [accelerator.gather_for_metrics(model(inputs)) for inputs, _ in held_out]
-    accelerator.log({{"outputs": float(torch.cat(found).mean()), "text": "not a number"}})
+    mean = torch.cat(found).mean().reshape(1)
+    accelerator.log({{"outputs": mean, "text": "not a number"}})
+    mean.zero_()  # what was logged before stays
 if accelerator.is_main_process:
     end(accelerator.unwrap_model(model))
 accelerator.end_training()
@@ -94,4 +96,5 @@ def test_the_record_has_what_the_accelerator_knows(tmp_path: Path) -> None:
     assert settings["framework"].startswith("Accelerate 1.")
     assert (settings["gradient_accumulation_steps"], settings["mixed_precision"]) == (2, "no")
     assert [record.step for record in run.records if "accelerate/outputs" in record.values] == [4, 7, 9]
+    assert all(record.values.get("accelerate/outputs") != 0 for record in run.records)
     assert not any("accelerate/text" in record.values for record in run.records)

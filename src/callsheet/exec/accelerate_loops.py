@@ -49,10 +49,15 @@ def log(observation: Observation, log: Callable[..., Any], accelerator: Any, val
 
     result = log(accelerator, values, *args, **options)
     if observation.loop is not None and (found := numbers(values)):
-        observation.loop.log({f"accelerate/{name}": float(value) for name, value in found.items()})
+        observation.loop.log({f"accelerate/{name}": _kept(value) for name, value in found.items()})
     return result
 
 
 def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any) -> Any:
     """Iterate over a prepared dataloader. It fetches one batch ahead, so what the script gets is observed, not what is fetched."""
     return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)
+
+
+def _kept(value: Any) -> Any:
+    """Return the number, or a copy of the tensor, which the script may change before the record is made. Nothing waits for the device."""
+    return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()
