@@ -81,7 +81,7 @@ class Kind(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:
-        """Allocate a host buffer of this kind."""
+        """Allocate a host buffer with this shape and dtype, page-locked or not."""
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.is_pinned)
 
 

@@ -285,7 +285,7 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls this only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            # With `name`, Python adds no hint.
+            # `name=` keeps Python from adding a suggestion of its own to the message.
             raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 

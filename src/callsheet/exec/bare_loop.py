@@ -40,12 +40,12 @@ _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
 
 
 class _LoneContext(Context):
-    """The context of callbacks that observe one rank of several."""
+    """The context of callbacks that run on one rank only, although the training has several."""
 
     __slots__ = ()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value in a list, because no other rank is observed."""
+        """Return the value in a list, because the callbacks run on no other rank."""
         return [value]
 
 

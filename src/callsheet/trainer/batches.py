@@ -72,7 +72,9 @@ class TrainBatches:
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        self._loader = made(loader, argument, may_be_empty=several)  # if it is empty on some ranks, all ranks raise the error
+        self._loader = made(
+            loader, argument, may_be_empty=several
+        )  # whether a rank has no data is checked later, on all ranks together
         self._argument = argument
         self._choose()
 

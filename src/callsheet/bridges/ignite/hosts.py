@@ -234,7 +234,7 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # if there was no epoch, training has not begun: this fires its start
+        run.driver.start("round")  # without an epoch, `on_round_start` and `on_train_start` were not fired yet
         self._leave_step(run)
         self._finish()
 

@@ -206,7 +206,7 @@ class UltralyticsHost(HostBase):
         loop.stop = True
 
     def _release(self) -> None:
-        """Also forget the training, so that its trainer and weights can be freed before the next one begins."""
+        """Release what every host releases, and all references to the trainer and its weights, so that these can be freed."""
         super()._release()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
