@@ -147,7 +147,9 @@ def main() -> None:
         low, median, high = statistics.quantiles(differences, n=4)
         return f"{median:+.1%} ({low:+.1%} to {high:+.1%})".replace("%", " %")
 
-    print(f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} rounds of {STEPS} steps, and in brackets the middle half of the rounds\n")
+    print(
+        f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} rounds of {STEPS} steps, and in brackets the middle half of the rounds\n"
+    )
     print("| loop | bare loop, ms per step | Trainer, ms per step | difference |\n| --- | --- | --- | --- |")
     for kind in ("ddp", "fsdp"):
         print(f"| {kind} | {middle[f'{kind}, bare']:.1f} | {middle[kind]:.1f} | {more(kind, f'{kind}, bare')} |")
