@@ -354,7 +354,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
     evaluated = [at for at, event in enumerate(one["asked"]) if event == "on_eval_all_end"]
     asked, at_the_end = [one["asked"][:at].count("on_train_step_end") for at in evaluated]
-    assert 8 <= asked <= 12  # a tenth of a second after the seventh, and at the epoch's end at the latest
+    assert 8 <= asked <= 12  # a quarter of a second after the seventh, and at the epoch's end at the latest
     assert at_the_end == 24
     assert one["after"][: len(one["before"])] == one["before"]
     assert one["stopped"] == (30, ["stopped"])

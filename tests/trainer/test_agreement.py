@@ -81,7 +81,7 @@ def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
 def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
     rank = Rank()
     seen: dict[str, int] = {}
-    for step in range(1, 80):
+    for step in range(1, 300):
         time.sleep(0.004 if rank.number == 0 else 0.001)
         if step == 20 and rank.number == 1:
             if from_a_thread:
@@ -99,7 +99,7 @@ def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
         ):
             if is_there:
                 seen.setdefault(name, step)
-    rank.agreement.agree(79)
+    rank.agreement.agree(299)
     return sorted(seen.items())
 
 
