@@ -141,7 +141,7 @@ def test_one_rank_has_it_at_once() -> None:
 
 
 def paces() -> tuple[list[int], list[int]]:
-    """The steps at which a word was due: when rank 0 takes 10 ms a step and others nothing, and then the other way round."""
+    """The steps at which a message was due: when rank 0 takes 10 ms a step and others nothing, and then the other way round."""
     rank = Rank()
     found = []
     for slow in (0, 1):
@@ -159,14 +159,14 @@ def paces() -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.test_all
-def test_the_period_is_a_tenth_of_a_second_of_rank_zeros_steps() -> None:
+def test_the_period_is_a_quarter_of_a_second_of_rank_zeros_steps() -> None:
     first, second = run_ranks(paces, 2)
     assert first == second
     by_slow_rank_zero, _ = first
     gaps = [later - earlier for earlier, later in pairwise(by_slow_rank_zero)]
     assert gaps[0] == 1
-    assert max(gaps) <= 11
-    assert max(gaps) >= 4  # 10 on a machine with nothing else to do
+    assert max(gaps) <= 26
+    assert max(gaps) >= 10  # 25 on a machine with nothing else to do
 
 
 def change_of_pace() -> tuple[int, int]:

@@ -208,7 +208,7 @@ def train_until_the_signal(folder: Path) -> dict[str, Any]:
     if read_ranks().world_size > 1:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found: dict[str, Any] = {}
-    # Ranks agree about every 0.1 s, estimated from the time of the last step.
+    # Ranks agree about every 0.25 s, estimated from the time of the last step.
     data = {
         "a": loader(4, 1),
         "b": loader(8000, 1),
