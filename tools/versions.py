@@ -423,7 +423,7 @@ def page(results: Iterable[Result]) -> str:
         beside.insert(
             0,
             "**Other packages.** The following versions do not work with the package versions in `constraints.txt`. "
-            "They were tested with these versions instead:\n\n",
+            "Each was tested with the versions that are listed after it:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]

@@ -192,8 +192,8 @@ def compiled(
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
     """Return the compiled event of these handlers and their table entries."""
-    first, second, *rest = (*handlers, None, None)[: max(2, len(handlers))]
-    return first, second, tuple(each for each in rest if each is not None) or None, event, tuple(entries)
+    first, second = (*handlers[:2], None, None)[:2]
+    return first, second, tuple(handlers[2:]) or None, event, tuple(entries)
 
 
 def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AccelerateLoops:
-    """Knows the `Accelerator` that has prepared an optimizer."""
+    """The `Accelerator` of each optimizer that an Accelerator has prepared."""
 
     def __init__(self) -> None:
         self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -22,7 +22,7 @@ class AccelerateLoops:
         self._accelerators[optimizer] = weakref.ref(accelerator)
 
     def settings(self, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of the Accelerator that has prepared the optimizer, for the run's record; without one, nothing."""
+        """Return the settings of the Accelerator that has prepared the optimizer, for the run's record, or an empty dict."""
         reference = self._accelerators.get(optimizer)
         accelerator = reference() if reference is not None else None
         if accelerator is None:

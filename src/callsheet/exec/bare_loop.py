@@ -25,14 +25,13 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import NotSupported, text_of
 from callsheet.exec.loop_batches import LoopBatches, batch_of
+from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopOptimizerHooks
 
 logger = logging.getLogger("callsheet")
 
 HOST = "this script"
 """What messages call the loop, in the place of a framework's name."""
-EVALUATED = "validation"
-"""The name of the dataset in the events of an evaluation, unless a framework reports it."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
 _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
@@ -115,18 +114,16 @@ class BareLoop:
         self._epoch, self._step, self._fetch, self._microbatch = (
             parts[name] for name in ("epoch", "train_step", "fetch", "microbatch")
         )
-        self._evaluation = run.eval.driver.parts["eval_all"]
+        self.evaluations = LoopEvaluations(run)
+        """The evaluations of the loop."""
         self._is_over = False
         self._ends_epoch = False  # whether the epoch ends after the open step
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
         self.are_epochs_reported = False
         """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
-        self.evaluated_dataset = ""
-        """The name of the dataset on which an evaluator of a framework runs now, or empty."""
         self.no_evaluator: Callable[[], Any] = lambda: None
-        """Called if the optimizer steps while `evaluated_dataset` has a name. It returns the batch of the step."""
-        self._results: dict[str, Mapping[str, float]] = {}  # of evaluations within the open step, by dataset
+        """Called if the optimizer steps while `evaluations.dataset` has a name. It returns the batch of the step."""
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
@@ -199,7 +196,7 @@ class BareLoop:
                 run.fail(error)
             else:
                 run.drop_step()
-                self._fire_results()
+                self.evaluations.fire_delayed()
                 if run.driver.is_open("epoch"):
                     run.end_epoch(is_whole=True)
                 run.finish()
@@ -268,13 +265,13 @@ class BareLoop:
 
     def is_of_training(self, loader: Any) -> bool:
         """Return whether training takes its batches from `loader`, and no evaluator takes them from it now."""
-        if self._is_over or self.evaluated_dataset or threading.get_ident() != self._thread:
+        if self._is_over or self.evaluations.dataset or threading.get_ident() != self._thread:
             return False
         return self._batches.come_from(loader)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
-        if self._is_over or self.evaluated_dataset or self._step.is_open or threading.get_ident() != self._thread:
+        if self._is_over or self.evaluations.dataset or self._step.is_open or threading.get_ident() != self._thread:
             return
         self._batches.add_other(loader, batch)
 
@@ -353,7 +350,7 @@ class BareLoop:
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
         """Report the results of an evaluation on a dataset that has just ended."""
         if not self._is_over and threading.get_ident() == self._thread:
-            self._guarded(self._end_dataset, dataset, results)
+            self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self._step.is_open))
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log what the script has logged with a framework."""
@@ -363,7 +360,7 @@ class BareLoop:
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
         run = self.run
-        if self.evaluated_dataset:
+        if self.evaluations.dataset:
             self._batches.add(self.no_evaluator())
             self._count((), {})
         if self._sees_forward and not self._was_called and run.state.timestamp.batch:
@@ -377,8 +374,8 @@ class BareLoop:
         elif steps == 2:
             self._support.after_first_step(run.driver)
         self._watch.total = None
-        if self._results:
-            self._fire_results()
+        if self.evaluations.delayed:
+            self.evaluations.fire_delayed()
         if self._ends_epoch:
             self._end_epoch()
         if self._stops is not None:
@@ -408,8 +405,7 @@ class BareLoop:
         )
 
     def _begin_fetch(self) -> None:
-        if self._evaluation.is_open:
-            self._leave_evaluation()
+        self._leave_evaluation()
         driver = self.run.driver
         if driver.listen():
             self._listen()
@@ -418,7 +414,7 @@ class BareLoop:
 
     def _install_forward_hooks(self) -> None:
         if self._sees_forward and not self._is_over:
-            self._forward.install(needs_outputs=self._evaluation.is_open or not self._microbatch.has_no_listeners)
+            self._forward.install(needs_outputs=self.evaluations.is_open or not self._microbatch.has_no_listeners)
 
     def _listen(self) -> None:
         self._install_forward_hooks()
@@ -427,8 +423,7 @@ class BareLoop:
 
     def _open_step(self) -> None:
         run = self.run
-        if self._evaluation.is_open:
-            self._leave_evaluation()
+        self._leave_evaluation()
         if self._batches.switch():
             self._end_data()
         if run.driver.listen():
@@ -492,17 +487,10 @@ class BareLoop:
         elif not is_training and not self._step.is_open:
             self._batches.forget_other()
             self._in_forward = "eval"
-            self._begin_eval_forward(args, kwargs)
-
-    def _begin_eval_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        evaluation = self.run.eval
-        if not evaluation.driver.is_open("eval"):
-            evaluation.begin(self.evaluated_dataset or EVALUATED)
-            self._install_forward_hooks()
-        if evaluation.driver.is_open("eval"):
-            evaluation.ctx.batch = batch_of(args, kwargs)
-            evaluation.driver.start("eval_step")
-            evaluation.driver.start("eval_forward")
+            is_first = not self.evaluations.is_open
+            self.evaluations.begin_batch(batch_of(args, kwargs))
+            if is_first:
+                self._install_forward_hooks()
 
     def _end_forward(self, outputs: Any) -> None:
         kind, self._in_forward = self._in_forward, ""
@@ -512,38 +500,11 @@ class BareLoop:
                 self.run.ctx.outputs = outputs
                 driver.start("loss")  # this also ends the forward span
         elif kind == "eval":
-            evaluation = self.run.eval
-            if evaluation.driver.is_open("eval_forward"):
-                evaluation.ctx.outputs = outputs
-                evaluation.driver.end("eval_forward")
-                evaluation.driver.end("eval_step")
-
-    def _end_dataset(self, dataset: str, results: Mapping[str, float]) -> None:
-        evaluation = self.run.eval
-        if self._step.is_open:  # the evaluation is between the microbatches of a step
-            self._results[dataset] = results
-        elif evaluation.driver.is_open("eval"):
-            evaluation.end_dataset(dataset, results)
-        elif results:  # of another model, such as an average of the weights
-            evaluation.begin(dataset)
-            if evaluation.driver.is_open("eval"):
-                evaluation.end_dataset(dataset, results)
-
-    def _fire_results(self) -> None:
-        """Fire the events of the evaluations within the step that has just ended."""
-        if self._results:
-            results, self._results = self._results, {}
-            self.run.eval.fire(results)
-            self.run.fire_record()
+            self.evaluations.end_batch(outputs)
 
     def _leave_evaluation(self) -> None:
-        evaluation = self.run.eval
-        if evaluation.driver.is_open("eval_all"):
-            if evaluation.driver.is_open("eval"):
-                evaluation.end_dataset(evaluation.ctx.eval_name, {})
-            evaluation.end()
-            if any(evaluation.found.values()):
-                self.run.fire_record()
+        if self.evaluations.is_open:
+            self.evaluations.end()
             self._stop_if_asked()
             self._install_forward_hooks()
 

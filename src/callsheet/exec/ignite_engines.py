@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class IgniteEngines:
-    """Knows the engines that run, and reports to the observed loop what they know.
+    """Reports to the observed loop the epochs, metrics and evaluations of the engines that run.
 
     The engine in whose run the observed optimizer steps is the trainer. Other engines are evaluators.
 
@@ -30,7 +30,7 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Note that a loop is recognized. Return what its record says about Ignite; nothing if no engine runs."""
+        """Attach to the engine in which a loop was recognized. Return the run's settings about Ignite, empty if no engine runs."""
         self.remove()
         if not self._running:
             return {}
@@ -58,8 +58,8 @@ class IgniteEngines:
         """
         loop = self._observation.loop
         if loop is not None:
-            self._names.pop(loop.evaluated_dataset, None)
-            loop.evaluated_dataset = ""
+            self._names.pop(loop.evaluations.dataset, None)
+            loop.evaluations.dataset = ""
         while self._handles:
             self._handles.pop().remove()
         self._attach(self._running[-1])
@@ -75,11 +75,12 @@ class IgniteEngines:
         """Run the engine with `run()`, and report its results if it is an evaluator."""
         loop = self._observation.loop
         is_evaluator = loop is not None and self._trainer not in (None, engine)
-        name, before = "", loop.evaluated_dataset if loop is not None else ""
+        name, before = "", loop.evaluations.dataset if loop is not None else ""
         if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                self._end_epoch(self._trainer)  # whose own call may come after the handler that evaluates
-            loop.evaluated_dataset = name = self._name(engine, data)
+                # The script's handler may run before ours at the same event, so the epoch may not have been ended yet.
+                self._end_epoch(self._trainer)
+            loop.evaluations.dataset = name = self._name(engine, data)
         self._running.append(engine)
         self._set_reports()
         try:
@@ -88,7 +89,7 @@ class IgniteEngines:
             self._running.pop()
             self._set_reports()
             if loop is not None:
-                loop.evaluated_dataset = before
+                loop.evaluations.dataset = before
         if loop is not None and is_evaluator and engine is not self._trainer:
             loop.evaluated(name, _numbers(engine.state.metrics))
         return state

@@ -165,7 +165,7 @@ class LoopFinder:
         if loop is not None and self._training_iterator() is iterator:
             return loop.fetch(given, iterator)
         reference = self._loaders.get(iterator)
-        # In `for batch in DataLoader(...)`, nothing but the iterator keeps the dataloader; then the iterator stands in for it.
+        # In `for batch in DataLoader(...)`, the dataloader is freed and only its iterator is left, so the iterator identifies the data.
         loader = iterator if reference is None or reference() is None else reference()
         if loop is not None and loop.is_of_training(loader):
             self._training_iterator = weakref.ref(iterator)

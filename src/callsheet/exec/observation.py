@@ -88,7 +88,7 @@ class Observation:
         self.loop: BareLoop | None = None
         """The latest loop written by hand that was recognized."""
         self.finder: LoopFinder | None = None
-        """What recognizes loops. None until the script imports torch."""
+        """The object that recognizes loops. None until the script imports torch."""
         self.engines = IgniteEngines(self)
         self.accelerate = AccelerateLoops()
         self._depth = 0  # how many trainers of frameworks are training

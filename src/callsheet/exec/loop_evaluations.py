@@ -1,0 +1,78 @@
+"""The evaluations of a training loop that was recognized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from callsheet.bridges.hosted_run import HostedRun
+
+EVALUATED = "validation"
+"""The name of the dataset in the events of an evaluation, unless a framework reports it."""
+
+
+class LoopEvaluations:
+    """Fires the events of a loop's evaluations, and records their results if a framework reports them.
+
+    Args:
+        run: the run of the loop.
+    """
+
+    def __init__(self, run: HostedRun) -> None:
+        self._run = run
+        self._evaluation = run.eval
+        self._all = run.eval.driver.parts["eval_all"]
+        self.dataset = ""
+        """The name of the dataset on which an evaluator of a framework runs now, or empty."""
+        self.delayed: dict[str, Mapping[str, float]] = {}
+        """The results of evaluations within the open step, by dataset. Their events are fired after the step."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an evaluation has begun and not ended."""
+        return self._all.is_open
+
+    def begin_batch(self, batch: Any) -> None:
+        """Begin a batch, and an evaluation if none is open, because the model is called to evaluate it."""
+        evaluation = self._evaluation
+        if not evaluation.driver.is_open("eval"):
+            evaluation.begin(self.dataset or EVALUATED)
+        if evaluation.driver.is_open("eval"):
+            evaluation.ctx.batch = batch
+            evaluation.driver.start("eval_step")
+            evaluation.driver.start("eval_forward")
+
+    def end_batch(self, outputs: Any) -> None:
+        """End the batch, because the call of the model has returned."""
+        evaluation = self._evaluation
+        if evaluation.driver.is_open("eval_forward"):
+            evaluation.ctx.outputs = outputs
+            evaluation.driver.end("eval_forward")
+            evaluation.driver.end("eval_step")
+
+    def end_dataset(self, dataset: str, results: Mapping[str, float], *, is_in_step: bool) -> None:
+        """End the evaluation of a dataset with its results. Between the microbatches of a step, only keep the results."""
+        evaluation = self._evaluation
+        if is_in_step:
+            self.delayed[dataset] = results
+            return
+        if not evaluation.driver.is_open("eval") and results:  # of another model, such as an average of the weights
+            evaluation.begin(dataset)
+        if evaluation.driver.is_open("eval"):
+            evaluation.end_dataset(dataset, results)
+
+    def fire_delayed(self) -> None:
+        """Fire the events of the evaluations within the step that has just ended."""
+        if self.delayed:
+            results, self.delayed = self.delayed, {}
+            self._evaluation.fire(results)
+            self._run.fire_record()
+
+    def end(self) -> None:
+        """End the evaluation that is open, and make a metrics record if it has results."""
+        evaluation = self._evaluation
+        if evaluation.driver.is_open("eval"):
+            evaluation.end_dataset(evaluation.ctx.eval_name, {})
+        evaluation.end()
+        if any(evaluation.found.values()):
+            self._run.fire_record()
