@@ -446,7 +446,7 @@ class AttachedRun:
         was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # the run no longer handles signals
+        self._is_over |= run.signals.received is not None  # stop after a signal here, since the ended run no longer does
         self._release()
 
     def _release(self) -> None:
@@ -525,7 +525,7 @@ class AttachedRun:
 
     def __enter__(self) -> Self:
         run = self._run
-        run.is_busy = lambda: True  # the run counts as busy until the `with` block ends
+        run.is_busy = lambda: True  # until the `with` block ends, no other run of this process may use the run's folder
         try:
             try:
                 self._begin()
@@ -577,7 +577,7 @@ class AttachedRun:
                 )
             try:
                 self._close_epoch(continues=False)
-                with self._position.at_checkpoint():  # a complete run that was resumed may have an evaluation left to do
+                with self._position.at_checkpoint():  # `finish` may do an evaluation that was left to do
                     self._run.finish()
             except Exception as error:
                 self._give_up(error)

@@ -40,7 +40,7 @@ class DataPosition:
         self._data: PreshardedData | None = None  # yields the batches of the latest epoch's dataloader
         self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
-        self._first: list[Any] = []  # the states of the loader's generators when the loader was first given
+        self._first: list[Any] = []  # the states of the loader's random generators before its first epoch
         self._epochs = 0  # how many epochs have been begun with this loader
         self._is_renewed = False  # whether the loop makes a new loader for each epoch
         self._restored: Mapping[str, Any] | None = None
@@ -121,7 +121,7 @@ class DataPosition:
 
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether it replaces the one of an earlier epoch."""
-        if self._seed is None:  # reading torch's seed does not change the random states
+        if self._seed is None:  # read torch's seed once; this draws no random number
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False

@@ -146,8 +146,8 @@ class HostedRun(Run):
                 manager, ctx, self.spans, world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
             )
         self.connect(self.evaluation, checkpoints, _Boundaries)
-        # A checkpoint stores the last step's loss. If the framework writes checkpoints, only listeners to checkpoint events read
-        # the loss. If callsheet writes them, the loss is in the file, and any handler or signal may request a checkpoint.
+        # The events whose listeners make it necessary to read each step's loss, because a checkpoint stores the last one. If the
+        # framework writes checkpoints, these are the checkpoint events. If callsheet does, any handler may request a checkpoint.
         may_read_loss = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
@@ -198,7 +198,7 @@ class HostedRun(Run):
         Each rank has its own.
         """
         self._next_boundary = 0
-        self._is_dropping = False  # whether the step that ends now is not counted
+        self._is_dropping = False  # whether `drop_step` is ending a step that must not be counted
         self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
@@ -298,7 +298,7 @@ class HostedRun(Run):
         if undone is None or undone.boundary != boundary or undone.step != self.ctx.step:
             return False
         self.driver.start("epoch" if boundary == "step" else "round")
-        self._order.reach()  # the checkpoint was saved at the same boundary (end of a step or epoch)
+        self._order.reach()  # training is at the boundary (end of a step or epoch) at which the checkpoint was saved
         with position.at_checkpoint():
             return self.boundaries.finish_undone(boundary)
 
@@ -455,7 +455,7 @@ class HostedRun(Run):
 
     def _set_learning_rate(self) -> None:
         if self._optimizer is not None:
-            rate: Any = self._optimizer.param_groups[0].get("lr")  # None: an optimizer without a learning rate
+            rate: Any = self._optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
             if isinstance(rate, Tensor):
                 rate = rate.clone()  # copy the rate, because a scheduler changes the tensor in place
             self.ctx.learning_rate = self.records.learning_rate = rate
@@ -469,7 +469,7 @@ class HostedRun(Run):
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             if not self._is_dropping:
                 self.records.add(ctx.loss_dict, moved=not self.step_skipped)
-        # The events that set these fields are left out if they have no listeners.
+        # Set these fields here too, because the events that set them are not fired if they have no listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or no callback listened to it
             self._set_learning_rate()

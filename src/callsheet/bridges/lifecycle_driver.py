@@ -79,11 +79,11 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        # How many of the inner spans, in their fixed order, must fire their events before this span ends.
+        # How many inner spans, counted in their fixed order, must have fired their events when this span ends.
         self.needed = 0
-        self.index = -1  # the index of this span in the fixed order of spans inside its parent; -1 if there is none
+        self.index = -1  # the place of this span in its parent's order of inner spans; -1 if the order does not include it
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # how many of the spans inside this one, in their fixed order, have had their events fired
+        self.done = 0  # how many inner spans, counted in their fixed order, have fired their events so far
 
 
 class LifecycleDriver:
@@ -174,7 +174,7 @@ class LifecycleDriver:
             return False
         has_changed, self._seen_links = self._seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # Keep the forward pass if a later handler reads the model's outputs.
+        # A later handler may read the model's outputs, so the forward pass is observed even if it has no listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
         for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward pass
             lack_listeners[later] &= lack_listeners[_BACKWARD]
@@ -222,7 +222,7 @@ class LifecycleDriver:
             if (index := part.index) >= 0:
                 if index != parent.done:
                     if index < parent.done and not part.is_repeated:
-                        return  # the span was fired already, for example in a second forward pass of one microbatch
+                        return  # do not fire a span twice, for example if a microbatch has two forward passes
                     self._synthesize(parent, index)
                 parent.done = index + 1
             elif part is self._step:
@@ -231,7 +231,7 @@ class LifecycleDriver:
                     self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # the next step of the epoch has its batch now
+                parent.done = 1  # the batch of the epoch's next step has been fetched
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)

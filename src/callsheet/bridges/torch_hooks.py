@@ -264,7 +264,7 @@ class OptimizerHooks:
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
         elif own.before_start is not None and self._driver.is_read:
-            own.before_start()  # `driver.start` would do the same, at the cost of one more call in every step
+            own.before_start()  # faster than `driver.start`, which would do the same here
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate the closure; after its first evaluation, start the optimizer's step."""
@@ -322,8 +322,8 @@ class OptimizerHooks:
             if not self._has_begun:  # the optimizer has not called the closure
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # No callback listens to the step, so no hook was registered before the step. Checkpoints still need the loss of the last
-            # step.
+            # Without listeners, no hook ran before this step. Register the hooks now that the loop has passed a closure, because
+            # checkpoints need the loss of the last step.
             self._is_given_closures = True
             for hook in self._before:
                 hook.install(True, self._begins)
@@ -514,7 +514,7 @@ class BackwardWatch:
         except Exception as error:
             self._driver.give_up(error)
             return False
-        self._is_running = True  # under a torch function mode, torch calls `Tensor.backward` again
+        self._is_running = True  # under a torch function mode, `_backward` calls this method again
         try:
             _backward(given, *args, **options)
         except BaseException:  # such as running out of memory, after which the loop may try again

@@ -150,7 +150,7 @@ class AcceleratedRun(AttachedRun):
         self._taken = 0  # the number of batches of the epoch that were yielded
         self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
-        self._may_fire_save = True  # whether nothing has been trained or saved since `on_checkpoint_due`
+        self._may_fire_save = True  # whether a save may fire events: not within a step, and once per boundary
         self._saves = False  # whether a callback requested the checkpoint that is being written
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
@@ -227,7 +227,7 @@ class AcceleratedRun(AttachedRun):
                 self._backward.is_on = False
                 self._end_microbatch()
             if not self._has_given_up:
-                if self._microbatches:  # the data ended within a step, and the accelerator did not step then
+                if self._microbatches:  # the last step of the epoch has not ended, because no batch synchronized the gradients
                     self._end_step()
                 if is_whole:
                     self._taken = 0
@@ -240,7 +240,7 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # Count a step where the accelerator synchronizes gradients: the step of this batch here, the next ones in `_remaining`.
+            # After an error of callsheet, only count steps: the current step here, the later ones in `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):
                 self._count_step()
@@ -269,7 +269,7 @@ class AcceleratedRun(AttachedRun):
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, this count of epochs starts at 0 again, and the data has the order of the first epoch.
+            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so its data would have the order of the first epoch.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 
@@ -373,7 +373,7 @@ class AcceleratedRun(AttachedRun):
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                # The accelerator has already written the callbacks' states.
+                # The function does nothing, because the accelerator has already written the callbacks' states.
                 self._run.fire_checkpoint(str(folder), lambda info: None)
         except Exception as error:
             self._give_up(error)

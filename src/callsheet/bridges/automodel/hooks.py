@@ -87,7 +87,7 @@ class CalledModel(NotCopied):
 
     def end_step(self) -> None:
         """End the step, because the recipe has reported its end."""
-        if not self._is_in_step:  # the recipe did not call the whole model in this step
+        if not self._is_in_step:  # the recipe did not call the model, which would have begun the step
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
@@ -156,7 +156,7 @@ class CalledModel(NotCopied):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # `listens_to` is also True if only earlier events of the step have listeners.
+            # Both are also True if only the forward or backward pass has listeners, because the start of either span ends it.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
@@ -194,7 +194,7 @@ class CalledModel(NotCopied):
         driver.end("eval_step")
         run.eval.ctx.batch = batch
         driver.start("eval_forward")
-        # This is decided for each batch, because callbacks may be muted (not called for a while) in between.
+        # Look for listeners at each batch, because a callback may have been muted (not called for a while) since the last batch.
         self._after.install(run.eval.listens_to_outputs("eval"), self._ends)
         given = run.eval.ctx.batch
         return None if given is batch else _replaced(given, args)

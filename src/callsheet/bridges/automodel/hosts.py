@@ -132,9 +132,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests: Any = None  # the _HostRequests, set once a run has begun
-        self._is_due_fired = (
-            False  # whether on_checkpoint_due was already fired after the latest step or epoch, ahead of its evaluation
-        )
+        self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
@@ -298,7 +296,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
         AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
         """
-        self._publish(run)  # publish the previous checkpoint, for which AutoModel has waited
+        self._publish(run)  # publish the previous checkpoint, because AutoModel has waited until it was complete
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
@@ -342,7 +340,7 @@ def _is_leaving(recipe: Any) -> bool:
 def _preempt(run: HostedRun) -> None:
     """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
     if not run.boundaries.is_preempted:
-        run.control.able.add("save")  # the preemption requests a save, and AutoModel decides whether it writes one
+        run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
         run.boundaries.finish()  # exchanges requests, so that all ranks know them
 

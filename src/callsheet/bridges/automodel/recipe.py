@@ -67,7 +67,7 @@ class StepScheduler(Facade):
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._is_in_training = False  # whether training has a current step, which is so between its start and its end
+        self._is_in_training = False  # False at on_train_start and on_train_end, when no step is in progress
 
     @property
     def step(self) -> int:

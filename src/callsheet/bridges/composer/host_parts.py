@@ -134,7 +134,7 @@ class StepLosses:
         value = loss.detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # copied, because Composer scales the total in place
-        is_whole = state.device_train_microbatch_size >= samples  # the only microbatch of the step needs no weight
+        is_whole = state.device_train_microbatch_size >= samples  # a step's only microbatch gets weight 1
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:
@@ -153,7 +153,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read C
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
         self._logger = logger
         logger.destinations = (*logger.destinations, self)
-        self._names: dict[str, str] = {}  # callsheet's name by Composer's; empty for a metric that is not logged
+        self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name, empty if it is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log Composer's metrics, except times and evaluations, which metrics records have from other sources."""

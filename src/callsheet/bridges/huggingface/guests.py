@@ -27,13 +27,13 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # ends the previous microbatch, since the last one of a step has no such event
+    "on_microbatch_start": ("on_substep_end",),  # called after each microbatch of a step but the last
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
     "on_log": ("on_log",),
     "on_eval_step_end": ("on_prediction_step",),
-    "on_eval_all_end": ("on_log", "on_evaluate"),  # both are called for each dataset
+    "on_eval_all_end": ("on_log", "on_evaluate"),  # for each dataset, `on_log` and then `on_evaluate`
     "on_checkpoint_published": ("on_save",),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_log", "on_train_end"),
@@ -124,7 +124,7 @@ class HuggingFaceGuest(Guest):
         "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # `_log_summary` also calls the callback's `on_log`
+        "on_train_end": ("on_train_end",)  # leave out `on_log` here, because `_log_summary` calls it
     }
     NEVER = ("on_push_begin",)
 
@@ -248,7 +248,7 @@ class HuggingFaceGuest(Guest):
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # forget a request to end the epoch, which has been rejected or has caused a warning
+            self.control._new_epoch()  # forget a request to end the epoch: callsheet has already answered it
             self._save_kind = ""
             if self._passed_on:
                 self._passed_on &= {"should_training_stop"}

@@ -128,7 +128,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        # The events fired since the last step or epoch, one letter each, as explained at `_BOUNDARY`. None within a step.
+        # One letter for each event that was fired since the last step or epoch; see `_BOUNDARY`. It is None within a step.
         self._fired: str | None = None
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
@@ -141,7 +141,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        if not hasattr(trainer, "_inner_training_loop"):  # then the run ends in the same way as for a host that is added later
+        if not hasattr(trainer, "_inner_training_loop"):  # an error ends the run later, as for a host that `add_callback` added
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
                     "it has no _inner_training_loop, so an error that ends training may be recorded late and without its reason"
@@ -158,7 +158,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # `train` itself would need a wrapper that keeps the trainer alive: `Trainer(...).train()` forgets the trainer before the call.
+        # Do not wrap `train`: in `Trainer(...).train()`, nothing but the wrapper would keep the trainer alive during the call.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -216,7 +216,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix = False, None
         self._fired = "" if args.eval_on_start else None
-        if not args.eval_on_start:  # with `eval_on_start`, training begins after that evaluation
+        if not args.eval_on_start:  # with `eval_on_start`, training begins after the first evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
@@ -322,7 +322,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # ends the optimizer's step, too; without listeners, the step ends at `on_step_end`
+                driver.end_step()  # also ends the optimizer's step; if nothing has listeners, `on_step_end` ends the step
         except BaseException as error:
             self._leave(error)
 
@@ -476,7 +476,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # `on_evaluate` was not called from `evaluate`
+        if not is_open and self._prefix is None:  # the evaluation did not go through `Trainer.evaluate`
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )

@@ -122,7 +122,7 @@ class IgniteGuest(Guest):
         """Return whether a handler is attached for the event."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # The method for this event also counts the iterations, which the event at their end reads.
+            # The method for this event also counts the iterations, and handlers of the iteration's end read that count.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -225,7 +225,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # in Ignite, a handler has to raise the error again, which callsheet does itself
+            if raised is not ctx.exception:  # a handler of Ignite raises the run's error again, but callsheet does that itself
                 raise
 
     # --- the evaluators' events ---

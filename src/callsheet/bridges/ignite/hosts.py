@@ -155,7 +155,7 @@ class IgniteHost(HostBase):
         self._microbatches = 0  # number of microbatches in the current step
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        self._is_due_fired = False  # whether on_checkpoint_due was fired, and nothing has been trained or saved since
+        self._is_due_fired = False  # whether on_checkpoint_due was fired at this boundary, for a save that follows
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Attach callsheet's callbacks to Ignite's trainer and evaluators.
@@ -217,7 +217,7 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        self._begin_run(run, hooks, never)  # training starts with its first epoch; an evaluation before that is not part of it
+        self._begin_run(run, hooks, never)  # an evaluation before the first epoch is not part of training
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:
@@ -268,7 +268,7 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # without this handler, Ignite would have raised the error
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # no other handler: raise the error, as Ignite does
             raise error
 
     def _leave(self, error: BaseException) -> None:
@@ -291,7 +291,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # there is no run, or the step has already begun
+            if run is None or self._microbatches:  # there is no run, or an earlier microbatch has begun the step
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
@@ -462,7 +462,7 @@ class IgniteHost(HostBase):
         run, evaluations = self._run, self._evaluations
         begun = evaluations.begun
         if run is None or name in begun or (begun and not run.eval.driver.is_open("eval_all")):
-            return  # the lifecycle has only one evaluation between two steps, and this is a second one
+            return  # do not report a second evaluation between two steps, because the lifecycle allows only one
         evaluations.dataset, evaluations.is_between_steps = name, True
         begun.add(name)
         self._eval_hooks.listen(run.eval.listens_to_outputs("eval"))

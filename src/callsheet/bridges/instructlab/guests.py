@@ -101,7 +101,7 @@ class InstructLabGuest(Guest):
     # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # hooks at the end of an earlier `fit`, if they were not called yet
+        ended = self._ended()  # the hooks that end an earlier `fit`, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch

@@ -127,7 +127,7 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # the context of a save at the end of an epoch, until that end is handled
+        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step, until `on_epoch_end`
         self._is_between = False  # whether training is between two steps
         self._reject()
 
@@ -278,7 +278,7 @@ class InstructLabHost(HostBase):
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the epoch, and fire the events of a checkpoint that was written at its end."""
         if run.driver.is_open("epoch"):
-            run.driver.end("train_step")  # count a step whose end was not reported in this epoch
+            run.driver.end("train_step")  # end the last step if InstructLab has not reported its end
             run.state.timestamp = run.state.timestamp.next_epoch()
             run.driver.end("epoch")
         saved, self._saved = self._saved, None

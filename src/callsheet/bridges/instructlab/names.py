@@ -188,8 +188,8 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The message, here and below, begins with the words of InstructLab's own, which tests that are written for
-            # InstructLab compare.
+            # The messages here and below begin like those of InstructLab, because tests that are written for InstructLab compare
+            # them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return

@@ -119,7 +119,7 @@ class HookedRun(Run):
         self.began = 0.0
         """When the current step began, as measured on this thread."""
         self._totals = (context.total_samples, 0)
-        self._since = (0, 0, 0.0)  # the samples, tokens and seconds that the last completed step had
+        self._since = (0, 0, 0.0)  # the samples, tokens and seconds of the last completed step
         self._found: dict[str, float] = {}
         self._listens_to_parts = True
 
@@ -300,7 +300,7 @@ class HookedRun(Run):
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # a save is always allowed after on_checkpoint_due
+        self._order.may_come("S")  # record the save, which is always allowed after on_checkpoint_due
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")

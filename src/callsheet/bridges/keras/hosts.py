@@ -365,7 +365,7 @@ class _PatchedFunction:
                 return {}
             try:
                 logs = function(given)
-            except BaseException as error:  # end the run here, because Keras does not report the error to callbacks
+            except BaseException as error:  # Keras does not report the error to callbacks, so end the run here
                 if host._run is run:
                     host._fail(error)
                 raise

@@ -128,7 +128,7 @@ class _Group(MutableMapping[str, Any]):
         if not isinstance(rate, keras.Variable):  # a schedule computes the rate for each step
             return rate
         value = rate.value
-        if value._version != self._version:  # copy the rate from the device, which waits for it, only if it has changed
+        if value._version != self._version:  # read the rate only if it has changed, because that waits for the device
             self._rate, self._version = float(value), value._version
         return self._rate
 

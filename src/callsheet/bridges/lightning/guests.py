@@ -206,7 +206,7 @@ class LightningGuest(Guest):
 
     def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
         def handle(ctx: Context) -> None:
-            if not ctx.has("standalone") or ctx.standalone:  # an evaluation within training has no teardown of its own
+            if not ctx.has("standalone") or ctx.standalone:  # Lightning calls no teardown after an evaluation within training
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 
         return handle

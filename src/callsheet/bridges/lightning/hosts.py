@@ -191,7 +191,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, a backward pass after `optimizer.step()` belongs to another optimizer.
+        # With manual optimization, observe no backward pass after `optimizer.step()`, since it belongs to another optimizer.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
@@ -267,7 +267,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if stepped.has_begun:  # do nothing: the optimizer evaluates its closure again, or this is another optimizer
+            if stepped.has_begun:  # the optimizer evaluates its closure again, or another optimizer steps
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True

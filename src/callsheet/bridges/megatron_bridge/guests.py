@@ -68,11 +68,12 @@ class MegatronBridgeGuest(Guest):
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
-        # The user's own manager, in which more callbacks may be registered during the run.
+        # Whether the manager is the user's own, in which more callbacks may be registered during the run.
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # With callsheet's state, a write to `step` or `train_iters` calls `drive`; otherwise each event checks.
+        # Whether a callback's write to `step` or `train_iters` calls `drive`, as in callsheet's own state. With the user's state,
+        # `drive` is called after each event.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:

@@ -29,7 +29,7 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
         try:
             return hook(self, *args)
         except Exception as error:
-            self._run.driver.give_up(error)  # the hook then returns None, which changes nothing
+            self._run.driver.give_up(error)  # the hook then returns None, so torch keeps the arguments or outputs
 
     return called  # type: ignore[return-value]  # the wrapper has the same signature
 

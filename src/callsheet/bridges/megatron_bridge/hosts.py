@@ -88,7 +88,8 @@ class MegatronBridgeHost(HostBase):
         self._lock_timeout_seconds = lock_timeout_seconds
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # Set the method only if it is needed: if a callback has it, Megatron rejects a training length in epochs.
+            # Define this hook only if a callback listens to the data events, because Megatron rejects a training length in epochs
+            # if any callback has the hook.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
@@ -120,7 +121,7 @@ class MegatronBridgeHost(HostBase):
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
-        # Megatron's counts are those of all ranks, and callsheet sums counts over the ranks.
+        # Only rank 0 counts, because Megatron's counts are those of all ranks, and callsheet sums the counts of the ranks.
         run.counted = (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
@@ -142,7 +143,7 @@ class MegatronBridgeHost(HostBase):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run of callsheet's callbacks, unless it has begun already."""
-        if self._has_trained:  # the current run has trained before, so an exception has ended it
+        if self._has_trained:  # training begins a second time, so an exception has ended the earlier run
             self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
@@ -234,7 +235,7 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            if run.step_skipped and driver.is_read:  # fire the step's events here, since torch's optimizer was not called
+            if run.step_skipped and driver.is_read:  # torch's optimizer, whose hooks fire these events, was not called
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
             norm = context.grad_norm
@@ -249,7 +250,7 @@ class MegatronBridgeHost(HostBase):
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
-                self._stop_if_asked(run, 1)  # 1 step ahead, since Megatron counts the step only after this event
+                self._stop_if_asked(run, 1)  # stop at one step more than the present count, since Megatron counts this step later
         except BaseException as error:
             self._leave(error)
 
@@ -399,7 +400,7 @@ def _inner(chunk: Any) -> Any:
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     """Return the loss and, by name, the other losses. The loss is Megatron's `lm loss`, or the first one if there is none."""
-    if len(given) == 1:  # a fast path for the usual case
+    if len(given) == 1:  # usually there is only one loss, so check for this first
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)
     others = {other.replace(" ", "_"): value for other, value in given.items() if other != name}

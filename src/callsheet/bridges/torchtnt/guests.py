@@ -96,7 +96,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # listen to events that provide the attributes
+        if attributes:  # the handlers of these events record the values of the unit's attributes
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",

@@ -162,7 +162,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        self._waiting = ""  # what ended before torchtnt's evaluation, and is completed after it: "step", "epoch" or ""
+        self._waiting = ""  # "step" or "epoch" while what is due after it waits for torchtnt's evaluation
         self._is_exhausted = False
         self._batch: Any = None
         self._listens_to_forward = True
@@ -400,7 +400,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif samples:  # in a step of several batches, the events are fired when the step is over
+        elif samples:  # the evaluation came within a step, so fire its events when the step is over
             run.made.append({EVALUATED: found})
         self._reach(run, state)
         if not run.driver.is_open("train"):

@@ -80,10 +80,10 @@ class TorchTNTRun(Common):
             self._switch_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
-        if (late := self._late) is not None:  # torchtnt records the duration only after the callbacks of the step's end
+        if (late := self._late) is not None:  # recorded here, since torchtnt does so after the callbacks of the step's end
             self._late = None
             durations["train_iteration_time"].append(late)
-        # torchtnt records the wait for data only after the batch's event, and no callback reads it before that.
+        # Record the wait for data here and not when the batch arrives, since torchtnt too records it after the batch's event.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]

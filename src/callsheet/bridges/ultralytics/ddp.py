@@ -54,9 +54,9 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics pickles the other callbacks, or leaves them out
+            with _without_host_methods(trainer, host):  # Ultralytics pickles callbacks, but the host is in the payload
                 command, file = given(trainer)
-            undo.push(functools.partial(_clean_after_error, trainer, file))  # Ultralytics does not know the file yet
+            undo.push(functools.partial(_clean_after_error, trainer, file))  # Ultralytics cannot remove the file yet
             place = command.index(file)
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
             _sent[str(file)] = undo.pop_all()

@@ -143,7 +143,7 @@ class UltralyticsHost(HostBase):
     def on_train_start(self, trainer: Any) -> None:
         """Begin a run, because Ultralytics begins to train."""
         self._forget_earlier_run()
-        self._trainer = trainer  # the run refers to it too, by the scheduler's function, so weak references would be of no use
+        self._trainer = trainer  # a weak reference would not help, because the run's scheduler refers to the trainer anyway
         self._outer_error = sys.exc_info()[1]
         model = trainer.model
         self._run = run = HostedRun(
@@ -166,7 +166,7 @@ class UltralyticsHost(HostBase):
         run.losses = watch.reader
         self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, trainer.optimizer, watch=watch)
-        self._eval_hooks: ForwardHooks | None = None  # while Ultralytics validates
+        self._eval_hooks: ForwardHooks | None = None  # None unless Ultralytics is validating
         hooks: list[Any] = [watch, self._model_hooks, self._optimizer_hooks]
         around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (trainer, "preprocess_batch", self._preprocess),
@@ -181,7 +181,7 @@ class UltralyticsHost(HostBase):
         self._begin_epoch_counts(0)
         self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
-        self._has_unscaled = False  # whether the loop has unscaled the gradients, so that it steps the optimizer now
+        self._has_unscaled = False  # whether the loop has unscaled the gradients, which comes just before the optimizer's step
         self._carried: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._begin_run(run, hooks, NOT_FIRED)
@@ -191,7 +191,7 @@ class UltralyticsHost(HostBase):
     @observing
     def teardown(self, trainer: Any) -> None:
         """End the run, because Ultralytics' training has ended or failed."""
-        run, error = self._run, sys.exc_info()[1]  # Ultralytics calls this in a `finally` block
+        run, error = self._run, sys.exc_info()[1]  # called in a `finally` block, so an error may be in progress
         if run is None:
             return
         if error is not None and error is not self._outer_error:
@@ -221,7 +221,9 @@ class UltralyticsHost(HostBase):
             run.drop_step()
             self._carried = None, (0, 0)
             run.close_epoch(is_whole=False)
-        self._reach(run, trainer)  # Ultralytics has reloaded last.pt after a loss that was not finite
+        # Carry out what is due after the previous epoch, in case Ultralytics has not reported its end, because it has reloaded
+        # last.pt after a loss that was not finite.
+        self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
         run.driver.start("epoch")
         self._begin_fetch(run)
@@ -233,7 +235,7 @@ class UltralyticsHost(HostBase):
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
         """End the epoch. What is due after it, such as a save, waits for Ultralytics' validation."""
         self._watch.is_on = False
-        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # Ultralytics' time was over
+        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # the time limit ended the epoch at this step
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
@@ -425,12 +427,12 @@ class UltralyticsHost(HostBase):
             self._eval_hooks = None
         if not run.eval.driver.is_open("eval"):
             return
-        found = results(metrics or {}, fitness)  # Ultralytics has them on rank 0 only
+        found = results(metrics or {}, fitness)  # the results are on rank 0 only
         run.eval.end_dataset(name, run.world.of_rank_zero(found))
         run.eval.end()
         run.fire_record()
         if name == BEST:
-            run.eval.driver.synthesized.clear()  # it evaluates a copy of the model, whose forward is not observed
+            run.eval.driver.synthesized.clear()  # no warning: the best model is a copy, whose forward pass is not observed
         else:
             self._support(run).after_first_step(run.eval.driver)
 
@@ -453,7 +455,8 @@ class UltralyticsHost(HostBase):
         assert run is not None
         if not trainer.start_epoch:
             return None
-        step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)  # the average is updated once a step
+        # The number of steps is the number of updates of Ultralytics' weight average, which is updated once a step.
+        step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)
         if self.only_observes or not (trainer.wdir / STATE).is_dir():
             if not self.only_observes:
                 logger.warning("%s resumes from %s, beside which no callbacks' states were found", run.host, trainer.last)
