@@ -113,5 +113,5 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # torch initializes its default here; later, it would replace the value that is set below
+    torch.get_num_threads()  # makes torch set its default now, because later it would overwrite the value that is set below
     torch.set_num_threads(1)

@@ -54,8 +54,8 @@ def export_weights(
             if is_there and not overwrite:
                 raise CheckpointError(f"{os.fspath(path)} already exists; choose a new path or pass overwrite=True")
             data = (tensor for _, tensor in turns)
-            # The old weights stay until the new file is complete. For a remote store nothing is needed, because a file appears
-            # there only when it is closed.
+            # Write a draft beside an existing local file, so that the old weights stay until the new file is complete. A remote
+            # store needs no draft, because a file appears there only when it is closed.
             is_beside = is_there and isinstance(folder, LocalFolder)
             draft = f"{name}.new" if is_beside else name
             if draft in folder.entries():
@@ -69,7 +69,7 @@ def export_weights(
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
-    assert seal is not None  # `exchange` passes the seal of rank 0 to all ranks
+    assert seal is not None  # `exchange` gives all ranks the seal of rank 0, which wrote the file
     return seal
 
 

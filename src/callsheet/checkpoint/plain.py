@@ -154,7 +154,7 @@ class _Flattening:
 def _view(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for two tensors that are the same view of the same storage, so that only one is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
-        return id(tensor)  # such a tensor, sparse or meta for example, has no meaningful address
+        return id(tensor)  # a sparse, empty or meta tensor has no meaningful address
     if type(tensor) is DTensor:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
@@ -184,7 +184,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
         values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
-    if depth > 2 * _DEEPEST:  # a container with a `$` key takes at most two levels of JSON
+    if depth > 2 * _DEEPEST:  # a tuple or dict may take two levels, as in {"$tuple": [...]}
         raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
     try:
         match document:

@@ -14,7 +14,8 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# The key in `ctx.user_state` of a dict: for each checkpoint, oldest first, the callbacks that keep it, and whether it is finite.
+# The name of an entry in `ctx.user_state`, a dict. For each checkpoint, oldest first, it holds the names of the callbacks that
+# keep the checkpoint, and whether the checkpoint is finite.
 _CLAIMS = "checkpoint_claims"
 
 

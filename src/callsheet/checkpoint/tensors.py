@@ -46,8 +46,8 @@ DTYPES = {  # the dtypes that the safetensors library can read
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
-# The unit is bytes. A piece of this size stays in the CPU cache while it is checked, digested and written. Each of these
-# operations acquires the interpreter lock once, and may have to wait for training; smaller pieces would wait more often.
+# Tensors are checked, digested and written in pieces of this many bytes. A piece is small enough to stay in the CPU cache.
+# Smaller pieces would wait for training more often, because each operation on a piece acquires the interpreter lock.
 _PIECE = 1 << 22
 
 
