@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["exec"]:  # outside of the handling of errors below: the script's errors are its own
+    if words[:1] == ["exec"]:  # errors of the script are not handled below, because they are not callsheet's
         return _exec(argparse.Namespace(), words[1:])
     parser = _parser()
     given, rest = parser.parse_known_args(arguments)

@@ -216,7 +216,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         # Import all callbacks, because jsonargparse finds a class by its bare name only if it is imported.
         getattr(callbacks, name)
     names.register()
-    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # other commands have their own `--help`
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only `show` and `train` explain a recipe's keys
     parser = ArgumentParser(
         prog=explains,
         usage=f"{explains} [--KEY VALUE ...]",
