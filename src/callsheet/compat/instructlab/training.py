@@ -45,7 +45,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported here because the launcher needs torch, which callbacks alone do not
+    from callsheet.launcher import launch  # imported here because it imports torch, which defining callbacks does not need
     from callsheet.transport import payload
 
     if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again
