@@ -331,7 +331,7 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # a callback's `keep_fields` may keep the field beyond this event
+        _keeps = _event == _field.windows[0][1]  # at this event the field stays if a callback has it in `keep_fields`
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 

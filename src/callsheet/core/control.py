@@ -78,8 +78,8 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
-        self.is_boundary_requested = False  # a callback in another thread has made a request that the loop has not processed yet
-        self.is_rescheduled = False  # `CallbackManager.next_step` has changed since the loop read it
+        self.is_boundary_requested = False  # whether a callback in a lane has made a request since the loop last looked
+        self.is_rescheduled = False  # whether `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:

@@ -41,7 +41,7 @@ _MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this 
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
-_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # the time of a step includes the handlers of this event
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # a step's time includes the handlers of this event, which follows the step
 
 
 def _path_events() -> frozenset[str]:

@@ -19,7 +19,7 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        # (step, callback, events): call the handlers again from this step on.
+        # For each muted callback: the step from which its handlers are called again, the callback, and their events.
         self._wakes: list[tuple[int, Registration, frozenset[str]]] = []
 
     @property
@@ -40,7 +40,7 @@ class Muting:
 
         Muting for only a few steps costs more than calling the handlers that often.
         """
-        # If `costs` has not begun, no loop would unmute the events later.
+        # Before `costs` begins, no loop calls `between_steps`, so the handlers might stay muted.
         return self._table.costs.has_begun and until >= step + _MIN_MUTED_STEPS
 
     def mute(

@@ -311,7 +311,7 @@ class Timestamp(NamedTuple):
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
-            value, kinds = data[name], {int, type(zero)}  # JSON may turn a whole number of seconds into an int
+            value, kinds = data[name], {int, type(zero)}  # a float may be an int here, because JSON may write 5.0 as 5
             if type(value) not in kinds or not 0 <= value < math.inf:  # `isinstance` would accept a bool, which is not a count
                 raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)
