@@ -61,10 +61,10 @@ class LaneSet:
 
         The counts are kept until another run begins.
         """
-        self._behind: dict[
-            Registration, int
-        ] = {}  # lanes that hung when their state was read, with their `done` count at that time
-        self._slow: dict[Registration, int] = {}  # lanes that were too slow for the last metrics record, with their `done` count
+        # For each lane that hung when its state was read: how many items it had processed by then. As long as this number is the
+        # same, nothing waits for the lane again. `_slow` holds the numbers of lanes that were too slow for a metrics record.
+        self._behind: dict[Registration, int] = {}
+        self._slow: dict[Registration, int] = {}
         self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
         self._state_calls, self._ready_calls = StateCalls(), StateCalls()
 
@@ -140,7 +140,7 @@ class LaneSet:
                     and isinstance(registration.thing, Callback)
                     and keeps_state(registration.thing)
                 ):
-                    # The state may be in the process of the old lane.
+                    # The current state may be in the process of the old lane, so move it before that process ends.
                     self._move_state(old, old.thing, registration, registration.thing)
                 self._dropped[old] = lane.lane.dropped
                 lane.end()

@@ -27,7 +27,7 @@ logger = logging.getLogger("callsheet")
 _START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
 _ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the callbacks with processes that this process started
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the callbacks whose processes this process has started
 
 
 class ProcessDied(CallsheetError, RuntimeError):
@@ -123,7 +123,7 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # the lane's thread still reads from the connection, and sees there that the process has ended
+            self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
 
     def join(self, seconds: float) -> None:
         """Wait for the callback's process to exit after `end` was called, and kill it after `seconds`."""

@@ -91,7 +91,8 @@ class Lane:
         The lane's thread does so as long as it finds items.
         """
         self._limit = self.options.queue
-        self._looked_from = 0  # queue length at which `put` begins to call `look`; half of the limit once the thread runs
+        # From this queue length on, `put` calls `look`. It is half of the limit, but 0 until the thread has started.
+        self._looked_from = 0
         self.items: deque[Any] = deque()
         """The items in the queue. With `overflow="latest"`, each is wrapped in a `_Waiting`."""
         self.room = 0
@@ -196,7 +197,7 @@ class Lane:
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may exceed its limit: it keeps one item of each kind
+            return True  # the queue may exceed its limit, because it keeps the latest item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True

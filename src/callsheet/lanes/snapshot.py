@@ -66,8 +66,7 @@ class Inbox:
             message = self._messages.popleft()
             try:
                 message.do(ctx)
-            # Errors of callbacks in lanes are logged and not raised, and so are those of their messages.
-            except Exception as error:
+            except Exception as error:  # an error caused by a callback in a lane is logged and not raised
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:

@@ -67,7 +67,7 @@ class _Attempt(threading.Thread):
             self._result = self._call()
         except Exception as error:  # `result` raises the error on the caller's thread
             self._error = error
-        except BaseException as error:  # catches SystemExit too, which must not end the thread without a result
+        except BaseException as error:  # catches SystemExit too, because the thread must not end without a result
             self._error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
     def result(self, seconds: float, *, since: float) -> Any:
