@@ -44,7 +44,7 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
         unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
-    except BaseException as error:  # catches SystemExit too, because the function was not called yet
+    except BaseException as error:  # SystemExit is an error too, because the script must not exit before the function is called
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
