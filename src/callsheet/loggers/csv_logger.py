@@ -43,7 +43,7 @@ class CSVLogger(Logger):
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
         self._resumed_rows: int | None = None  # number of rows when the loaded checkpoint was saved
-        self._valid = ValidRecords()  # the valid rows after a resume, until a row is written
+        self._valid = ValidRecords()  # which rows are still valid after a resume; needed until the next row is written
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Reset the row count that was loaded for an earlier run with this logger."""

@@ -77,7 +77,7 @@ class JSONLLogger(Logger):
         self._process = ""
         self._records = 0  # number of valid metrics records; a resume invalidates those after its checkpoint
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
-        self._valid = ValidRecords()  # the valid records after a resume, until a record is logged
+        self._valid = ValidRecords()  # which records are still valid after a resume; needed until the next record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # reads git commit, packages and hardware
         self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step

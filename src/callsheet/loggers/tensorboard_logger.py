@@ -53,7 +53,7 @@ class TensorboardLogger(Tracker):
         self._writer: Any = None
         self._run: RunInfo | None = None  # the current run; None while no writer is open
         self._hyperparameters: dict[str, Any] = {}  # hyperparameters logged so far, by dotted name
-        self._has_hparams = False  # whether the event for the HParams page, which reads only the first one, was written
+        self._has_hparams = False  # whether the event for the HParams page was written; the page reads only the first
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         """Write all queued records to the files, because the checkpoint stores the number of records so far."""
@@ -96,8 +96,8 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # TensorBoard ignores the first start event. At each later one it hides the old values from that step on. The first process
-        # therefore writes a start event too, so that the start event of a resume takes effect.
+        # A start event makes TensorBoard hide the old values from its step on, but TensorBoard ignores the first start event.
+        # The first process therefore writes a start event too, so that the start event of a resume takes effect.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

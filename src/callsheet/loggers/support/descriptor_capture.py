@@ -82,7 +82,7 @@ class DescriptorCapture:
             try:
                 content = text.encode("utf-8", "backslashreplace")
                 self._send(len(content).to_bytes(4, "big") + content)
-            except OSError:  # the copying process has ended, which `failure` reports
+            except OSError:  # the copying process has ended; `failure` reports this later
                 return
             finally:
                 self._is_writing = False
@@ -95,7 +95,7 @@ class DescriptorCapture:
             self._is_dropped = True
             try:
                 self._send(output_log.DROP)
-            except OSError:  # the copying process has ended, which `failure` reports
+            except OSError:  # the copying process has ended; `failure` reports this later
                 return
 
     def failure(self) -> OSError | None:
@@ -149,7 +149,7 @@ class DescriptorCapture:
     def _end_log(self) -> None:
         try:
             self._send(output_log.END)
-        except BrokenPipeError:  # the copying process has ended, which `failure` reports if it is called
+        except BrokenPipeError:  # the copying process has ended; the caller can learn this from `failure`
             self._copier.wait()
             return
         answer = b""

@@ -20,7 +20,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # timeouts of the contexts of `patience` that are active, in any thread
+_talking: list[int] = []  # the timeouts of all active `patience` contexts, in any thread
 _before: dict[Any, Any] = {}  # MLflow's variable -> its original default, restored after the last context
 
 

@@ -60,7 +60,7 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_under":  # `copy` creates a tee without attributes: avoid endless recursion
+        if name == "_under":  # a copy has no attributes at first, and the line below would recurse without end
             raise AttributeError(name)
         return getattr(self._under, name)
 
