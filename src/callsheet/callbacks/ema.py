@@ -81,7 +81,7 @@ class EMA(Callback):
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
-        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # averages, and the model weights of the same tensors
+        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and beside them the model's weights
         self._wanted = 0  # how many spans in progress, such as evaluations, need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh

@@ -67,7 +67,7 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._logged = self._taken = -1  # indices of the last `every` interval with logged images, and with collected images
+        self._logged = self._taken = -1  # the last `every` interval in which images were logged, or collected
         self._is_due = False
         self._kept: dict[str, Pictures] = {}
         self._warnings: set[str] = set()

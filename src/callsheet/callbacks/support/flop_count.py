@@ -92,7 +92,8 @@ class StepFlops:
 
         Batches and steps then need not be reported.
         """
-        # Sum over the steps since the last record: FLOPs if the model reports them, otherwise how many numbers the batches had.
+        # The work of the steps since the last record: their FLOPs if the model reports them, otherwise the number of elements in
+        # their batches.
         self._waiting: Any = 0
         self.begin_run(None)
 
@@ -107,8 +108,8 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # like `_waiting`, but of the batches fetched for the next step
-        self._numbers: Any = 0  # like `_waiting`, but of the current step
+        self._fetched: Any = 0  # the work, as in `_waiting`, of the batches that were fetched for the next step
+        self._numbers: Any = 0  # the work, as in `_waiting`, of the current step
         self.trouble = ""
         self.is_guessing = False
 
@@ -142,7 +143,7 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # If another dispatch mode is active, wait: the two might be closed in the wrong order.
+            # Count only while no other dispatch mode is active, because the two modes might be exited in the wrong order.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
                 raise ConfigError(f"{path} is not a regular file; remove it")
             waiting += claimed_lines(path, "changed")
         except FileNotFoundError:
-            pass  # there are no requests, or the job has just read and removed them
+            pass  # no requests are waiting, or the job has just read and removed them
         if not (lines := change(waiting)):
             return
         try:
