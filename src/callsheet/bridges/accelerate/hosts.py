@@ -269,7 +269,7 @@ class AcceleratedRun(AttachedRun):
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so its data would have the order of the first epoch.
+            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so the order of the data would be that of the first.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 
