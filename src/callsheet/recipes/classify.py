@@ -133,7 +133,7 @@ class Classify(Recipe[ClassifyConfig]):
             num_labels=len(names),
             id2label=names,
             label2id={name: number for number, name in names.items()},
-            # Needed by decoder models, which classify by the last token that is not padding.
+            # Decoder models need this, because they classify by the last token that is not padding.
             pad_token_id=self.tokenizer.pad_token_id,
         )
 

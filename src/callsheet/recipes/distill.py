@@ -163,7 +163,7 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        # Pass AUTO instead of None, which would require an empty folder, because this folder already contains the teacher.
+        # None would require an empty folder, but this folder already contains the teacher, so pass AUTO.
         return super()._trainer(model, resume or AUTO)
 
     # --- the runs that train the teacher, and a student on labels alone ---
@@ -187,7 +187,8 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            # If the earlier run ended while it was training the teacher, its renamed folder has only the teacher: take it over.
+            # If the earlier run ended while it was training the teacher, its folder was renamed and has only the teacher. Use
+            # that teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)

@@ -143,7 +143,8 @@ class ImageText:
                     f"messages[{number}]: its text cannot be located: the processor's chat template renders the messages before it "
                     "differently when more follow; split the row, so that the answer is its last message",
                 )
-            bare = through.rstrip("\n")  # leave out the line break that some templates add after the token that ends a turn
+            # Some templates add a line break after the token that ends a turn. The answer does not include it.
+            bare = through.rstrip("\n")
             end = len(bare) if bare.endswith(self._specials()) else len(through)
             targets.append(TargetSpan(len(before), max(end, len(before)), _count_images(messages[:number])))
         return text, images, tuple(targets)

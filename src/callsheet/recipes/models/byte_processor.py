@@ -32,7 +32,7 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
         vision_feature_select_strategy="default",  # pass patches to the language model, but not the vision tower's class token
-        num_additional_image_tokens=1,  # the only one is the vision tower's class token
+        num_additional_image_tokens=1,  # the vision tower's class token is the only token besides the patches
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,
     )

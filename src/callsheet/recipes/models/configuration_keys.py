@@ -55,7 +55,7 @@ def _read(kind: Any) -> set[Any]:
     """Return the keys that the class reads from its keyword arguments by name, such as those of older versions."""
     from transformers import PreTrainedConfig
 
-    # Leave out the base class, which names keys without using them.
+    # Leave out the base class, whose code mentions keys that it does not read.
     own = (one for one in kind.__mro__ if one is not PreTrainedConfig)
     functions = [vars(one).get(name) for one in own for name in ("__init__", "__post_init__")]
     return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}
