@@ -78,7 +78,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, st
 def _run(run: RunFolder) -> dict[str, Any]:
     start = run.start_event()
     versions = start.get("versions")
-    # The record of an epoch's last step is made before the epoch is counted, so the event of the run's end is more exact.
+    # The last record may have been made before its epoch was counted, so read the count of epochs from the `run_end` event too.
     epochs = [record.values["time/epoch"] for record in run.records[-1:] if "time/epoch" in record.values]
     epochs += [count for event in run.events[-1:] if math.isfinite(count := number(event.get("epochs")))]
     return {

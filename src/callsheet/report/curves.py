@@ -222,7 +222,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
         for name, before in counted.items():
             logged = record.values.get(name, before)
             counted[name] = logged if math.isfinite(logged) else before
-        # A training step's record comes before the record of an evaluation at that step, so keep the first record of a step.
+        # A step may have two records: first that of training, then that of an evaluation. Keep the first.
         at.setdefault(record.step, (record.elapsed_seconds, counted["time/token"], counted["time/sample"], moment - run.started))
     steps = sorted(at)
     places = thinned(steps, [at[step][0] for step in steps], most)

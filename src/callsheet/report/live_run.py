@@ -201,7 +201,7 @@ def trigger_of(run: RunFolder) -> Path:
             another place.
     """
     listeners = listeners_in(run.path)
-    if run.call_sheet:  # ignore listeners of an earlier job that was killed, which are not on the call sheet
+    if run.call_sheet:  # keep only listeners on the call sheet, because others belong to an earlier job that was killed
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:
         if "SaveOnTrigger" in run.call_sheet:

@@ -126,7 +126,7 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
 
 def _resumes(run: RunFolder) -> Iterator[Problem]:
     for resume in run.resumes:
-        if resume.dropped and resume.dropped_to_step > resume.step:  # otherwise only the record of an evaluation was repeated
+        if resume.dropped and resume.dropped_to_step > resume.step:  # at least one step was repeated
             title = (
                 f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were repeated"
             )

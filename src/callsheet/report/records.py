@@ -82,7 +82,7 @@ class RecordLines:
         gone = self.kept[first:]
         last, dropped, time = max((record.step for record in gone), default=step), self.counted - counts, moment(line.get("time"))
         if self.resumes and self.resumes[-1].step == step and self.counted == self._counted_at_resume:
-            earlier = self.resumes.pop()  # the same resume, whose records of this step are logged again
+            earlier = self.resumes.pop()  # no record came since the last resume from this step, so merge both
             last, dropped, time = max(last, earlier.dropped_to_step), dropped + earlier.dropped, earlier.time
         self.resumes.append(Resume(step, time, dropped, last))
         self._counted_at_resume = counts
@@ -113,5 +113,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # Raise the limit, so that thinning is not tried at every line if no record can be left out.
+        # Raise the limit, so that this is not called again at every line if few records can be left out.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

@@ -39,7 +39,8 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost after so many seconds without a write, or after so many median gaps between its records if that is longer.
+# A run counts as lost if it has not written anything for this many seconds, or, if that is longer, for this many times the median
+# time between its records.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
@@ -210,7 +211,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # this may be the subfolder to which a logger with a name writes
+        if not is_marked(path):  # in the subfolder of a logger that has a name, only an event names the run
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
@@ -340,7 +341,8 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            at = [resume.step for resume in resumes if resume.time <= moment]  # a resume is written before its `run_start` event
+            # The last of these resumes began this process, because a resume is written before its `run_start` event.
+            at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
         elif event["event"] == kind:

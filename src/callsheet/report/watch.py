@@ -58,7 +58,7 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, watched: LiveRun | LiveComparison, port: int = 0) -> None:
         self.watched = watched
         self.token = secrets.token_urlsafe(32)
-        self.form_token = secrets.token_urlsafe(32)  # token inside the page, which its buttons send
+        self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, so that no other page can make requests
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.waiting: dict[socket.socket, float] = {}  # connection without a complete request -> since when

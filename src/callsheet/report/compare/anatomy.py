@@ -113,7 +113,8 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The fetch for the next step, which has the number of the step before it because it comes before its own step begins.
+    # The seconds of the fetch for the next step. Its slices have the number of the previous step, because the next step has not
+    # begun yet.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
@@ -156,7 +157,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # whether the whole step is slower or faster
+    whole = [""] * len(groups)  # the mark of each group's whole step, which comes first in `order`
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
@@ -176,7 +177,7 @@ def _cell(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], whole: st
     if baseline and _means(baseline)[0] > 0:
         before, step = _means(baseline)
         change = seconds / before - 1
-        # For the whole step, the first condition suffices.
+        # A span's or callback's change must also be large compared with the whole step.
         if abs(change) > _CHANGED and (kind == "step" or abs(seconds - before) > _NOTICEABLE * step):
             mark = "slower" if change > 0 else "faster"
             mark = "noise" if _may_be_noise(kind, baseline, parts, whole == mark) else mark

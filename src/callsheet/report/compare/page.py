@@ -60,7 +60,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # Curves and axes, the largest part, are added after `plain`: they have no NaN or infinity, which JSON lacks.
+    # `plain` replaces NaN and infinity, which JSON lacks. Curves and axes have none, and are large, so they are added after it.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 

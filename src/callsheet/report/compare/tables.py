@@ -124,7 +124,7 @@ def _notes(run: Mapping[str, Any]) -> str:
 
 def _spread(row: Mapping[str, Any]) -> str:
     if not math.isfinite(row["mean"]):
-        return "not finite"  # NaN or infinite, as a run ended
+        return "not finite"  # a run ended with NaN or infinity
     if row["runs"] == 1:
         return _number(row["mean"])
     return f"{_with_deviation(row['mean'], row['deviation'])} ({row['runs']} runs)"

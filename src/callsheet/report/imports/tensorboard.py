@@ -162,7 +162,7 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            # A resume: values written before it for this step and later steps are not valid.
+            # A run was resumed at this step, so earlier values for this step and later steps are not valid.
             if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]
