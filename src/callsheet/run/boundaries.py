@@ -27,8 +27,8 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-# These counts are updated only when a metrics record is made.
-_SETTLED = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
+# The units of time whose counts are updated only when a metrics record is made.
+_COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
 class Boundaries:
@@ -82,13 +82,13 @@ class Boundaries:
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
         steps = [self._agreement.next_step, self._manager.next_step, self._checkpoints.next_step]
-        moves_at_logs = longest is not None and longest.unit in _SETTLED
+        moves_at_logs = longest is not None and longest.unit in _COUNTED_AT_RECORDS
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))
         for schedule in self._evaluation.schedules.values():
             if schedule.every is not None:
                 steps.append(self._next_of(schedule.every))
-                moves_at_logs = moves_at_logs or schedule.every.every.unit in _SETTLED
+                moves_at_logs = moves_at_logs or schedule.every.every.unit in _COUNTED_AT_RECORDS
         if not moves_at_logs:
             self._next_due = min(steps)
         return min(*steps, self._next_of(self._records.every))
@@ -283,13 +283,13 @@ class Boundaries:
         if received is None or self.is_preempted:
             return
         self.is_preempted = True
-        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher also kills ranks that received no signal
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills all ranks, also those without a signal
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
-        if request is None or request.kind != "preempt":  # a callback may have made the request already
+        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may have made this request
             self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
 
     @contextmanager

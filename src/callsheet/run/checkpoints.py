@@ -216,8 +216,8 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # `overwrite`: a checkpoint that exists at this path was written before a resume and is obsolete. It is removed once the
-            # new one is committed.
+            # Pass `overwrite`, because a checkpoint that exists at this path was written before a resume and is obsolete. It is
+            # removed once the new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,

@@ -31,7 +31,7 @@ class _Additions:
 
     def __call__(self) -> Any:
         owner = self._owner()
-        getstate: Any = type(owner).__getstate__  # every class has a `__getstate__` since Python 3.11
+        getstate: Any = type(owner).__getstate__  # the class's method, since this object is the instance's
         state = getstate(owner)
         return self._without(state) if isinstance(state, dict) else state
 
@@ -92,7 +92,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
     handle = register(hook)
     method: Any = getattr(register, "func", register)
     owner = method.__self__
-    if not isinstance(owner, nn.Module):  # an optimizer's own `__getstate__` leaves out all hooks
+    if not isinstance(owner, nn.Module):  # nothing else is needed, because an optimizer leaves its hooks out of copies
         return handle.remove  # type: ignore[no-any-return]
     additions = _additions(owner)
     additions.hooks[handle.id] = None

@@ -36,7 +36,7 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # made for each run: one from before a fork would describe the parent process
+        if device.type != "cuda":  # not shared by runs, since a Process from before a fork describes the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
@@ -54,7 +54,7 @@ class Records:
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # the loss of a skipped step may have overflowed
+        if moved:  # do not keep the loss of a skipped step, which may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return

@@ -53,7 +53,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # each attempt is short, so that no rank waits longer than the timeout of a collective
+            pass  # try again: attempts are short, so that no rank waits for rank 0 longer than the timeout of a collective
         if rejection:
             raise RunInUseError(rejection)
 

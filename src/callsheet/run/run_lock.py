@@ -281,7 +281,7 @@ class RunLock:
         number, record = highest + 1, _new_claim()
         created: list[Path] = []
         descriptor = _created(self._path / str(number), created)
-        if descriptor is None:  # another process, which waits for the lock too, created this file first
+        if descriptor is None:  # another process that waits for the lock was faster and created this file
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
         try:
@@ -387,7 +387,7 @@ class _Ownership:
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)
-            if self._thread.is_alive():  # it hangs in a file system that does not answer, and still uses the descriptor
+            if self._thread.is_alive():  # the thread hangs in its file system and still uses the descriptor
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):

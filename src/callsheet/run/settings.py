@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 _DEEPEST = 6
 _MOST_VALUES = 200  # the maximum number of values that are recorded of one mapping or list
 _LONGEST = 2000  # the maximum number of characters that are recorded of one text
-_CHANGING = ("last_epoch", "verbose", "base_lrs")  # attributes of torch's schedulers that are no settings of their own
+_CHANGING = ("last_epoch", "verbose", "base_lrs")  # public attributes of torch's schedulers that are not settings
 
 
 def settings_of(
@@ -149,7 +149,7 @@ def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     try:
         arguments |= init_args_of(callback)
-    except ConfigError:  # arguments by position, which have no names
+    except ConfigError:  # an argument that is taken by position only cannot be described by name
         arguments = {}
     described = {"class_path": _path(type(callback)), "init_args": plain(arguments, depth), "name": callback.name}
     return {name: value for name, value in described.items() if value}

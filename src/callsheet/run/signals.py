@@ -123,7 +123,7 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # no signal has this number; `close` sends it
+                if number == 0:  # `close` sends 0, which is the number of no signal
                     return
                 watch.saw(number)
 
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has since set its own descriptor, so restore that
+        if current not in (-1, self._write):  # other code has since set a descriptor, which has to stay
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)
