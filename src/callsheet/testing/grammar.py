@@ -160,7 +160,8 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        # Available field -> the event after which it is not available any more, and the depth of spans at which it became available.
+        # For each available field: the event after which it becomes unavailable, and how many spans were open when it became
+        # available.
         self._windows: dict[str, tuple[str, int]] = {}
         self._past = ""
         self._failed = False

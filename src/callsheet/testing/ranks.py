@@ -132,7 +132,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers are started as in an ordinary program
+    multiprocessing.set_start_method("fork", force=True)  # fork a DataLoader's workers, as an ordinary program does
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:

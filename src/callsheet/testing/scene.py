@@ -245,6 +245,6 @@ def _readable(value: str | None) -> str:
     if value.lstrip("-").startswith("0x"):
         try:
             value = repr(float.fromhex(value))
-        except ValueError:  # show it as it is: it is not a float from `_leaves`, but another text that begins with 0x
+        except ValueError:  # the value is not a float from `_leaves`, but another text that begins with 0x, so show it unchanged
             pass
     return value if len(value) <= 100 else f"{value[:97]}..."
