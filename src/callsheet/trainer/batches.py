@@ -72,9 +72,8 @@ class TrainBatches:
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        self._loader = made(
-            loader, argument, may_be_empty=several
-        )  # whether a rank has no data is checked later, on all ranks together
+        # With several ranks, all ranks check together later whether one of them has no data.
+        self._loader = made(loader, argument, may_be_empty=several)
         self._argument = argument
         self._choose()
 
@@ -150,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # A single process that resumes a run of several ranks continues their order.
+            # A single process that resumes a run of several ranks does not count as alone, because it continues their order.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

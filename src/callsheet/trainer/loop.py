@@ -164,7 +164,7 @@ class TrainLoop:
                         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                         ctx.grad_norm = clip_gradients(parameters, self._clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                rate: Any = optimizer.param_groups[0].get("lr")  # None: an optimizer without a learning rate
+                rate: Any = optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
                 if isinstance(rate, Tensor):
                     rate = rate.clone()  # copy the learning rate, because the scheduler changes this tensor in place
                 ctx.learning_rate = records.learning_rate = rate

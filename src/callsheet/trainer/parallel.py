@@ -154,7 +154,7 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            # `fully_shard` has made the model an FSDPModule, which has this method.
+            # The model has this method, because `fully_shard` has changed its class to an FSDPModule.
             self._wrapped.set_requires_gradient_sync(meet)
 
 

@@ -224,7 +224,7 @@ class Trainer:
             world.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
-        the_task = self.task  # in place of `self`, to which the lambda below must not refer: it would keep the trainer alive
+        the_task = self.task  # the lambda below must not refer to `self`, because it would keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(
@@ -452,7 +452,7 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # only a host of another framework saves later and returns None
+            assert info is not None  # None is returned only in a host, where another framework saves later
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:

@@ -176,7 +176,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # Draw one number first, as the loader does for the seed of its workers.
+                # Draw a number, as the loader does for the seed of its workers. Otherwise this generator would give another order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -194,7 +194,7 @@ class PreshardedData:
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return  # no warning is needed: samples do not affect each other, and the order was checked
+            return  # no warning is needed: samples of such a dataset do not affect each other, and their order was checked
         last, then = cpu_random_state(), now["global"]
         shared = [
             _NAMES[name]

@@ -123,7 +123,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            if get_worker_info() is not None:  # the Trainer has set the epoch only in its own copy of the dataset
+            if get_worker_info() is not None:  # the Trainer cannot set the epoch of a worker's copy
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
@@ -133,7 +133,7 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_own": None, "_epoch": None}  # the copy finds the generators of its own dataset
+        return vars(self) | {"_own": None, "_epoch": None}  # the copy has another dataset, whose generators it has to find
 
 
 class SeededDataset(Dataset[Any]):
@@ -213,7 +213,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # a worker_init_fn may open files and store them in attributes
+        setattr(self.dataset, name, value)  # the dataset has to find files that a worker_init_fn stores in attributes
 
 
 class SeededStream(IterableDataset[Any]):
@@ -255,7 +255,7 @@ class SeededStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # a worker_init_fn may store attributes, as in a SeededDataset
+        setattr(self.dataset, name, value)  # the dataset has to find what a worker_init_fn stores, as in a SeededDataset
 
 
 def _number(index: Any) -> int:
