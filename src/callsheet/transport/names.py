@@ -13,7 +13,7 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-_IMPORTED_MAIN = "__mp_main__"  # the name that multiprocessing gives an imported script, so that `__main__` guards work here too
+_IMPORTED_MAIN = "__mp_main__"  # multiprocessing's name for an imported script; code under a `__main__` guard does not run in it
 
 
 def main_script() -> str:
@@ -64,7 +64,7 @@ def name_of(kind: Any) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    # The prefix is cut off, since cloudpickle does not keep it.
+    # Cut off the name of the enclosing function, because cloudpickle does not keep it.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -110,7 +110,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # a script has no `__spec__` either, so that multiprocessing uses the module's path
+    module.__spec__ = None  # a script has none; without it, multiprocessing imports the module by its path
     return module
 
 
