@@ -446,7 +446,7 @@ class AttachedRun:
         was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # stop after a signal here, since the ended run no longer does
+        self._is_over |= run.signals.received is not None  # a signal stops the loop here, since the ended run cannot
         self._release()
 
     def _release(self) -> None:
@@ -577,7 +577,7 @@ class AttachedRun:
                 )
             try:
                 self._close_epoch(continues=False)
-                with self._position.at_checkpoint():  # `finish` may do an evaluation that was left to do
+                with self._position.at_checkpoint():  # `finish` may run an evaluation that a resume left to do
                     self._run.finish()
             except Exception as error:
                 self._give_up(error)

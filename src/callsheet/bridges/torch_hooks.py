@@ -514,7 +514,7 @@ class BackwardWatch:
         except Exception as error:
             self._driver.give_up(error)
             return False
-        self._is_running = True  # under a torch function mode, `_backward` calls this method again
+        self._is_running = True  # ignore the call of this method that `_backward` makes under a torch function mode
         try:
             _backward(given, *args, **options)
         except BaseException:  # such as running out of memory, after which the loop may try again

@@ -194,7 +194,7 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            self._control.supports(request)  # raises if unsupported; for a host, the training thread logs the error later
+            self._control.supports(request)  # raise now if unsupported; in a host, the training thread logs this error instead
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()
 

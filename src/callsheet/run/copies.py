@@ -31,7 +31,7 @@ class _Additions:
 
     def __call__(self) -> Any:
         owner = self._owner()
-        getstate: Any = type(owner).__getstate__  # the class's method, since this object is the instance's
+        getstate: Any = type(owner).__getstate__  # not the instance's `__getstate__`, which is this object
         state = getstate(owner)
         return self._without(state) if isinstance(state, dict) else state
 

@@ -123,7 +123,7 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # `close` sends 0, which is the number of no signal
+                if number == 0:  # 0 is not the number of a signal: `close` sends it to end this thread
                     return
                 watch.saw(number)
 

@@ -150,7 +150,7 @@ class AcceleratedRun(AttachedRun):
         self._taken = 0  # the number of batches of the epoch that were yielded
         self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
-        self._may_fire_save = True  # whether a save may fire events: not within a step, and once per boundary
+        self._may_fire_save = True  # whether a save may fire checkpoint events: not within a step, and once per boundary
         self._saves = False  # whether a callback requested the checkpoint that is being written
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
@@ -269,7 +269,7 @@ class AcceleratedRun(AttachedRun):
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so the order of the data would be that of the first.
+            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so the data would get the first epoch's order.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 
@@ -373,7 +373,7 @@ class AcceleratedRun(AttachedRun):
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                # The function does nothing, because the accelerator has already written the callbacks' states.
+                # Pass a function that does nothing, because the accelerator has already written the callbacks' states.
                 self._run.fire_checkpoint(str(folder), lambda info: None)
         except Exception as error:
             self._give_up(error)

@@ -156,7 +156,7 @@ class CalledModel(NotCopied):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # Both are also True if only the forward or backward pass has listeners, because the start of either span ends it.
+            # Both are also True if only the forward or backward pass has listeners: the start of either span ends that pass.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

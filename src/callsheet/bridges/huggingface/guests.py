@@ -248,7 +248,7 @@ class HuggingFaceGuest(Guest):
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # forget a request to end the epoch: callsheet has already answered it
+            self.control._new_epoch()  # forget a request to end the epoch: callsheet has rejected it or warned of it
             self._save_kind = ""
             if self._passed_on:
                 self._passed_on &= {"should_training_stop"}

@@ -217,7 +217,7 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        self._begin_run(run, hooks, never)  # an evaluation before the first epoch is not part of training
+        self._begin_run(run, hooks, never)  # training starts later: an evaluation before the first epoch is not part of it
         self._stop_if_asked(run)
 
     def _duration(self, trainer: Engine) -> str | None:

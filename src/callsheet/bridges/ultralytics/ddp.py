@@ -54,9 +54,10 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics pickles callbacks, but the host is in the payload
+            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host: the payload has its callbacks
                 command, file = given(trainer)
-            undo.push(functools.partial(_clean_after_error, trainer, file))  # Ultralytics cannot remove the file yet
+            # After an error here, remove the file, because Ultralytics does not know it yet.
+            undo.push(functools.partial(_clean_after_error, trainer, file))
             place = command.index(file)
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
             _sent[str(file)] = undo.pop_all()

@@ -69,7 +69,7 @@ class Lora:
                 )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # hide peft's warnings that it adapts its settings to the type of a layer
+                warnings.simplefilter("ignore")  # hide peft's warnings, such as that it has adapted an option to a type of layer
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error

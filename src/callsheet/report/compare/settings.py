@@ -32,7 +32,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # What was recorded of the optimizer and other objects replaces what the user gave as `config`, because the run used it.
+    # The recorded settings of the optimizer and other objects replace what the user gave as `config`: the run has used them.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -71,7 +71,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # Compare the callbacks of a run that recorded settings but no callbacks too, because that run had none.
+        # A run that recorded settings but no callbacks had no callbacks, so it is compared with the others.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values

@@ -176,7 +176,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # Draw a number, as the loader does for the seed of its workers. Otherwise this generator would give another order.
+                # Draw a number, as the loader does for the seed of its workers, so that this generator gives the same order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
