@@ -19,6 +19,7 @@ from callsheet.bridges.huggingface import STATE, host
 from callsheet.bridges.matrix import CHECKS, Cell, frameworks
 from callsheet.callbacks import EMA, History
 from callsheet.exec.default_observers import default_observers
+from callsheet.exec.log_pace import LogPace
 from callsheet.testing import Recorder, check_events
 
 from .rows import hold_trainer
@@ -156,7 +157,7 @@ def test_it_trains_with_observers_as_without_them(name: str, plain: Callable[[st
     built, alone = BUILT_ON[name], plain(name)
     recorder, history, losses, notes = Recorder(), History(), Losses(), Notes()
     received: list[Tensor] = []
-    trainer = built.make(tmp_path, [host([*default_observers(1), recorder, history, losses]), notes], **SAVES)
+    trainer = built.make(tmp_path, [host([*default_observers(LogPace(1)), recorder, history, losses]), notes], **SAVES)
     with recording_backward(received):
         trainer.train()
     assert same(weights(module(trainer)), alone.weights)

@@ -44,6 +44,19 @@ _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_che
 """The events of a checkpoint that the framework writes."""
 
 
+class HostedRecords(Records):
+    """The metrics records of a run in another framework's loop.
+
+    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
+    """
+
+    may_come: Callable[[str], bool]
+
+    def fire_log(self, ctx: Context) -> None:
+        if self.may_come("L"):
+            super().fire_log(ctx)
+
+
 class HostedRun(Run):
     """A run of callsheet's callbacks in another framework's loop.
 
@@ -69,7 +82,8 @@ class HostedRun(Run):
         is_alone: whether this rank is observed without the others, so that no collective is called.
     """
 
-    records: _Records
+    RECORDS = HostedRecords
+    records: HostedRecords
     boundaries: _Boundaries
     checkpoints: Any
 
@@ -129,7 +143,6 @@ class HostedRun(Run):
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda _: self.is_busy(),
-            records=_Records,
         )
         ctx = self.ctx
         self._has_own_name = run_name is not None
@@ -509,19 +522,6 @@ def _is_other_and_alive(thread: threading.Thread) -> bool:
     A loop of the caller's own thread counts as ended, because a framework does not report when an exception ends its loop.
     """
     return thread is not threading.current_thread() and thread.is_alive()
-
-
-class _Records(Records):
-    """The metrics records of a run in another framework's loop.
-
-    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
-    """
-
-    may_come: Callable[[str], bool]
-
-    def fire_log(self, ctx: Context) -> None:
-        if self.may_come("L"):
-            super().fire_log(ctx)
 
 
 class _Boundaries(Boundaries):

@@ -24,6 +24,7 @@ from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import NotSupported, text_of
+from callsheet.exec.log_pace import LogPace, PacedRecords
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopOptimizerHooks
@@ -52,6 +53,8 @@ class _LoneRun(HostedRun):
     """A run that is observed on this rank alone."""
 
     CONTEXT = _LoneContext
+    RECORDS = PacedRecords
+    records: PacedRecords
 
 
 class BareLoop:
@@ -72,7 +75,7 @@ class BareLoop:
         loader: the dataloader of the batches, or None.
         run_name: the run's name.
         runs_folder: the folder that contains the run's folder.
-        log_interval: how many steps there are from one metrics record to the next.
+        pace: how many steps there are from one metrics record to the next.
         config: the script's arguments, which are recorded as settings.
         stops: ends the training if a callback requests a stop, or None if nothing can do that.
     """
@@ -87,7 +90,7 @@ class BareLoop:
         loader: Any,
         run_name: str,
         runs_folder: Path,
-        log_interval: int,
+        pace: LogPace,
         config: Mapping[str, Any],
         stops: Callable[[], None] | None = None,
     ) -> None:
@@ -104,11 +107,12 @@ class BareLoop:
             run_name=run_name,
             runs_folder=runs_folder,
             config=config,
-            log_interval=log_interval,
+            log_interval=pace.steps,
             able=self._able,
             saves=lambda requests: None,
             is_alone=True,
         )
+        run.records.pace = pace
         self._support = SupportCheck(run.manager, HOST, strict=False)
         parts = run.driver.parts
         self._epoch, self._step, self._fetch, self._microbatch = (

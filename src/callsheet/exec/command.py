@@ -77,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "--runs_folder", metavar="FOLDER", default="runs", help="the folder that contains the run's folder (runs)"
     )
     parser.add_argument(
-        "--log_interval", metavar="STEPS", type=_positive, default=10, help="steps from one record to the next (10)"
+        "--log_interval",
+        metavar="STEPS",
+        type=_positive,
+        help="steps from one record to the next (10; in a loop without a framework, more if steps are short)",
     )
     return parser
 

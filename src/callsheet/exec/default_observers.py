@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 from torch import nn
 
 from callsheet.callbacks import (
     HangDetector,
     LRMonitor,
     MemoryMonitor,
-    NaNMonitor,
     OptimizerMonitor,
     SpeedMonitor,
     SystemMetricsMonitor,
 )
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.exec.log_pace import LogPace
 from callsheet.loggers import JSONLLogger
+
+logger = logging.getLogger("callsheet")
 
 
 class GradientNorm(OptimizerMonitor):
-    """Log `l2_norm/grad/global` at the log interval. Sharded gradients are left out, since their norm needs all ranks."""
+    """Log `l2_norm/grad/global` at the log interval. Sharded gradients are left out, since their norm needs all ranks.
+
+    Args:
+        pace: the log interval.
+    """
 
     collective = False
 
-    def __init__(self, interval: int) -> None:
-        super().__init__(batch_log_interval=interval, per_parameter=False, log_optimizer_metrics=False)
+    def __init__(self, pace: LogPace) -> None:
+        super().__init__(batch_log_interval=pace.steps, per_parameter=False, log_optimizer_metrics=False)
+        self._pace = pace
 
     def on_train_start(self, ctx: Context) -> None:
         """Stay silent if a parameter is sharded."""
@@ -32,19 +42,49 @@ class GradientNorm(OptimizerMonitor):
         if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in nn.Module.parameters(ctx.model)):
             ctx.mute(self, "on_forward_backward_end")
 
+    def on_forward_backward_end(self, ctx: Context) -> None:
+        """Log the norm if a metrics record follows this step. The handler is muted until the next such step, if that saves time."""
+        self._interval = self._pace.steps
+        super().on_forward_backward_end(ctx)
+        if not ctx.step % self._interval:
+            ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
-def default_observers(log_interval: int) -> list[Callback]:
+
+class LossCheck(Callback):
+    """Log an error, once, when the mean loss of a metrics record is NaN or infinite.
+
+    Unlike `NaNMonitor`, it looks at no single step, so nothing is called in the steps between two records.
+    """
+
+    phase = "decide"
+    ranks = "zero"
+
+    def __init__(self) -> None:
+        self._checked = 0  # the last step whose loss was in a record
+        self._has_warned = False
+
+    def on_log(self, ctx: Context) -> None:
+        loss = ctx.record.values.get("train/loss")
+        if loss is None:
+            return
+        if not math.isfinite(loss) and not self._has_warned:
+            self._has_warned = True
+            logger.error("LossCheck: the mean loss of steps %d to %d is %s", self._checked + 1, ctx.step, loss)
+        self._checked = ctx.step
+
+
+def default_observers(pace: LogPace) -> list[Callback]:
     """Return new callbacks that only observe, and that no loop needs to support specially.
 
     Args:
-        log_interval: how many steps there are from one metrics record to the next.
+        pace: the log interval.
     """
     return [
         SpeedMonitor(count_flops=False),
         MemoryMonitor(),
         LRMonitor(),
-        GradientNorm(log_interval),
-        NaNMonitor(action="warn"),
+        GradientNorm(pace),
+        LossCheck(),
         HangDetector(min_seconds=600),  # scripts save and evaluate between steps, which callsheet does not see
         SystemMetricsMonitor(),
         JSONLLogger(),

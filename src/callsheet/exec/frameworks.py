@@ -122,7 +122,7 @@ def _with_argument(bridge: str) -> Around:
             return train(*args, **options)
         if given is not None and not isinstance(given, (list, tuple)):  # such as Keras' `CallbackList`: nothing can be added here
             return train(*args, **options)
-        hosted = _host(observation, given or (), bridge, log_interval=observation.log_interval)
+        hosted = _host(observation, given or (), bridge, has_interval=False)
         if hosted is None:
             return _trained(observation, None, lambda: train(*args, **options))
         named = {**arguments, "callbacks": [*(given or ()), hosted]}
@@ -132,7 +132,7 @@ def _with_argument(bridge: str) -> Around:
 
 
 def _composer(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-    hosted = _host(observation, trainer.state.callbacks, "callsheet.bridges.composer", log_interval=observation.log_interval)
+    hosted = _host(observation, trainer.state.callbacks, "callsheet.bridges.composer", has_interval=False)
     if hosted is None:
         return _trained(observation, None, lambda: train(trainer, *args, **options))
     try:
@@ -150,7 +150,7 @@ def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: A
             return train(trainer, *args, **options)
         with _workers_under_exec(observation):
             return _trained(observation, None, lambda: train(trainer, *args, **options))
-    hosted = _host(observation, owners, "callsheet.bridges.ultralytics", log_interval=observation.log_interval)
+    hosted = _host(observation, owners, "callsheet.bridges.ultralytics", has_interval=False)
     if hosted is not None:
         hosted.attach(trainer)
     return _trained(observation, hosted, lambda: train(trainer, *args, **options))
@@ -179,13 +179,27 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 
-def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, **options: Any) -> Any:
-    """Return a new host, or None if the script has one itself, or none can be made."""
+def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, has_interval: bool = True) -> Any:
+    """Return a new host, or None if the script has one itself, or none can be made.
+
+    Args:
+        callbacks: those that the script has given to its trainer.
+        bridge: the module that has the framework's `host`.
+        has_interval: whether the framework has a log interval of its own.
+    """
+    from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
+
     try:
         if observation.is_observed_otherwise(callbacks):
             return None
+        steps = observation.log_interval or FIRST_INTERVAL
+        options = {} if has_interval else {"log_interval": steps}
         made = importlib.import_module(bridge).host(
-            observation.make(), strict=False, run_name=observation.next_name(), runs_folder=observation.runs_folder, **options
+            observation.make(LogPace(steps)),
+            strict=False,
+            run_name=observation.next_name(),
+            runs_folder=observation.runs_folder,
+            **options,
         )
         made.only_observes = True
     except Exception as error:

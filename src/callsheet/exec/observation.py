@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from callsheet.exec.bare_loop import BareLoop
+    from callsheet.exec.log_pace import LogPace
     from callsheet.exec.loop_finder import LoopFinder
 
 
@@ -61,7 +62,7 @@ class Observation:
         callbacks: the file that lists the callbacks; None: the default ones.
         run_name: the run's name; None: the script's name and the time. Further runs of the same script get a number.
         runs_folder: the folder that contains the runs' folders.
-        log_interval: how many steps there are from one metrics record to the next.
+        log_interval: how many steps there are from one metrics record to the next. None: see `LogPace`.
 
     Raises:
         ConfigError: the file of callbacks or the name cannot be used.
@@ -74,11 +75,11 @@ class Observation:
         callbacks: str | None,
         run_name: str | None,
         runs_folder: str | os.PathLike[str],
-        log_interval: int,
+        log_interval: int | None,
     ) -> None:
         check_run_name(run_name, None)
         self._callbacks = callbacks
-        self._make = observers_of(callbacks, log_interval)
+        self._make = observers_of(callbacks)
         self.runs_folder = Path(runs_folder).absolute()
         self.log_interval = log_interval
         self.config = _config(script)
@@ -115,9 +116,9 @@ class Observation:
         except Exception as fault:
             log_failure("the observation could not be ended in order", fault)
 
-    def make(self) -> list[Callback]:
-        """Return the callbacks for a run."""
-        return [*self._make(), RunNotes(self._ended)]
+    def make(self, pace: LogPace) -> list[Callback]:
+        """Return the callbacks for a run with this log interval."""
+        return [*self._make(pace), RunNotes(self._ended)]
 
     def next_name(self) -> str:
         """Return the name of the next run. Names whose folder exists are left out, so that no earlier run is overwritten."""
@@ -199,20 +200,22 @@ class Observation:
     def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
         """Make the loop that the finder has recognized, and end the one before it. Return None if no loop is observed here."""
         from callsheet.exec.bare_loop import BareLoop, unwrapped
+        from callsheet.exec.log_pace import LogPace
 
         if read_ranks().rank != 0 or self.is_observed_otherwise():
             return None
         self._finish_loop(None)
         known = {**self.accelerate.settings(optimizer), **self.engines.begin()}
+        pace = LogPace(self.log_interval)
         self.loop = loop = BareLoop(
-            self.make(),
+            self.make(pace),
             model=model,
             optimizer=optimizer,
             scaler=scaler,
             loader=loader,
             run_name=self.next_name(),
             runs_folder=self.runs_folder,
-            log_interval=self.log_interval,
+            pace=pace,
             config={**known, **self.config},
             # On several ranks, the others would wait for this one.
             stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callsheet import callbacks, loggers
 from callsheet.core.callback import Callback
@@ -13,14 +13,17 @@ from callsheet.core.optional import needed_by
 from callsheet.core.spec import CallbackSpec
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
+if TYPE_CHECKING:
+    from callsheet.exec.log_pace import LogPace
+
 VARIABLE = "CALLSHEET_CALLBACKS"
 """The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
 
-Observers = Callable[[], list[Callback]]
-"""Makes the callbacks of one run. A script with several trainers has several runs."""
+Observers = Callable[["LogPace"], list[Callback]]
+"""Makes the callbacks of one run, for its log interval. A script with several trainers has several runs."""
 
 
-def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Observers:
+def observers_of(file: str | os.PathLike[str] | None) -> Observers:
     """Return the function that makes the callbacks: those of the file, or the default ones.
 
     A `JSONLLogger` is added if the file has none, because the report needs its files. Errors of the callbacks are isolated, except
@@ -30,16 +33,16 @@ def observers_of(file: str | os.PathLike[str] | None, log_interval: int) -> Obse
         ConfigError: the file cannot be read, or a callback in it cannot be made; the message names the file and the place.
     """
     if file is None:
-        return lambda: _isolated(_default(log_interval))
+        return lambda pace: _isolated(_default(pace))
     path, specs = Path(file), _specs(Path(file))
 
-    def make() -> list[Callback]:
+    def make(pace: LogPace | None) -> list[Callback]:
         from callsheet.loggers import JSONLLogger
 
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
         return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
-    make()  # called here only to find a mistake before the script runs
+    make(None)  # called here only to find a mistake before the script runs
     return make
 
 
@@ -50,10 +53,10 @@ def _isolated(made: list[Callback]) -> list[Callback]:
     return made
 
 
-def _default(log_interval: int) -> list[Callback]:
+def _default(pace: LogPace) -> list[Callback]:
     from callsheet.exec.default_observers import default_observers  # which needs torch
 
-    return default_observers(log_interval)
+    return default_observers(pace)
 
 
 def _specs(path: Path) -> list[Mapping[str, Any]]:

@@ -67,6 +67,10 @@ class Records:
                         series = self._others[name] = self.metrics.series(f"train/{name}", "mean", "mean")
                     series.add(scalar(name, each))
 
+    def change_interval(self, every: Interval, ctx: Context) -> None:
+        """Make the next records at another interval."""
+        self.every, self._passed = every, every.index(ctx.state.timestamp)
+
     def are_due(self, ctx: Context) -> bool:
         """Return whether a new metrics record is due."""
         return self.every.index(ctx.state.timestamp) > self._passed

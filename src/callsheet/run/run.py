@@ -67,7 +67,6 @@ class Run:
         log_ranks: which ranks print log lines.
         lock_timeout: seconds to wait if another process trains in the run's folder.
         is_busy: whether the loop may still be running. While it is, no other run of this process takes over the run's folder.
-        records: makes the metrics records.
     """
 
     boundaries: Boundaries
@@ -76,6 +75,8 @@ class Run:
     """All runs of this process that are still in memory."""
     CONTEXT: ClassVar[type[Context]] = Context
     """The class of the context that callbacks receive."""
+    RECORDS: ClassVar[type[Records]] = Records
+    """The class that makes the metrics records."""
 
     def __init__(
         self,
@@ -92,7 +93,6 @@ class Run:
         log_ranks: LogRanks,
         lock_timeout: float,
         is_busy: Callable[[Lifetime], bool],
-        records: type[Records] = Records,
     ) -> None:
         Run.alive.add(self)
         self.manager = manager
@@ -102,7 +102,7 @@ class Run:
         self.signals = signals
         self.world = world
         self.log_ranks = log_ranks
-        self.records = records(manager, log_every, device, world)
+        self.records = self.RECORDS(manager, log_every, device, world)
         self.agreement = Agreement(world, control, signals)
         self.ctx = ctx = self.CONTEXT(
             info,

@@ -1,0 +1,46 @@
+"""How often the metrics records of a script are made."""
+
+from __future__ import annotations
+
+from callsheet.bridges.hosted_run import HostedRecords
+from callsheet.core.context import Context
+from callsheet.core.time import Interval
+
+FIRST_INTERVAL = 10
+"""How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
+_MIN_SECONDS = 0.5  # of training, from one record to the next
+
+
+class LogPace:
+    """How many steps there are from one metrics record of a run to the next.
+
+    Args:
+        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than half a second
+            after the one before, so that records take a small share of the time even if steps are short.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps = steps or FIRST_INTERVAL
+        """How many steps there are from one record to the next at present."""
+        self._is_fixed = steps is not None
+        self._last = 0.0
+
+    def is_increased(self, seconds: float) -> bool:
+        """Note that a record was made after so many seconds of training. Return whether `steps` has increased."""
+        since, self._last = seconds - self._last, seconds
+        if self._is_fixed or since >= _MIN_SECONDS:
+            return False
+        self.steps *= 2
+        return True
+
+
+class PacedRecords(HostedRecords):
+    """Metrics records at the pace of `pace`, which its owner sets before training."""
+
+    pace: LogPace
+
+    def fire_log(self, ctx: Context) -> None:
+        is_scheduled = self.are_due(ctx)  # otherwise this is the record of an evaluation, or the last one of the run
+        super().fire_log(ctx)
+        if is_scheduled and self.pace.is_increased(ctx.state.timestamp.seconds):
+            self.change_interval(Interval(self.pace.steps), ctx)
