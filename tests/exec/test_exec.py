@@ -160,3 +160,38 @@ def test_mistakes_are_refused_before_the_script_runs(script: Path, words: list[s
     found = executed(script.parent, exec_words=words)
     assert (found.returncode, found.stdout) == (2, "")
     assert message in found.stderr
+
+
+FORKS = """
+import os, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+
+
+train(3)
+child = os.fork()
+train(2)
+if child:
+    _, status = os.waitpid(child, 0)
+    print("ended with", status)
+"""
+
+
+def test_a_process_that_the_script_forks_is_not_observed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FORKS)
+    _, observed = executed_alone_and_observed(tmp_path)
+    assert "ended with 0" in observed.stdout
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert [record.step for record in run.records] == [1, 2, 3, 4, 5]
+    assert sum(event["event"] == "run_end" for event in run.events) == 1, run.events
+    assert len([line for line in observed.stderr.splitlines() if line.startswith("callsheet")]) == 2, observed.stderr

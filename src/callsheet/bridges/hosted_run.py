@@ -176,7 +176,7 @@ class HostedRun(Run):
                 "on_train_step_start": self._prepare_step,
                 "on_forward_backward_end": self._set_loss,
                 "on_clip_gradients_end": self._set_grad_norm,
-                "on_optimizer_step_start": self._set_learning_rate,
+                "on_optimizer_step_start": self.set_learning_rate,
                 "on_optimizer_step_end": self._set_step_skipped,
                 "on_train_step_end": self._complete_step,
             },
@@ -466,7 +466,8 @@ class HostedRun(Run):
     def _set_grad_norm(self) -> None:
         self.ctx.grad_norm = self.grad_norm
 
-    def _set_learning_rate(self) -> None:
+    def set_learning_rate(self) -> None:
+        """Set the learning rate of the step that is being made."""
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
             if isinstance(rate, Tensor):
@@ -485,16 +486,19 @@ class HostedRun(Run):
         # Set these fields here too, because the events that set them are not fired if they have no listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or no callback listened to it
-            self._set_learning_rate()
+            self.set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
         """Do the same as `_complete_step` for a step without listeners: count it, record its loss, and close its fields."""
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None and not self._is_dropping:
-                self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
+                if self.other_losses or self.step_skipped:
+                    self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
+                else:
+                    self.records.add_loss(loss)
             if self.step_skipped and not ctx.has("learning_rate"):
-                self._set_learning_rate()
+                self.set_learning_rate()
             ctx.loss, ctx.learning_rate = None, 0.0  # set them first, since `del` raises an AttributeError for an empty slot
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped

@@ -124,7 +124,8 @@ class LifecycleDriver:
         self._step, self._step_passes = parts["train_step"], step_passes
         self._epoch, self._fetch = parts["epoch"], parts["fetch"]
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
-        self._seen_links = -1  # the version of the table of handlers at the last `listen`
+        self.seen_links = -1
+        """The version of the table of handlers (`Spans.links`) at the last `listen`."""
         self._open = [parts["run"]]  # the open spans, innermost last; `Lifetime` fires the start and end of `run`
         parts["run"].is_open = True
         self.has_listeners = False
@@ -170,9 +171,9 @@ class LifecycleDriver:
 
         Return whether this has changed since the previous step. Only then must a host install or remove hooks.
         """
-        if self._seen_links == self._spans.links:
+        if self.seen_links == self._spans.links:
             return False
-        has_changed, self._seen_links = self._seen_links < 0, self._spans.links
+        has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
         # A later handler may read the model's outputs, so the forward pass is observed even if it has no listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept

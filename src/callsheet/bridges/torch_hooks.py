@@ -93,9 +93,13 @@ class Hook:
             self.is_registered = False
 
 
+# This is what `torch.jit.is_tracing` calls, at the cost of two more calls in every forward pass.
+_is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
 def is_traced() -> bool:
     """Return whether torch is compiling or tracing the code that calls this, so that hooks must leave no trace in the result."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or _is_tracing()
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
@@ -244,6 +248,12 @@ class OptimizerHooks:
         for hook in self._after:
             hook.install(is_read or self._asks, self._ends)
 
+    def expect_closures(self) -> None:
+        """Register the hook that wraps the closure of each step, before the first step that has one."""
+        self._is_given_closures = True
+        for hook in self._before:
+            hook.install(True, self._begins)
+
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if self._step.is_open:
@@ -324,9 +334,7 @@ class OptimizerHooks:
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             # Without listeners, no hook ran before this step. Register the hooks now that the loop has passed a closure, because
             # checkpoints need the loss of the last step.
-            self._is_given_closures = True
-            for hook in self._before:
-                hook.install(True, self._begins)
+            self.expect_closures()
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -436,6 +444,7 @@ class BackwardWatch:
         self.is_in_closure = False
         """Whether an optimizer is evaluating a closure, perhaps again. A loss then counts even after the step's backward pass."""
         self._before_closure: Tensor | None = None
+        self._before: Callable[[], None] | None = None  # called before each backward pass that is reported
         self._listens = self._is_running = False
         _watches.append(self)
         self.listen(True)
@@ -490,6 +499,8 @@ class BackwardWatch:
         """
         if not self._listens or self._is_running or loss.numel() != 1 or get_ident() != self._thread:
             return False
+        if self._before is not None:
+            self._before()
         has_listeners, given = not self._backward.has_no_listeners, loss
         try:
             scaler, scale, unscaled = self._scaler, None, loss
@@ -509,7 +520,9 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value, before = unscaled.detach().reshape(()), self.total
+            value, before = unscaled.detach(), self.total
+            if value.dim():
+                value = value.reshape(())
             self.total = value if before is None else before + value
         except Exception as error:
             self._driver.give_up(error)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import start_forward
+from callsheet.bridges.torch_hooks import OptimizerHooks, start_forward
 from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
@@ -27,7 +27,7 @@ from callsheet.errors import NotSupported, text_of
 from callsheet.exec.log_pace import LogPace, PacedRecords
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
-from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopOptimizerHooks
+from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
 
 logger = logging.getLogger("callsheet")
 
@@ -115,11 +115,14 @@ class BareLoop:
         run.records.pace = pace
         self._support = SupportCheck(run.manager, HOST, strict=False)
         parts = run.driver.parts
-        self._epoch, self._step, self._fetch, self._microbatch = (
-            parts[name] for name in ("epoch", "train_step", "fetch", "microbatch")
-        )
+        self.step = parts["train_step"]
+        """The span of a step."""
+        self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
+        # References for speed, since each step reads these objects.
+        self._driver, self._spans = run.driver, run.spans
         self.evaluations = LoopEvaluations(run)
         """The evaluations of the loop."""
+        self._evaluation = self.evaluations.span
         self._is_over = False
         self._ends_epoch = False  # whether the epoch ends after the open step
         self.has_failed = False
@@ -133,7 +136,7 @@ class BareLoop:
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # what the call of the model that is running is for; empty if none is
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         run.fails_by(self._leave)
         self._watch = LoopBackwardWatch(self, scaler)
         self._watch.listen(False)
@@ -170,7 +173,9 @@ class BareLoop:
         run.begin()
         self._install_forward_hooks()
         self._watch.listen(True)
-        self._optimizer_hooks = LoopOptimizerHooks(self, self.optimizer, self._watch)
+        self._optimizer_hooks = OptimizerHooks(run.driver, self.optimizer, watch=self._watch, ended=self.end_step)
+        if has_closure:
+            self._optimizer_hooks.expect_closures()
         self._hooks.append(self._optimizer_hooks)
         run.losses = self._watch.reader
         if batch is not None:
@@ -209,6 +214,10 @@ class BareLoop:
         finally:
             self._release()
 
+    def abandon(self) -> None:
+        """Observe nothing more, and fire no event, because this is a process that the script has forked."""
+        self._release()
+
     def _leave(self, error: Exception | SystemExit) -> None:
         """End the run because of an error of callsheet or a callback. The script continues."""
         if not self._is_over:
@@ -246,10 +255,12 @@ class BareLoop:
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
         """Return the next batch for training, which is `fetches(iterator)`. Errors of `fetches` are raised."""
-        if self._is_over or threading.get_ident() != self._thread:
+        if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
-        is_first = not self._step.is_open  # otherwise it is for a further microbatch of the step
-        if is_first:
+        is_first = not self.step.is_open  # otherwise it is for a further microbatch of the step
+        if is_first and (
+            self._evaluation.is_open or self._driver.seen_links != self._spans.links or not self._fetch.has_no_listeners
+        ):
             try:
                 self._begin_fetch()
             except (Exception, SystemExit) as error:
@@ -269,40 +280,51 @@ class BareLoop:
 
     def is_of_training(self, loader: Any) -> bool:
         """Return whether training takes its batches from `loader`, and no evaluator takes them from it now."""
-        if self._is_over or self.evaluations.dataset or threading.get_ident() != self._thread:
+        if self._is_over or self.evaluations.dataset or get_ident() != self._thread:
             return False
         return self._batches.come_from(loader)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
-        if self._is_over or self.evaluations.dataset or self._step.is_open or threading.get_ident() != self._thread:
+        if self._is_over or self.evaluations.dataset or self.step.is_open or get_ident() != self._thread:
             return
         self._batches.add_other(loader, batch)
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
-        if not self._is_over and not self._step.is_open:
+        if not self._is_over and not self.step.is_open:
             self._guarded(self._open_step)
 
     def forward_begins(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called."""
-        if self._is_over or threading.get_ident() != self._thread:
+        if self._is_over or get_ident() != self._thread:
             return
         try:
-            self._begin_forward(is_training, args, kwargs)
+            if not torch.is_grad_enabled():
+                if not is_training and not self.step.is_open:
+                    self._begin_evaluated_batch(batch_of(args, kwargs))
+            elif is_training or self._trains_in_eval_mode:
+                self._was_called = True
+                if not self.step.is_open:
+                    self._open_step()
+                if not self._is_in_microbatch:
+                    self._begin_microbatch(args, kwargs)
+                if not self._microbatch.has_no_listeners:
+                    self._in_forward = "train"
+                    start_forward(self._driver, self.run.ctx)
         except (Exception, SystemExit) as error:
             self._leave(error)
 
     def forward_ends(self, outputs: Any) -> None:
         """Report that a call of the model has returned."""
-        if self._is_over or threading.get_ident() != self._thread:
+        if self._is_over or get_ident() != self._thread:
             return
         if self._in_forward:
             self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
         """Report that `backward` is called on a loss."""
-        if self._is_over or threading.get_ident() != self._thread:
+        if self._is_over or get_ident() != self._thread:
             return
         if not self._sees_forward:
             self.begin_step()
@@ -310,9 +332,15 @@ class BareLoop:
                 self._guarded(self._begin_microbatch, (), {})
         self._is_in_microbatch = False
 
+    def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Report that the optimizer begins its step, with these arguments, which begins a step of the loop unless one is open."""
+        self.begin_step()
+        if not self._is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            self._guarded(self._optimizer_hooks.expect_closures)
+
     def gradients_are_discarded(self) -> None:
         """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
-        if self._is_over or self._watch.is_in_closure or threading.get_ident() != self._thread:
+        if self._is_over or self._watch.is_in_closure or get_ident() != self._thread:
             return
         if self._watch.total is not None:
             self._watch.total = None
@@ -321,12 +349,12 @@ class BareLoop:
     def optimizer_was_skipped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
         self._watch._scaler = scaler
-        if not self._is_over and self._step.is_open:
+        if not self._is_over and self.step.is_open:
             self._guarded(self.end_step)
 
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Call `clips()`, which clips the gradients and returns their norm before that. Return the norm. Errors of `clips` are raised."""
-        is_in_step = not self._is_over and self._step.is_open and threading.get_ident() == self._thread
+        is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
         norm = clips()
@@ -342,23 +370,23 @@ class BareLoop:
 
     def end_epoch(self, values: Mapping[str, float]) -> None:
         """End the epoch and log `values` in it, because a framework has reported its end. If no epoch is open, do nothing."""
-        if not self._is_over and self._epoch.is_open and threading.get_ident() == self._thread:
+        if not self._is_over and self._epoch.is_open and get_ident() == self._thread:
             self.log(values)
             self._guarded(self._end_epoch)
 
     def begin_epoch(self) -> None:
         """End the evaluation before an epoch, because a framework has reported the epoch's start."""
-        if not self._is_over and threading.get_ident() == self._thread:
+        if not self._is_over and get_ident() == self._thread:
             self._guarded(self._leave_evaluation)
 
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
         """Report the results of an evaluation on a dataset that has just ended."""
-        if not self._is_over and threading.get_ident() == self._thread:
-            self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self._step.is_open))
+        if not self._is_over and get_ident() == self._thread:
+            self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log what the script has logged with a framework."""
-        if not self._is_over and threading.get_ident() == self._thread:
+        if not self._is_over and get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
     def end_step(self) -> None:
@@ -371,6 +399,8 @@ class BareLoop:
             self._use_losses_alone()
         self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
+        if not self._driver.has_listeners:  # then the hook before the optimizer's step, which sets it, is not registered
+            run.set_learning_rate()
         self._watch.is_on = not self._sees_forward
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
@@ -422,17 +452,18 @@ class BareLoop:
 
     def _listen(self) -> None:
         self._install_forward_hooks()
-        self._optimizer_hooks.listen(self.run.driver.is_read)
+        self._optimizer_hooks.listen(self.run.driver.has_listeners)
         self._watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
-        run = self.run
-        self._leave_evaluation()
-        if self._batches.switch():
+        run, driver = self.run, self._driver
+        if self._evaluation.is_open:
+            self._leave_evaluation()
+        if self._batches.other is not None and self._batches.switch():
             self._end_data()
-        if run.driver.listen():
+        if driver.seen_links != self._spans.links and driver.listen():
             self._listen()
-        run.driver.start_step()
+        driver.start_step()
         run.counted = (0, 0)
         self._optimizer_hooks.has_stepped, self._watch.total = False, None
         self._watch.is_on, self._is_in_microbatch = True, False
@@ -447,7 +478,7 @@ class BareLoop:
         driver = self.run.driver
         if self._is_over or not self._epoch.is_open:
             return
-        self._ends_epoch = self._step.is_open
+        self._ends_epoch = self.step.is_open
         if self._ends_epoch:
             return
         self._leave_evaluation()
@@ -457,10 +488,11 @@ class BareLoop:
 
     def _begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""
-        run = self.run
-        driver, ctx = run.driver, run.ctx
         self._count(args, kwargs)
         self._is_in_microbatch = True
+        driver, ctx = self._driver, self.run.ctx
+        if not driver.has_listeners:
+            return
         if (batch := self._batches.latest) is not None and not ctx.has("batch"):
             ctx.batch = batch
         if not self._microbatch.has_no_listeners:
@@ -477,24 +509,13 @@ class BareLoop:
         if not is_repeated:
             run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
 
-    def _begin_forward(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            if is_training or self._trains_in_eval_mode:
-                self._was_called = True
-                if not self._step.is_open:
-                    self._open_step()
-                if not self._is_in_microbatch:
-                    self._begin_microbatch(args, kwargs)
-                if not self._microbatch.has_no_listeners:
-                    self._in_forward = "train"
-                    start_forward(self.run.driver, self.run.ctx)
-        elif not is_training and not self._step.is_open:
-            self._batches.forget_other()
-            self._in_forward = "eval"
-            is_first = not self.evaluations.is_open
-            self.evaluations.begin_batch(batch_of(args, kwargs))
-            if is_first:
-                self._install_forward_hooks()
+    def _begin_evaluated_batch(self, batch: Any) -> None:
+        self._batches.forget_other()
+        self._in_forward = "eval"
+        is_first = not self.evaluations.is_open
+        self.evaluations.begin_batch(batch)
+        if is_first:
+            self._install_forward_hooks()
 
     def _end_forward(self, outputs: Any) -> None:
         kind, self._in_forward = self._in_forward, ""

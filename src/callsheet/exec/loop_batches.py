@@ -18,8 +18,8 @@ class LoopBatches:
 
     def __init__(self, loader: Any) -> None:
         self._loader = weakref.ref(loader) if loader is not None else None
-        # Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation.
-        self._other: tuple[weakref.ref[Any], Any] | None = None
+        self.other: tuple[weakref.ref[Any], Any] | None = None
+        """Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation."""
         self.latest: Any = None
         """The latest batch, or None."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
@@ -32,20 +32,20 @@ class LoopBatches:
     def add_other(self, loader: Any, batch: Any) -> None:
         """Note that a batch was fetched from another dataloader. It may be for the next step of training, or for an evaluation."""
         if self._loader is not None:
-            self._other = weakref.ref(loader), batch
+            self.other = weakref.ref(loader), batch
 
     def forget_other(self) -> None:
         """Forget the batch of the other dataloader, because it was not for training."""
-        self._other = None
+        self.other = None
 
     def switch(self) -> bool:
         """At the beginning of a step, switch to the other dataloader if the present one has fetched no new batch.
 
         Return whether that ends an epoch; see `begin`.
         """
-        if self._other is None or self._is_new:
+        if self.other is None or self._is_new:
             return False
-        (self._loader, batch), self._other = self._other, None
+        (self._loader, batch), self.other = self.other, None
         is_over = self.begin()
         self.add(batch)
         return is_over

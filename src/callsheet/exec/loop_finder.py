@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ class LoopFinder:
     """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
     Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
-    `clip_grad_norm_`, `zero_grad` and `torch.jit.script`. Processes that the script forks are not observed. No wrapper raises an
+    `clip_grad_norm_`, `zero_grad` and `torch.jit.script`. No wrapper raises an
     error of its own.
 
     Args:
@@ -50,7 +49,6 @@ class LoopFinder:
         self.is_paused = False
         """Whether a framework's trainer trains now, which is observed by its host."""
         self._undo: list[Callable[[], None]] = []
-        self._process = os.getpid()
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._others = 0  # the number of steps of other optimizers since the observed one last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
@@ -76,6 +74,10 @@ class LoopFinder:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._wrap(owner, "clip_grad_norm_", self._clip)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
+
+    def abandon(self) -> None:
+        """Recognize nothing more, because this is a process that the script has forked."""
+        self._is_over, self._loop = True, None
 
     def remove(self) -> None:
         """Restore the functions of torch."""
@@ -159,7 +161,7 @@ class LoopFinder:
         return iterator
 
     def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
-        if self._is_over or self.is_paused or self._is_inside_loader or os.getpid() != self._process:
+        if self._is_over or self.is_paused or self._is_inside_loader:
             return given(iterator)
         loop = self._loop
         if loop is not None and self._training_iterator() is iterator:
@@ -219,10 +221,13 @@ class LoopFinder:
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Recognize a loop when its optimizer steps."""
-        if self._loop is not None and self._loop.optimizer is optimizer:
+        loop = self._loop
+        if loop is not None and loop.optimizer is optimizer:
             self._others = 0
+            if not loop.step.is_open or len(args) > 1 or kwargs:
+                loop.optimizer_begins(args, kwargs)
             return
-        if self._is_over or self.is_paused or os.getpid() != self._process or not self._lock.acquire(blocking=False):
+        if self._is_over or self.is_paused or not self._lock.acquire(blocking=False):
             return
         try:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")

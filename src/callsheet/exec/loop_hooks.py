@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks, is_traced
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, is_traced
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -51,22 +50,4 @@ class LoopBackwardWatch(BackwardWatch):
 
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)
-        self._loop = loop
-
-    def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        if loss.numel() == 1 and not self._is_running:
-            self._loop.backward_begins()
-        return super().run(loss, *args, **options)
-
-
-class LoopOptimizerHooks(OptimizerHooks):
-    """Reports the steps of the loop's optimizer."""
-
-    def __init__(self, loop: BareLoop, optimizer: Optimizer, watch: BackwardWatch) -> None:
-        self._loop = loop
-        super().__init__(loop.run.driver, optimizer, watch=watch, ended=loop.end_step)
-
-    def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._step.is_open:
-            self._loop.begin_step()
-        return super()._begins(optimizer, args, kwargs)
+        self._before = loop.backward_begins

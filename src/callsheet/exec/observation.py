@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,9 @@ class Observation:
         self._has_trained = False  # whether a trainer of a framework has trained
         self._frameworks = Frameworks(self)
         self._imports = ImportWatch({"torch": self._install, **self._frameworks.actions})
+        self._is_over = False
+        ours = weakref.WeakMethod(self._abandon)
+        os.register_at_fork(after_in_child=lambda: (abandon := ours()) and abandon())
 
     def __enter__(self) -> Self:
         messages.begin()
@@ -104,6 +108,8 @@ class Observation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if self._is_over:
+            return
         try:
             is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
             self._finish_loop(None if is_exit else error)
@@ -115,6 +121,14 @@ class Observation:
             self._report()
         except Exception as fault:
             log_failure("the observation could not be ended in order", fault)
+
+    def _abandon(self) -> None:
+        """Observe nothing in a process that the script has forked. Its parent is observed."""
+        self._is_over = True
+        if self.loop is not None:
+            self.loop.abandon()
+        if self.finder is not None:
+            self.finder.abandon()
 
     def make(self, pace: LogPace) -> list[Callback]:
         """Return the callbacks for a run with this log interval."""

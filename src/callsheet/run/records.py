@@ -41,6 +41,12 @@ class Records:
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
 
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the mean loss of a step that has no other losses and was not skipped. This is faster than `add`."""
+        self.last_loss = loss
+        if self.are_read:
+            self._train_loss.add(loss)
+
     @property
     def are_read(self) -> bool:
         """Whether any callback listens to `on_log`, on any rank."""
