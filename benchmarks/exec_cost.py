@@ -6,10 +6,12 @@
 `instructions` needs valgrind. It counts the instructions of forty steps, two metrics records among them: of the script alone, of the same loop with
 `attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger.
 
-`seconds` runs the script alone and under `callsheet exec` with the default observers, in pairs, with steps of about ten milliseconds
-and a metrics record every ten steps. A pair gives the difference between the CPU times of a step, on the thread that trains and in all threads,
-and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left out. Instructions would say too
-much here: under valgrind the system's metrics, which are measured every five seconds, would be measured at each record.
+`seconds` runs the script with steps of about ten milliseconds, in turn alone, alone with callsheet's modules imported, and under `callsheet exec`
+with the default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that
+trains and in all threads, and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left
+out. The second variant observes nothing: it shows how much slower the script gets if the process only has more objects in memory. A list
+of 60,000 small dicts has the same effect, and disabling the garbage collection does not change it. Instructions would say too much here:
+under valgrind the system's metrics, which are measured every five seconds, would be measured at each record.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ import gc, json, os, resource, subprocess, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+if os.environ.get("IMPORTS"):
+    import callsheet.exec.bare_loop, callsheet.exec.default_observers, callsheet.exec.observation
 
 width, steps, batch = (int(os.environ[name]) for name in ("WIDTH", "STEPS", "BATCH"))
 counts, results = os.environ.get("COUNTS"), os.environ.get("RESULTS")
@@ -101,23 +106,25 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
 CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
-ALONE, ATTACHED, BARE, OBSERVED = (
+ALONE, IMPORTED, ATTACHED, BARE, OBSERVED = (
     "alone",
+    "alone, with callsheet's modules imported",
     "`attach` with a JSONLLogger",
     "`callsheet exec` with a JSONLLogger",
     "`callsheet exec` with the default observers",
 )
 
 
-def command(variant: str, folder: Path, log_interval: int) -> tuple[list[str], dict[str, str]]:
+def command(variant: str, folder: Path, log_interval: int | None) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of Python for a variant, and its environment variables."""
     script, none = folder / "train.py", folder / "none.yaml"
     script.write_text(SCRIPT, encoding="utf-8")
     none.write_text("[]\n", encoding="utf-8")
-    if variant in (ALONE, ATTACHED):
-        return [str(script)], {"ATTACH": str(folder / "runs")} if variant == ATTACHED else {}
-    ours = ["-m", "callsheet.exec", "--log_interval", str(log_interval), "--runs_folder", str(folder / "runs")]
-    return [*ours, *(["--callbacks", str(none)] if variant == BARE else []), str(script)], {}
+    if variant in (ALONE, IMPORTED, ATTACHED):
+        return [str(script)], {ATTACHED: {"ATTACH": str(folder / "runs")}, IMPORTED: {"IMPORTS": "1"}}.get(variant, {})
+    ours = ["-m", "callsheet.exec", "--runs_folder", str(folder / "runs")]
+    interval = ["--log_interval", str(log_interval)] if log_interval is not None else []
+    return [*ours, *interval, *(["--callbacks", str(none)] if variant == BARE else []), str(script)], {}
 
 
 def environment(*settings: dict[str, str]) -> dict[str, str]:
@@ -151,7 +158,7 @@ def seconds_of(variant: str) -> list[float]:
     """Return the seconds of a step of the variant, on each of the clocks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words, variables = command(variant, folder, 10)
+        words, variables = command(variant, folder, None)
         results = folder / "results.json"
         run([sys.executable, *words], environment(TEN_MILLISECONDS, {"RESULTS": str(results)}, variables))
         seconds: list[float] = json.loads(results.read_text())
@@ -170,39 +177,40 @@ def print_instructions() -> None:
         print(f"| {variant} | {added.instructions:,.0f} | {added.cycles:,.0f} |", flush=True)
 
 
-def print_seconds(pairs: int) -> None:
-    """Print what the default observers add to a step of the script alone."""
-    alone: list[list[float]] = []
-    observed: list[list[float]] = []
-    for pair in range(pairs):
-        variants = [(ALONE, alone), (OBSERVED, observed)]
-        for variant, found in variants[:: -1 if pair % 2 else 1]:
-            found.append(seconds_of(variant))
+def print_seconds(rounds: int) -> None:
+    """Print what importing callsheet's modules adds to a step of the script alone, and what the default observers add to that."""
+    variants = (ALONE, IMPORTED, OBSERVED)
+    found: dict[str, list[list[float]]] = {variant: [] for variant in variants}
+    for at in range(rounds):
+        for variant in variants[:: -1 if at % 2 else 1]:
+            found[variant].append(seconds_of(variant))
         if sys.stderr.isatty():
-            print(f"\r{pair + 1} of {pairs} pairs ", end="" if pair + 1 < pairs else "\r", file=sys.stderr, flush=True)
-    print(f"{machine()}; {pairs} pairs of runs; medians, and in brackets the middle half of the pairs\n")
-    print("| clock | a step alone, ms | added by the default observers, ms | share of the step |\n| --- | --- | --- | --- |")
+            print(f"\r{at + 1} of {rounds} rounds ", end="" if at + 1 < rounds else "\r", file=sys.stderr, flush=True)
+    print(f"{machine()}; {rounds} rounds; medians, and in brackets the middle half of the rounds\n")
+    print("| clock | a step alone, ms | added by the imports | added to that by observing, ms | share of the step |")
+    print("| --- | --- | --- | --- | --- |")
     for place, clock in enumerate(CLOCKS):
-        floor = [each[place] for each in alone]
-        added = [b[place] - a for a, b in zip(floor, observed, strict=True)]
-        low, middle, high = statistics.quantiles([more / less for more, less in zip(added, floor, strict=True)], n=4)
+        alone, imported, observed = ([each[place] for each in found[variant]] for variant in variants)
+        imports = statistics.median(b / a - 1 for a, b in zip(alone, imported, strict=True))
+        added = statistics.median(b - a for a, b in zip(imported, observed, strict=True))
+        low, middle, high = statistics.quantiles([b / a - 1 for a, b in zip(imported, observed, strict=True)], n=4)
         print(
-            f"| {clock} | {1e3 * statistics.median(floor):.2f} | {1e3 * statistics.median(added):.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
+            f"| {clock} | {1e3 * statistics.median(alone):.2f} | {imports:.2%} | {1e3 * added:.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("instructions", "seconds"))
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of runs for `seconds`; two or more")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of runs for `seconds`; two or more")
     options = parser.parse_args()
     if options.what == "instructions":
         check_valgrind(parser)
         print_instructions()
-    elif options.pairs < 2:
-        parser.error("--pairs must be 2 or more")
+    elif options.rounds < 2:
+        parser.error("--rounds must be 2 or more")
     else:
-        print_seconds(options.pairs)
+        print_seconds(options.rounds)
 
 
 if __name__ == "__main__":
