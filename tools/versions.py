@@ -416,7 +416,7 @@ def page(results: Iterable[Result]) -> str:
             f"| {titles[row.package]} | {row.version} | {verdict} | {row.passed} | {row.failed} | {row.skipped} | {row.tested} |"
         )
     beside = [
-        f"- {row.package} {row.version} was tested with {', '.join(f'{name} {version}' for name, version in row.beside.items())}.\n"
+        f"- {row.package} {row.version} was tested with {' and '.join(f'{name} {version}' for name, version in row.beside.items())}.\n"
         for row in rows
         if row.beside
     ]
@@ -424,7 +424,7 @@ def page(results: Iterable[Result]) -> str:
         beside.insert(
             0,
             "**Other packages.** The following versions do not work with the package versions in `constraints.txt`, so the "
-            "tests used other versions of these packages:\n\n",
+            "tests used\nother versions of these packages:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]
