@@ -374,9 +374,9 @@ _PAGE = """\
 <!-- tools/versions.py writes this page. -->
 
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
-tested with torch {torch}. CI tests only the versions in `constraints.txt`. In the row of a framework, the numbers count the tests of its
-[host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. In the rows of PyTorch, they count the tests of
-callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
+tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests. The rows of
+a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. The
+rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -384,17 +384,18 @@ callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 
 The verdicts are:
 
-- **works**: all tests pass. Tests of features that a version lacks are skipped.
-- **rejected**: the host or the guest raises a `NotSupported` error that names what the framework lacks. Training does not start.
-- **broken**: some tests fail, for the reason that the table gives.
+- **works**: all tests pass, except that tests of features that a version lacks are skipped.
+- **rejected**: with this version, the host or the guest raises a `NotSupported` error that names what the framework lacks. Training does not start.
+- **broken**: with this version, some tests fail, for the reason that the table gives.
 
-**Versions that are not listed.** When a host or guest is created, it checks the framework's version. If the table has no version of the
-same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. A bridge also needs parts of a
-framework that are not public API. If the framework lacks such a part, the host or guest raises a `NotSupported` error that names this part.
+**Versions that are not listed.** When a host or guest is created, it checks which version of the framework is installed. If the table has no
+version of the same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. A bridge also needs
+parts of a framework that are not public API. If the installed version lacks one of these parts, the host or guest raises a `NotSupported` error that
+names the missing part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
-`benchmarks/results/versions.json` and updates this page. You can interrupt it and start it again, because it skips versions that have a result. To
-test only one package:
+`benchmarks/results/versions.json` and updates this page. You can interrupt `make versions` and start it again, because it skips versions that have
+a result. To test only one package:
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
@@ -415,15 +416,15 @@ def page(results: Iterable[Result]) -> str:
             f"| {titles[row.package]} | {row.version} | {verdict} | {row.passed} | {row.failed} | {row.skipped} | {row.tested} |"
         )
     beside = [
-        f"- {row.package} {row.version}: {', '.join(f'{name} {version}' for name, version in row.beside.items())}\n"
+        f"- {row.package} {row.version} was tested with {' and '.join(f'{name} {version}' for name, version in row.beside.items())}.\n"
         for row in rows
         if row.beside
     ]
     if beside:
         beside.insert(
             0,
-            "**Other packages.** The following versions do not work with the package versions in `constraints.txt`. "
-            "Each was tested with the versions that are listed after it:\n\n",
+            "**Other packages.** The following versions do not work with the package versions in `constraints.txt`, so the "
+            "tests used\nother versions of these packages:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]
