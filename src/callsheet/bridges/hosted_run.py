@@ -493,10 +493,12 @@ class HostedRun(Run):
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None and not self._is_dropping:
+                records = self.records
                 if self.other_losses or self.step_skipped:
-                    self.records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
-                else:
-                    self.records.add_loss(loss)
+                    records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
+                else:  # `records.add` would do the same, at the cost of two more calls in every step
+                    records.last_loss = loss
+                    records.train_loss.add(loss)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self.set_learning_rate()
             ctx.loss, ctx.learning_rate = None, 0.0  # set them first, since `del` raises an AttributeError for an empty slot

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import OptimizerHooks, start_forward
+from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, start_forward
 from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
@@ -57,7 +57,7 @@ class _LoneRun(HostedRun):
     records: PacedRecords
 
 
-class BareLoop:
+class BareLoop(NotCopied):
     """One loop whose model and optimizer were recognized, and its run.
 
     A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
@@ -138,10 +138,11 @@ class BareLoop:
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
         self._thread = get_ident()
         run.fails_by(self._leave)
-        self._watch = LoopBackwardWatch(self, scaler)
-        self._watch.listen(False)
+        self.watch = LoopBackwardWatch(self, scaler)
+        """The watch that reports the losses of the loop."""
+        self.watch.listen(False)
         self._forward = LoopForwardHooks(self, model)
-        self._hooks: list[Any] = [self._watch, self._forward]
+        self._hooks: list[Any] = [self.watch, self._forward]
         # Hooks of a model that was compiled in place would be compiled with it.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
 
@@ -172,12 +173,12 @@ class BareLoop:
         self._support.before_run(_NEVER, run.control)
         run.begin()
         self._install_forward_hooks()
-        self._watch.listen(True)
-        self._optimizer_hooks = OptimizerHooks(run.driver, self.optimizer, watch=self._watch, ended=self.end_step)
+        self.watch.listen(True)
+        self._optimizer_hooks = OptimizerHooks(run.driver, self.optimizer, watch=self.watch, ended=self.end_step)
         if has_closure:
             self._optimizer_hooks.expect_closures()
         self._hooks.append(self._optimizer_hooks)
-        run.losses = self._watch.reader
+        run.losses = self.watch.reader
         if batch is not None:
             self._batches.add(batch)
         self._open_step()
@@ -192,7 +193,7 @@ class BareLoop:
                 run.driver.start("backward")
                 run.driver.end("backward")
             self._is_in_microbatch = False
-            self._watch.total = loss
+            self.watch.total = loss
 
     def finish(self, error: BaseException | None) -> None:
         """End the run because the script has ended, perhaps with an error."""
@@ -295,11 +296,12 @@ class BareLoop:
         if not self._is_over and not self.step.is_open:
             self._guarded(self._open_step)
 
-    def forward_begins(self, is_training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report that the model is called."""
-        if self._is_over or get_ident() != self._thread:
+    def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Report that the model is called. This is a hook of the model."""
+        if is_traced() or self._is_over or get_ident() != self._thread:
             return
         try:
+            is_training = model.training
             if not torch.is_grad_enabled():
                 if not is_training and not self.step.is_open:
                     self._begin_evaluated_batch(batch_of(args, kwargs))
@@ -315,9 +317,9 @@ class BareLoop:
         except (Exception, SystemExit) as error:
             self._leave(error)
 
-    def forward_ends(self, outputs: Any) -> None:
-        """Report that a call of the model has returned."""
-        if self._is_over or get_ident() != self._thread:
+    def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Report that a call of the model has returned. This is a hook of the model."""
+        if is_traced() or self._is_over or get_ident() != self._thread:
             return
         if self._in_forward:
             self._guarded(self._end_forward, outputs)
@@ -340,15 +342,15 @@ class BareLoop:
 
     def gradients_are_discarded(self) -> None:
         """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
-        if self._is_over or self._watch.is_in_closure or get_ident() != self._thread:
+        if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
             return
-        if self._watch.total is not None:
-            self._watch.total = None
+        if self.watch.total is not None:
+            self.watch.total = None
             self.run.counted = (0, 0)
 
     def optimizer_was_skipped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
-        self._watch._scaler = scaler
+        self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
             self._guarded(self.end_step)
 
@@ -401,13 +403,13 @@ class BareLoop:
         run.step_skipped = not self._optimizer_hooks.has_stepped
         if not self._driver.has_listeners:  # then the hook before the optimizer's step, which sets it, is not registered
             run.set_learning_rate()
-        self._watch.is_on = not self._sees_forward
+        self.watch.is_on = not self._sees_forward
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
             run.driver.synthesized.clear()  # the first step was recognized only when the optimizer stepped
         elif steps == 2:
             self._support.after_first_step(run.driver)
-        self._watch.total = None
+        self.watch.total = None
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
         if self._ends_epoch:
@@ -453,7 +455,7 @@ class BareLoop:
     def _listen(self) -> None:
         self._install_forward_hooks()
         self._optimizer_hooks.listen(self.run.driver.has_listeners)
-        self._watch.listen(self.run.driver.is_loss_read)
+        self.watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
         run, driver = self.run, self._driver
@@ -465,8 +467,8 @@ class BareLoop:
             self._listen()
         driver.start_step()
         run.counted = (0, 0)
-        self._optimizer_hooks.has_stepped, self._watch.total = False, None
-        self._watch.is_on, self._is_in_microbatch = True, False
+        self._optimizer_hooks.has_stepped, self.watch.total = False, None
+        self.watch.is_on, self._is_in_microbatch = True, False
 
     def _end_data(self) -> None:
         """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
@@ -504,9 +506,8 @@ class BareLoop:
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the samples of the latest batch, unless that is done."""
         run = self.run
-        is_repeated = self._watch.is_in_closure and run.counted != (0, 0)  # the optimizer evaluates its closure again
         samples, tokens = self._batches.count(args, kwargs)
-        if not is_repeated:
+        if not self.watch.is_in_closure or run.counted == (0, 0):  # otherwise the optimizer evaluates its closure again
             run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
 
     def _begin_evaluated_batch(self, batch: Any) -> None:

@@ -193,10 +193,11 @@ class LoopFinder:
         return found
 
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             self._loss, self._counts = None, (0, 0)
-        elif owner is self._loop.optimizer or self._loop.trains(_first_of(owner)):
-            self._loop.gradients_are_discarded()
+        elif loop.watch.total is not None and (owner is loop.optimizer or loop.trains(_first_of(owner))):
+            loop.gradients_are_discarded()
         return given(owner, *args, **options)
 
     def _clip(self, given: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, is_traced
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
 
 
-class LoopForwardHooks(NotCopied):
+class LoopForwardHooks:
     """Reports the calls of the loop's model, in training and in evaluations.
 
     Args:
@@ -28,21 +28,13 @@ class LoopForwardHooks(NotCopied):
 
     def install(self, *, needs_outputs: bool) -> None:
         """Register the hook for the beginning of calls and, if the outputs are needed, the one for their end."""
-        self._before.install(True, self._begins)
-        self._after.install(needs_outputs, self._ends)
+        self._before.install(True, self._loop.forward_begins)
+        self._after.install(needs_outputs, self._loop.forward_ends)
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         self._before.remove()
         self._after.remove()
-
-    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_traced():
-            self._loop.forward_begins(model.training, args, kwargs)
-
-    def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not is_traced():
-            self._loop.forward_ends(outputs)
 
 
 class LoopBackwardWatch(BackwardWatch):

@@ -23,7 +23,8 @@ class Records:
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
-        self._train_loss = self.metrics.series("train/loss", "mean", "mean")
+        self.train_loss = self.metrics.series("train/loss", "mean", "mean")
+        """The losses of the steps since the last record."""
         self._others: dict[str, Series] = {}  # the series of the other losses, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
@@ -40,12 +41,6 @@ class Records:
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the mean loss of a step that has no other losses and was not skipped. This is faster than `add`."""
-        self.last_loss = loss
-        if self.are_read:
-            self._train_loss.add(loss)
 
     @property
     def are_read(self) -> bool:
@@ -64,7 +59,7 @@ class Records:
             self.last_loss = loss
         if not self.are_read:
             return
-        self._train_loss.add(loss)
+        self.train_loss.add(loss)
         if len(losses) > 1:
             for name, each in losses.items():
                 if name != "loss":
@@ -152,7 +147,7 @@ class Records:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.metrics.load_state_dict(state["metrics"])
-        self._train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
+        self.train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
         # Earlier versions of callsheet saved this step under the key `told_at`.
         self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]

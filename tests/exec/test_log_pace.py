@@ -1,0 +1,134 @@
+"""How often `callsheet exec` makes metrics records, and what its default observers log with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from callsheet.exec.log_pace import LogPace
+from callsheet.report import RunFolder
+
+from .test_exec import executed
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1, 201):
+    optimizer.zero_grad()
+    loss = (model(torch.ones(8, 4)) ** 2).mean()
+    if step == int(sys.argv[1]):
+        loss = loss * float("nan")
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, str]:
+    (folder / "train.py").write_text(SCRIPT)
+    done = executed(folder, "train.py", str(nan_at), exec_words=["--run_name", "a", *exec_words])
+    assert done.returncode == 0, done.stderr
+    return RunFolder.read(folder / "runs" / "a"), done.stderr
+
+
+def test_the_interval_doubles_while_records_come_less_than_half_a_second_apart() -> None:
+    pace = LogPace(None)
+    assert [(pace.is_increased(seconds), pace.steps) for seconds in (0.4, 0.9, 1.3, 1.7, 60.0)] == [
+        (True, 20),
+        (False, 20),
+        (True, 40),
+        (True, 80),
+        (False, 80),
+    ]
+
+
+def test_an_interval_that_is_given_stays() -> None:
+    pace = LogPace(7)
+    assert not pace.is_increased(0.01)
+    assert pace.steps == 7
+
+
+def test_records_of_short_steps_come_less_often(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path)
+    # What is expected is computed from the measured times, because a busy machine may take half a second for ten steps.
+    pace, expected = LogPace(None), [10]
+    for record in run.records[:-1]:
+        pace.is_increased(record.elapsed_seconds)
+        expected.append(min((record.step // pace.steps + 1) * pace.steps, 200))
+    assert [record.step for record in run.records] == expected
+    assert len(expected) < 20  # as many as with a fixed interval
+    for record in run.records:
+        has_norm = not record.step % 10 and record.step in expected[:-1]
+        assert not has_norm or "l2_norm/grad/global" in record.values, record
+
+
+def test_a_given_interval_is_kept_with_the_norms_of_its_steps(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path, "--log_interval", "40")
+    assert [record.step for record in run.records] == [40, 80, 120, 160, 200]
+    assert all("l2_norm/grad/global" in record.values for record in run.records)
+
+
+@pytest.mark.parametrize("interval", ["1", "50"])
+def test_a_loss_that_is_not_finite_is_reported_once(tmp_path: Path, interval: str) -> None:
+    _, printed = run_of(tmp_path, "--log_interval", interval, nan_at=60)
+    found = [line for line in printed.splitlines() if "LossCheck" in line]
+    assert len(found) == 1, printed
+    assert ("steps 60 to 60 is nan" if interval == "1" else "steps 51 to 100 is nan") in found[0]
+
+
+CLOSURE_LATER = """
+import torch
+from torch import nn
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+                closure()
+        return super().step()
+
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = Twice(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+shift = 0.0
+
+
+def closure():
+    global loss, shift
+    shift += 1.0
+    loss = (model(torch.ones(8, 4)) ** 2).mean() + shift
+    loss.backward()
+    return loss
+
+
+for step in range(6):
+    optimizer.zero_grad()
+    if step < 3:
+        closure()
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    print(loss.item(), optimizer.param_groups[0]["lr"])
+    schedule.step()
+"""
+
+
+def test_a_closure_that_comes_later_counts_by_its_last_loss(tmp_path: Path) -> None:
+    """Between records no hook runs before the optimizer's step, so the first closure must register it."""
+    (tmp_path / "train.py").write_text(CLOSURE_LATER)
+    (tmp_path / "none.yaml").write_text("[]")
+    done = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", "--callbacks", "none.yaml"])
+    assert done.returncode == 0, done.stderr
+    expected = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    records = RunFolder.read(tmp_path / "runs" / "a").records
+    assert [record.values["train/loss"] for record in records] == pytest.approx([loss for loss, _ in expected])
+    assert [record.values["train/learning_rate"] for record in records] == [rate for _, rate in expected]
+    assert [record.values["time/batch"] for record in records] == [1, 2, 3, 4, 5, 6]
