@@ -41,17 +41,18 @@ $(TEST): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	touch $@
 
+FRAMEWORKS := tests/bridges tests/compat tests/exec
 ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
 
 test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: five to six minutes with its install
-	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" --ignore tests/bridges --ignore tests/compat
+	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
 	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
 
 test-all: test $(READY)  ## make test, and then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
-	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" --ignore tests/bridges --ignore tests/compat
-	$(PYTEST) --maxprocesses 4 tests/bridges tests/compat $(ONE_FRAMEWORK:%=--deselect %)
+	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" $(FRAMEWORKS:%=--ignore %)
+	$(PYTEST) --maxprocesses 4 $(FRAMEWORKS) $(ONE_FRAMEWORK:%=--deselect %)
 	$(PYTEST) --maxprocesses 2 -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs

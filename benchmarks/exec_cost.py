@@ -6,12 +6,13 @@
 `instructions` needs valgrind. It counts the instructions of forty steps, two metrics records among them: of the script alone, of the same loop with
 `attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger.
 
-`seconds` runs the script with steps of about ten milliseconds, in turn alone, alone with callsheet's modules imported, and under `callsheet exec`
-with the default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that
-trains and in all threads, and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left
-out. The second variant observes nothing: it shows how much slower the script gets if the process only has more objects in memory. A list
-of 60,000 small dicts has the same effect, and disabling the garbage collection does not change it. Instructions would say too much here:
-under valgrind the system's metrics, which are measured every five seconds, would be measured at each record.
+`seconds` runs the script with steps of about ten milliseconds, in turn alone, alone in a larger process, and under `callsheet exec` with the
+default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that trains and
+in all threads, and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left out. The
+larger process has imported callsheet's modules and has a second thread that only waits; it observes nothing. Both make the script slower by
+themselves: so does a list of 60,000 small dicts, and so does a waiting thread without callsheet. A process that loads data with workers, or
+computes with several threads, has more than one thread anyway. Instructions would say too much here: under valgrind the system's metrics,
+which are measured every five seconds, would be measured at each record.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-if os.environ.get("IMPORTS"):
+if os.environ.get("LARGER"):
+    import threading
     import callsheet.exec.bare_loop, callsheet.exec.default_observers, callsheet.exec.observation
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 width, steps, batch = (int(os.environ[name]) for name in ("WIDTH", "STEPS", "BATCH"))
 counts, results = os.environ.get("COUNTS"), os.environ.get("RESULTS")
@@ -106,9 +109,9 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
 CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
-ALONE, IMPORTED, ATTACHED, BARE, OBSERVED = (
+ALONE, LARGER, ATTACHED, BARE, OBSERVED = (
     "alone",
-    "alone, with callsheet's modules imported",
+    "alone in a larger process",
     "`attach` with a JSONLLogger",
     "`callsheet exec` with a JSONLLogger",
     "`callsheet exec` with the default observers",
@@ -120,8 +123,8 @@ def command(variant: str, folder: Path, log_interval: int | None) -> tuple[list[
     script, none = folder / "train.py", folder / "none.yaml"
     script.write_text(SCRIPT, encoding="utf-8")
     none.write_text("[]\n", encoding="utf-8")
-    if variant in (ALONE, IMPORTED, ATTACHED):
-        return [str(script)], {ATTACHED: {"ATTACH": str(folder / "runs")}, IMPORTED: {"IMPORTS": "1"}}.get(variant, {})
+    if variant in (ALONE, LARGER, ATTACHED):
+        return [str(script)], {ATTACHED: {"ATTACH": str(folder / "runs")}, LARGER: {"LARGER": "1"}}.get(variant, {})
     ours = ["-m", "callsheet.exec", "--runs_folder", str(folder / "runs")]
     interval = ["--log_interval", str(log_interval)] if log_interval is not None else []
     return [*ours, *interval, *(["--callbacks", str(none)] if variant == BARE else []), str(script)], {}
@@ -178,8 +181,8 @@ def print_instructions() -> None:
 
 
 def print_seconds(rounds: int) -> None:
-    """Print what importing callsheet's modules adds to a step of the script alone, and what the default observers add to that."""
-    variants = (ALONE, IMPORTED, OBSERVED)
+    """Print what a larger process adds to a step of the script alone, and what observing it adds to that."""
+    variants = (ALONE, LARGER, OBSERVED)
     found: dict[str, list[list[float]]] = {variant: [] for variant in variants}
     for at in range(rounds):
         for variant in variants[:: -1 if at % 2 else 1]:
@@ -187,15 +190,15 @@ def print_seconds(rounds: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{at + 1} of {rounds} rounds ", end="" if at + 1 < rounds else "\r", file=sys.stderr, flush=True)
     print(f"{machine()}; {rounds} rounds; medians, and in brackets the middle half of the rounds\n")
-    print("| clock | a step alone, ms | added by the imports | added to that by observing, ms | share of the step |")
+    print("| clock | a step alone, ms | added by the larger process | added to that by observing, ms | share of the step |")
     print("| --- | --- | --- | --- | --- |")
     for place, clock in enumerate(CLOCKS):
-        alone, imported, observed = ([each[place] for each in found[variant]] for variant in variants)
-        imports = statistics.median(b / a - 1 for a, b in zip(alone, imported, strict=True))
-        added = statistics.median(b - a for a, b in zip(imported, observed, strict=True))
-        low, middle, high = statistics.quantiles([b / a - 1 for a, b in zip(imported, observed, strict=True)], n=4)
+        alone, larger, observed = ([each[place] for each in found[variant]] for variant in variants)
+        process = statistics.median(b / a - 1 for a, b in zip(alone, larger, strict=True))
+        added = statistics.median(b - a for a, b in zip(larger, observed, strict=True))
+        low, middle, high = statistics.quantiles([b / a - 1 for a, b in zip(larger, observed, strict=True)], n=4)
         print(
-            f"| {clock} | {1e3 * statistics.median(alone):.2f} | {imports:.2%} | {1e3 * added:.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
+            f"| {clock} | {1e3 * statistics.median(alone):.2f} | {process:.2%} | {1e3 * added:.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
         )
 
 
