@@ -8,7 +8,7 @@
 
 `seconds` runs the script with steps of about ten milliseconds, in turn alone, alone in a larger process, and under `callsheet exec` with the
 default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that trains and
-in all threads, and between the wall times. The first third of each run, with the imports and the recognition of the loop, is left out. The
+in all threads, and between the wall times. The median step is one without a metrics record; it varies less from run to run. The first third of each run, with the imports and the recognition of the loop, is left out. The
 larger process has imported callsheet's modules and has a second thread that only waits; it observes nothing. Both make the script slower by
 themselves: so does a list of 60,000 small dicts, and so does a waiting thread without callsheet. A process that loads data with workers, or
 computes with several threads, has more than one thread anyway. Instructions would say too much here: under valgrind the system's metrics,
@@ -52,7 +52,7 @@ def clocks():
 
 
 class Net(nn.Sequential):
-    seen = 0
+    seen, clocks = 0, []
 
     def forward(self, inputs):
         self.seen += 1
@@ -65,8 +65,8 @@ class Net(nn.Sequential):
                 torch._C._valgrind_toggle()
             elif self.seen == {WARM + COUNTED}:
                 torch._C._valgrind_toggle_and_dump_stats()
-        elif self.seen in (steps // 3, steps):
-            self.clocks = [*getattr(self, "clocks", []), clocks()]
+        elif self.seen >= steps // 3:
+            self.clocks.append(clocks())
         return super().forward(inputs)
 
 
@@ -96,9 +96,10 @@ if os.environ.get("ATTACH"):
 else:
     train(loader)
 if results:
-    first, last = model.clocks
+    each = [[b - a for a, b in zip(before, after)] for before, after in zip(model.clocks, model.clocks[1:])]
+    taken = sorted(of_thread for of_thread, *_ in each)
     with open(results, "w") as file:
-        json.dump([(b - a) / (steps - steps // 3) for a, b in zip(first, last)], file)
+        json.dump([taken[len(taken) // 2], *(sum(of_clock) / len(each) for of_clock in zip(*each))], file)
 """
 """The script. It counts its own steps from the forward of one to the forward of another, in the same way in all variants."""
 
@@ -108,7 +109,12 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 """Lets glibc keep freed memory. Otherwise the script alone returns the gradients' memory to the system in each step and gets it anew, and any
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
-CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
+CLOCKS = (
+    "median step, CPU time of the training thread",
+    "mean step, CPU time of the training thread",
+    "mean step, CPU time of the process",
+    "mean step, wall time",
+)
 ALONE, LARGER, ATTACHED, BARE, OBSERVED = (
     "alone",
     "alone in a larger process",
@@ -158,7 +164,7 @@ def instructions_of(variant: str) -> Count:
 
 
 def seconds_of(variant: str) -> list[float]:
-    """Return the seconds of a step of the variant, on each of the clocks."""
+    """Return the seconds of a step of the variant, in the order of `CLOCKS`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words, variables = command(variant, folder, None)
