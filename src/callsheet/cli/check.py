@@ -74,7 +74,7 @@ class _Check:
                     yield f"{made.source.place(made.at)}{made.at}: {made.owner.__name__} needs {name!r}{where}"
 
     def _group(self, kinds: Mapping[str, Any], given: Mapping[str, Any], at: str, owner: Any = None) -> _Errors:
-        """Check the values given for the keys in `kinds`, which may be dotted. `owner`, if given, is the class that takes them."""
+        """Check the values given for the keys in `kinds`, which may be dotted. `owner` is the class that takes them, if any."""
         for word, value in (split(str(word), value) for word, value in given.items()):
             name = word.removesuffix("+")
             key = f"{at}.{name}" if at else name

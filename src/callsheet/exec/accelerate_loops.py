@@ -1,4 +1,4 @@
-"""What `callsheet exec` reads from Accelerate: settings, logged values and batches. Its loops are observed like any hand-written loop."""
+"""What `callsheet exec` reads from Accelerate (settings, logged values, batches). Its loops are observed as hand-written ones."""
 
 from __future__ import annotations
 
