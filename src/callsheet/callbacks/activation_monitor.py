@@ -156,7 +156,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return a dict from each metric's name to its maximum.
+    """Convert maxima that are stored by groups of metric names into a dict from each name to its maximum.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -191,7 +191,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return a row of statistics per recorded tensor (see the function `_sums`), grouped by module as in `places`."""
+        """Return one row of statistics (see the function `_sums`) for each output, module by module in the order of `places`."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()

@@ -118,7 +118,7 @@ class CheckpointSaver(Callback):
             ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Request the checkpoint of a preempted run under this saver's name, so that it counts as a regular one."""
+        """Request a checkpoint before the preempted run ends. It counts as one of this saver's regular checkpoints."""
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:

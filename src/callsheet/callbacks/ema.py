@@ -106,7 +106,7 @@ class EMA(Callback):
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Restore the trained weights. Tensors that are not sharded were saved by rank 0, which broadcasts them."""
+        """Restore the trained weights and the average. Rank 0 broadcasts unsharded tensors, because it alone has saved them."""
         there, *names = ctx.gather((self._layout, list(self._trained), list(self._average)))[0]
         tensors = _tensors(ctx.model)
         self._find_out(ctx, tensors)
@@ -233,7 +233,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what the saved model lacks: trained weights replaced by the average, and averages that are not in the model."""
+        """Return tensors that the saved model does not contain: trained weights that the average replaces, and other averages."""
         if not self._average and not self._trained:
             return {}
         trained, average = (

@@ -124,7 +124,7 @@ class ExportForInferenceCallback(Callback):
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """Raise ConfigError if the model is compiled.
+        """Raise ConfigError if steps were trained but no input was seen, because the model is compiled.
 
         A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
         """

@@ -26,7 +26,7 @@ class FreeOutputs(Callback):
         self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Warn if no callback keeps the outputs."""
+        """Warn if no callback keeps the outputs, because then this callback has no effect."""
         if "outputs" not in ctx.kept and not self._has_warned:
             self._has_warned = True
             logger.warning(

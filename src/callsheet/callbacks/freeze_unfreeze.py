@@ -87,7 +87,7 @@ class FreezeUnfreeze(Callback):
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Discard the gradients of frozen parameters; with several ranks, they are still computed."""
+        """Discard the gradients of frozen parameters, which are computed if there are several ranks."""
         for parameter in self._frozen:
             parameter.grad = None
 

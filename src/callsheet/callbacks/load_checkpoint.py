@@ -80,7 +80,7 @@ class LoadCheckpoint(Callback):
             logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Load the chosen weights of the checkpoint into the model's tensors `here`. Return a summary for the log."""
+        """Load the chosen weights from the checkpoint into `here`, the model's tensors by name. Return a summary for the log."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(

@@ -28,7 +28,7 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Copy the rates that the step used, because the scheduler then overwrites rates that are tensors in place."""
+        """Copy the rates that the step used, because the scheduler then changes rates in place if they are tensors."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
             ctx.mute(self, "on_optimizer_step_end")  # one group's rate is in every metrics record already

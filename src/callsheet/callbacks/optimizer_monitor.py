@@ -108,7 +108,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the norms of the tensors in float32 or wider, grouped by sharding, preceded by the tensors' indices in that order.
+    """Return the indices of the tensors, ordered by sharding, and their norms in this order, in float32 or wider.
 
     Each kind of sharding takes one reduction.
     """

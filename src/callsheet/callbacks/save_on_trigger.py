@@ -58,7 +58,10 @@ class SaveOnTrigger(Callback):
         self._path = self._file or Path(ctx.run.folder or "", "trigger")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Add the trigger file to the list in the run's folder. Before this event the run may not write to its folder."""
+        """Add the trigger file to a list in the run's folder, which `callsheet watch` reads.
+
+        This is done at this event because the run may not write to its folder earlier.
+        """
         if ctx.run.folder is not None:
             try:
                 announce(ctx.run.folder, label_of(self), self._path)
@@ -70,7 +73,7 @@ class SaveOnTrigger(Callback):
                 )
 
     def on_run_end(self, ctx: Context) -> None:
-        """Remove the trigger file from the list in the run's folder."""
+        """Remove the trigger file from the list in the run's folder, because the run no longer reads it."""
         if ctx.run.folder is not None and not ctx.run.has_lost_folder:
             try:
                 withdraw(ctx.run.folder, label_of(self))

@@ -1,1 +1,1 @@
-"""The commands of the command line. Each file has one."""
+"""The command line `callsheet`: a file for each command, and what the commands share."""

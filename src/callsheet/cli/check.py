@@ -45,7 +45,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function that a value names, with the arguments for it that were given so far."""
+    """A class or function whose import path was given for a key, and the names of its arguments that were given so far."""
 
     at: str
     owner: Any
@@ -74,7 +74,7 @@ class _Check:
                     yield f"{made.source.place(made.at)}{made.at}: {made.owner.__name__} needs {name!r}{where}"
 
     def _group(self, kinds: Mapping[str, Any], given: Mapping[str, Any], at: str, owner: Any = None) -> _Errors:
-        """Check the values given for the keys in `kinds`, which may be dotted. `owner` is the class whose arguments they are."""
+        """Check the values given for the keys in `kinds`, which may be dotted. `owner` is the class that takes them, if any."""
         for word, value in (split(str(word), value) for word, value in given.items()):
             name = word.removesuffix("+")
             key = f"{at}.{name}" if at else name
@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check a class's import path and its arguments, or only arguments if they are for the class that was named last."""
+        """Check a class's import path and its arguments; arguments without a path are for the class given last for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -175,7 +175,7 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class that was last named for a key or, if the key is a list, for an item of the list."""
+        """Return the class that was last given for the key `at`, or for an item of the list `at`; None if there is none."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 

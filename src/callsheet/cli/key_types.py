@@ -43,9 +43,9 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """If a value of this type is the import path of a class, return the base class that the imported class must have.
+    """Return the base class that imported classes must have if values of this type are import paths; otherwise None.
 
-    It is the return type of a callable, or the class itself.
+    For a callable type this is its return type, for a class the class itself.
     """
     if get_origin(kind) is Callable:
         made = get_args(kind)[1]
@@ -56,14 +56,14 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the dataclass in a type: the type itself, or that of a mapping's or union's items. Return None if there is none."""
+    """Return the type itself if it is a dataclass, or the first dataclass inside a mapping, list or union; otherwise None."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the item type if `kind`, or a member of the union `kind`, is a `container` such as `list`; otherwise None."""
+    """Return the type of the items if `kind` is a `container` such as `list`, or a union that includes one; otherwise None."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -71,7 +71,7 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return the number of constructor arguments that the caller passes later, such as an optimizer's parameters."""
+    """Return how many constructor arguments the code passes later, such as an optimizer's parameters. A recipe omits them."""
     if get_origin(kind) is Callable:
         return len(get_args(kind)[0])
     return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)

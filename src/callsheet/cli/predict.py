@@ -49,7 +49,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
 @contextmanager
 def _places(table: Table, path: str) -> Iterator[None]:
-    """Within this context, replace the number of a row in an error message, such as `row 3`, by the row's place in the file."""
+    """If an error message within this context names a row by its number, such as `row 3`, name its place in the file."""
     try:
         yield
     except ConfigError as error:

@@ -94,7 +94,7 @@ class Values:
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether constructing only the callback that `spec` describes raises this error, too."""
+    """Return whether `error` comes from the callback that `spec` describes: constructing it alone raises the same error."""
     from jsonargparse import Namespace
 
     parser = probe()

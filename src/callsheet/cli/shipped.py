@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the path of the recipe file that `recipe` names: a path or, unless `is_shipped`, the name of a shipped recipe.
+    """Return the path of the recipe file that `recipe` names: a shipped recipe's name or, unless `is_shipped`, a path.
 
     Raises:
         ConfigError: there is no such file.

@@ -123,7 +123,7 @@ def _naming_existing_runs(words: Iterable[str], folder: Path) -> list[str]:
 
 
 def _runs_of(words: Iterable[str], folder: Path) -> list[Path]:
-    """Return the folders of those runs named by the arguments that exist."""
+    """Return the folders of all existing runs that the arguments name."""
     found: list[Path] = []
     for word in words:
         try:

@@ -1,4 +1,4 @@
-"""`python -m callsheet.exec train.py`: the same as `callsheet exec train.py`, as torchrun needs it."""
+"""`python -m callsheet.exec train.py`: the same as `callsheet exec train.py`, for torchrun, which runs a module with `-m`."""
 
 from callsheet.exec.command import main
 

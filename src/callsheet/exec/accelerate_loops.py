@@ -1,4 +1,4 @@
-"""What `callsheet exec` takes from Accelerate. Its loops are written by hand, so they are observed like other such loops."""
+"""What `callsheet exec` reads from Accelerate (settings, logged values, batches). Its loops are observed as hand-written ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AccelerateLoops:
-    """The `Accelerator` of each optimizer that an Accelerator has prepared."""
+    """A map from each optimizer that Accelerate has prepared to its `Accelerator`. It keeps neither of them alive."""
 
     def __init__(self) -> None:
         self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -54,10 +54,10 @@ def log(observation: Observation, log: Callable[..., Any], accelerator: Any, val
 
 
 def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any) -> Any:
-    """Iterate over a prepared dataloader. It fetches one batch ahead, so what the script gets is observed, not what is fetched."""
+    """Iterate over a prepared dataloader. A batch is observed when the script receives it, because it is fetched earlier."""
     return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)
 
 
 def _kept(value: Any) -> Any:
-    """Return the number, or a copy of the tensor, which the script may change before the record is made. Nothing waits for the device."""
+    """Return a number unchanged. Copy a tensor, without waiting for the device, because the script may change it."""
     return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()

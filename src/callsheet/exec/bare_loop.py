@@ -58,7 +58,7 @@ class _LoneRun(HostedRun):
 
 
 class BareLoop(NotCopied):
-    """One loop whose model and optimizer were recognized, and its run.
+    """Observes one loop, whose model and optimizer were recognized, and fires the events of its run.
 
     A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
@@ -149,7 +149,7 @@ class BareLoop(NotCopied):
     # --- beginning and end ---
 
     def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
-        """Begin the run within the first step of the optimizer. The events of that step so far are fired now.
+        """Begin the run during the optimizer's first step, and fire the earlier events of that step now, since they were missed.
 
         Args:
             loss: the loss of the step, unscaled and detached.
@@ -216,7 +216,7 @@ class BareLoop(NotCopied):
             self._release()
 
     def abandon(self) -> None:
-        """Observe nothing more, and fire no event, because this is a process that the script has forked."""
+        """Stop observing, and fire no more events, because the script has forked this process."""
         self._release()
 
     def _leave(self, error: Exception | SystemExit) -> None:
@@ -247,7 +247,7 @@ class BareLoop(NotCopied):
 
     @contextmanager
     def without_forward_hooks(self) -> Iterator[None]:
-        """Within this block the model has no hooks of ours."""
+        """Remove callsheet's forward hooks from the model within this context."""
         self._forward.remove()
         try:
             yield
@@ -255,7 +255,7 @@ class BareLoop(NotCopied):
             self._install_forward_hooks()
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
-        """Return the next batch for training, which is `fetches(iterator)`. Errors of `fetches` are raised."""
+        """Fetch the next batch for training with `fetches(iterator)`, whose errors are raised, and fire the events around it."""
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
         is_first = not self.step.is_open  # otherwise it is for a further microbatch of the step
@@ -280,7 +280,7 @@ class BareLoop(NotCopied):
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether training takes its batches from `loader`, and no evaluator takes them from it now."""
+        """Return whether a batch from `loader` is now for training: the loop uses this loader, and no evaluator is running."""
         if self._is_over or self.evaluations.dataset or get_ident() != self._thread:
             return False
         return self._batches.come_from(loader)
@@ -297,7 +297,7 @@ class BareLoop(NotCopied):
             self._guarded(self._open_step)
 
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report that the model is called. This is a hook of the model."""
+        """Report that the model is called. This is a forward pre-hook of the model."""
         if is_traced() or self._is_over or get_ident() != self._thread:
             return
         try:
@@ -318,7 +318,7 @@ class BareLoop(NotCopied):
             self._leave(error)
 
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Report that a call of the model has returned. This is a hook of the model."""
+        """Report that a call of the model has returned. This is a forward hook of the model."""
         if is_traced() or self._is_over or get_ident() != self._thread:
             return
         if self._in_forward:
@@ -335,7 +335,7 @@ class BareLoop(NotCopied):
         self._is_in_microbatch = False
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report that the optimizer begins its step, with these arguments, which begins a step of the loop unless one is open."""
+        """Report that the optimizer's `step` is called with these arguments. Begin a step of the loop if none is open."""
         self.begin_step()
         if not self._is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             self._guarded(self._optimizer_hooks.expect_closures)
@@ -355,7 +355,7 @@ class BareLoop(NotCopied):
             self._guarded(self.end_step)
 
     def clip(self, clips: Callable[[], Any]) -> Any:
-        """Call `clips()`, which clips the gradients and returns their norm before that. Return the norm. Errors of `clips` are raised."""
+        """Clip the gradients with `clips()`, and fire the events around it. Return its result: the norm before clipping."""
         is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
@@ -366,7 +366,7 @@ class BareLoop(NotCopied):
         return norm
 
     def loader_begins(self) -> None:
-        """Report that an iteration over the dataloader begins, so that the epoch is over if the last iteration was left early."""
+        """Report that an iteration over the dataloader begins. If the last one was left early, its epoch ends now."""
         if self._batches.begin():
             self._guarded(self._end_data)
 
@@ -377,7 +377,7 @@ class BareLoop(NotCopied):
             self._guarded(self._end_epoch)
 
     def begin_epoch(self) -> None:
-        """End the evaluation before an epoch, because a framework has reported the epoch's start."""
+        """Report that a framework begins an epoch. End the evaluation that is open, because it was before the epoch."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(self._leave_evaluation)
 
@@ -430,7 +430,7 @@ class BareLoop(NotCopied):
             self._leave(error)
 
     def _use_losses_alone(self) -> None:
-        """Let steps begin with a loss, because the script does not call the model itself."""
+        """Recognize the beginning of steps by their losses from now on, because the script does not call the model itself."""
         self._sees_forward = False
         self._forward.remove()
         self.run.driver.synthesized.clear()
@@ -476,7 +476,7 @@ class BareLoop(NotCopied):
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        """End the epoch, if one is open. Within a step, end it after the step."""
+        """End the epoch, if one is open. If a step is open too, end the epoch when the step ends."""
         driver = self.run.driver
         if self._is_over or not self._epoch.is_open:
             return
@@ -504,7 +504,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples of the latest batch, unless that is done."""
+        """Count the samples and tokens of the latest batch, unless they were counted already."""
         run = self.run
         samples, tokens = self._batches.count(args, kwargs)
         if not self.watch.is_in_closure or run.counted == (0, 0):  # otherwise the optimizer evaluates its closure again

@@ -35,7 +35,7 @@ Its classes are imported as code, like the script. The variable CALLSHEET_CALLBA
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script that the arguments name. What it raises is raised here; so is SystemExit for wrong arguments, with status 2."""
+    """Run and observe the script that the arguments name. Raise its errors, or SystemExit(2) if the arguments are wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options, script = _split(parser, given)

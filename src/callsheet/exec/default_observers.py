@@ -24,7 +24,7 @@ logger = logging.getLogger("callsheet")
 
 
 class GradientNorm(OptimizerMonitor):
-    """Log `l2_norm/grad/global` at the log interval. Sharded gradients are left out, since their norm needs all ranks.
+    """Log `l2_norm/grad/global` at the log interval, but not if a parameter is sharded: its norm would need all ranks.
 
     Args:
         pace: the log interval.
@@ -37,13 +37,13 @@ class GradientNorm(OptimizerMonitor):
         self._pace = pace
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stay silent if a parameter is sharded."""
+        """Mute the handler that logs the norm if a parameter is sharded."""
         super().on_train_start(ctx)
         if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in nn.Module.parameters(ctx.model)):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norm if a metrics record follows this step. The handler is muted until the next such step, if that saves time."""
+        """Log the norm if a metrics record follows this step, and mute the handler until the next step with a record."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:
@@ -74,7 +74,7 @@ class LossCheck(Callback):
 
 
 def default_observers(pace: LogPace) -> list[Callback]:
-    """Return new callbacks that only observe, and that no loop needs to support specially.
+    """Return new instances of the default callbacks, which only observe and work in every loop.
 
     Args:
         pace: the log interval.

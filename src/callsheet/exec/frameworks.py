@@ -1,4 +1,4 @@
-"""Attaches the hosts of frameworks to the trainers that a script makes."""
+"""Adds callsheet's callbacks to the trainers of frameworks, such as Lightning's, that a script makes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Around = Callable[..., Any]
 
 
 class Frameworks:
-    """Wraps the methods of frameworks that train, so that their trainers get a host.
+    """Wraps the training methods of frameworks, to add a host (the adapter that calls our callbacks) to their trainers.
 
     Args:
         observation: makes the callbacks and names of the runs.
@@ -58,7 +58,7 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return `around(observation, given, ...)` as a function that trains exactly once and fails only if `given` fails."""
+    """Return a replacement for `given`, which trains. It calls `around`; if that fails, training still runs exactly once."""
 
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def _wrapper(observation: Observation, given: Callable[..., Any], around: Around
 
 
 def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
-    """Return the function for a trainer that has a list of callbacks.
+    """Return a function that adds a host to a trainer's list of callbacks while the trainer trains.
 
     Args:
         bridge: the module that has the framework's `host`.
@@ -108,7 +108,7 @@ def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
 
 
 def _with_argument(bridge: str) -> Around:
-    """Return the function for a function or method that trains and has an argument `callbacks`, which is a list or None.
+    """Return a function that trains with a host added to the argument `callbacks`, which is a list or None.
 
     Args:
         bridge: the module that has the framework's `host`.
@@ -180,7 +180,7 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
 
 
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, has_interval: bool = True) -> Any:
-    """Return a new host, or None if the script has one itself, or none can be made.
+    """Return a new host; None if the script uses callsheet itself, or if making the host fails.
 
     Args:
         callbacks: those that the script has given to its trainer.
@@ -209,7 +209,7 @@ def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, ha
 
 
 def _trained(observation: Observation, hosted: Any, train: Callable[[], Any]) -> Any:
-    """Let the trainer train. If an error ends that, end the run as failed."""
+    """Call `train()`. If it raises an error, end the host's run as failed, and raise the error again."""
     with observation.training():
         try:
             return train()

@@ -30,7 +30,10 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Attach to the engine in which a loop was recognized. Return the run's settings about Ignite, empty if no engine runs."""
+        """Attach to the engine in whose run a loop was recognized: it is the trainer.
+
+        Return Ignite's version as a setting for the run's record, or an empty dict if no engine runs.
+        """
         self.remove()
         if not self._running:
             return {}
@@ -52,9 +55,9 @@ class IgniteEngines:
         self._names.clear()
 
     def switch(self) -> Any:
-        """Take the innermost engine for the trainer from now on, because the observed optimizer has stepped in its run.
+        """Make the innermost running engine the trainer, because the observed optimizer has stepped in that engine's run.
 
-        Return its batch.
+        Return the engine's batch.
         """
         loop = self._observation.loop
         if loop is not None:
@@ -68,7 +71,7 @@ class IgniteEngines:
 
     @property
     def is_training(self) -> bool:
-        """Whether the trainer runs, so that it reports the ends of its epochs."""
+        """Whether the trainer is running. While it runs, it reports when its epochs end."""
         return self._trainer is not None and self._trainer in self._running
 
     def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
@@ -128,7 +131,7 @@ class IgniteEngines:
 
 
 class _Evaluated:
-    """A dataset on which an evaluator has run. Neither of them is kept alive."""
+    """An evaluator and a dataset on which it has run. This object keeps neither of them alive."""
 
     def __init__(self, engine: Any, dataset: Any) -> None:
         self._engine = weakref.ref(engine)
@@ -139,7 +142,7 @@ class _Evaluated:
             self._dataset = None
 
     def is_of(self, engine: Any, dataset: Any) -> bool:
-        """Return whether these are the evaluator and the dataset."""
+        """Return whether this object describes the evaluator `engine` and this dataset."""
         return self._engine() is engine and self._id == id(dataset) and (self._dataset is None or self._dataset() is dataset)
 
     @property

@@ -34,7 +34,7 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec that the other finders find for one of the modules, with a loader that calls the function."""
+        """Return the spec that other finders find for a watched module, with a loader that also calls the module's function."""
         if name not in self._actions or name in self._asked:  # another finder may ask all finders, too
             return None
         self._asked.add(name)
@@ -50,7 +50,7 @@ class ImportWatch(MetaPathFinder):
 
 
 class _CallingLoader(Loader):
-    """Loads a module with the loader it has, and then calls a function with the module."""
+    """Wraps a module's own loader, and calls a function with the module after it is loaded."""
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader

@@ -12,7 +12,7 @@ _MIN_SECONDS = 0.5  # of training, from one record to the next
 
 
 class LogPace:
-    """How many steps there are from one metrics record of a run to the next.
+    """The number of steps from one metrics record of a run to the next, which may grow during the run.
 
     Args:
         steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than half a second
@@ -26,7 +26,7 @@ class LogPace:
         self._last = 0.0
 
     def is_increased(self, seconds: float) -> bool:
-        """Note that a record was made after so many seconds of training. Return whether `steps` has increased."""
+        """Report that a metrics record was made after `seconds` of training. Return whether `steps` was increased as a result."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False
@@ -35,7 +35,7 @@ class LogPace:
 
 
 class PacedRecords(HostedRecords):
-    """Metrics records at the pace of `pace`, which its owner sets before training."""
+    """Makes metrics records at the interval that `pace` determines. `pace` is set before training."""
 
     pace: LogPace
 

@@ -56,15 +56,15 @@ class LoopBatches:
         self._fetched += 1
 
     def begin(self) -> bool:
-        """Note that an iteration begins or has ended. Return whether at least two batches were fetched in the one before.
+        """Reset the count of batches at the beginning or end of an iteration. Return whether the count was at least two.
 
-        A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
+        Such an iteration is an epoch. A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
         """
         fetched, self._fetched = self._fetched, 0
         return fetched > 1
 
     def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of the latest batch, the first time after it was fetched; then zeros.
+        """Return the numbers of samples and tokens of the latest batch, or zeros if this batch was counted already.
 
         Args:
             args: the arguments of a training call of the model. They are the batch if the loop has no dataloader.
@@ -79,5 +79,5 @@ class LoopBatches:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the model was called with as a batch: its one argument, all of its arguments, or the named ones."""
+    """Return the arguments of a model call as a batch: the only argument, all positional ones, or a dict of the named ones."""
     return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)

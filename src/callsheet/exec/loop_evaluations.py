@@ -34,7 +34,7 @@ class LoopEvaluations:
         return self.span.is_open
 
     def begin_batch(self, batch: Any) -> None:
-        """Begin a batch, and an evaluation if none is open, because the model is called to evaluate it."""
+        """Begin a batch of an evaluation, because the model is called. If no evaluation is open, begin one."""
         evaluation = self._evaluation
         if not evaluation.driver.is_open("eval"):
             evaluation.begin(self.dataset or EVALUATED)
@@ -52,7 +52,7 @@ class LoopEvaluations:
             evaluation.driver.end("eval_step")
 
     def end_dataset(self, dataset: str, results: Mapping[str, float], *, is_in_step: bool) -> None:
-        """End the evaluation of a dataset with its results. Between the microbatches of a step, only keep the results."""
+        """End the evaluation of a dataset with its results. Within a training step, keep the results for `fire_delayed`."""
         evaluation = self._evaluation
         if is_in_step:
             self.delayed[dataset] = results
@@ -63,7 +63,7 @@ class LoopEvaluations:
             evaluation.end_dataset(dataset, results)
 
     def fire_delayed(self) -> None:
-        """Fire the events of the evaluations within the step that has just ended."""
+        """Fire the events of the evaluations that ended within the last step, which were delayed until its end."""
         if self.delayed:
             results, self.delayed = self.delayed, {}
             self._evaluation.fire(results)

@@ -76,7 +76,7 @@ class LoopFinder:
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def abandon(self) -> None:
-        """Recognize nothing more, because this is a process that the script has forked."""
+        """Stop recognizing loops, because the script has forked this process."""
         self._is_over, self._loop = True, None
 
     def remove(self) -> None:
@@ -117,7 +117,7 @@ class LoopFinder:
         return None
 
     def _count(self) -> None:
-        """Count the samples of the latest batch, unless that is done."""
+        """Count the samples and tokens of the latest batch, unless they were counted already."""
         if self._batch is None or self._batch is self._counted:
             return
         try:
@@ -128,7 +128,7 @@ class LoopFinder:
             self._is_over = True
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
-        """Yield the batches of `given(loader)`, the iteration over a framework's dataloader that has a torch dataloader inside.
+        """Yield the batches of a framework's dataloader. Its iteration, `given(loader)`, uses a torch dataloader.
 
         The batches are observed as the script gets them, because the framework may fetch them ahead.
         """
@@ -221,7 +221,7 @@ class LoopFinder:
     # --- recognizing a loop ---
 
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Recognize a loop when its optimizer steps."""
+        """Recognize a loop when its optimizer steps for the first time. Report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             self._others = 0
@@ -272,7 +272,7 @@ class LoopFinder:
             loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
 
     def _is_of_new_loop(self) -> bool:
-        """Return whether a step of another optimizer than the observed one begins a new loop. Each call counts such a step."""
+        """Count a step of an optimizer that is not observed. Return whether there were enough to assume a new loop."""
         self._others += 1
         if self._others < STEPS_OF_A_NEW_LOOP or (self._loop is not None and self._loop.has_failed):
             return False
@@ -292,10 +292,9 @@ def _first_of(owner: Any) -> Any:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
-    """Return the module that the loop calls: the root module with the optimizer's parameters, and the fewest others.
+    """Return the module that the loop calls: the root module with the most of the optimizer's parameters and the fewest others.
 
-    A root module is inside no other module. If no module has all of the parameters, return the one that has the most. Return None if
-    no module has any.
+    A root module is inside no other module. Return None if no module has any of the parameters.
     """
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
     best: tuple[int, int] | None = None

@@ -16,7 +16,7 @@ _stream = sys.stderr
 
 
 def begin() -> None:
-    """Let callsheet's log lines, from warnings on, go to standard error and not to the handlers that the script configures."""
+    """Send callsheet's warnings and errors to standard error, and no messages to the handlers that the script configures."""
     if _stream is not None:
         handler = logging.StreamHandler(_stream)
         handler.setLevel(logging.WARNING)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RunNotes(Callback):
-    """Notes the runs that end, for the report. It also marks a run as one of `callsheet exec`.
+    """Adds each run that ends to a list, for the report. A run with this callback was made by `callsheet exec`.
 
     Args:
         ended: the list to which each run is added, with the number of its steps.
@@ -123,7 +123,7 @@ class Observation:
             log_failure("the observation could not be ended in order", fault)
 
     def _abandon(self) -> None:
-        """Observe nothing in a process that the script has forked. Its parent is observed."""
+        """Stop observing in a process that the script has forked. The parent process is still observed."""
         self._is_over = True
         if self.loop is not None:
             self.loop.abandon()
@@ -145,7 +145,7 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the options of `callsheet exec` for processes that the script starts to train in."""
+        """Return the command-line options of `callsheet exec` for worker processes in which the script trains."""
         given = {
             "callbacks": self._callbacks,
             "run_name": self.next_name(),
@@ -166,7 +166,7 @@ class Observation:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Within this block a framework's trainer trains, so that its loop is not taken for one written by hand."""
+        """Pause the recognition of loops within this context, in which a framework's trainer trains with a loop of its own."""
         self._finish_loop(None)
         self._has_trained = True
         self._depth += 1
@@ -212,7 +212,7 @@ class Observation:
             self.loop.finish(error)
 
     def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
-        """Make the loop that the finder has recognized, and end the one before it. Return None if no loop is observed here."""
+        """End the previous loop, and return a `BareLoop` for the one recognized now; None if this process is not observed."""
         from callsheet.exec.bare_loop import BareLoop, unwrapped
         from callsheet.exec.log_pace import LogPace
 

@@ -24,7 +24,7 @@ Observers = Callable[["LogPace"], list[Callback]]
 
 
 def observers_of(file: str | os.PathLike[str] | None) -> Observers:
-    """Return the function that makes the callbacks: those of the file, or the default ones.
+    """Return the function that makes a run's callbacks: those that the file lists, or the default ones if there is no file.
 
     A `JSONLLogger` is added if the file has none, because the report needs its files. Errors of the callbacks are isolated, except
     those of callbacks that call collectives and those of callbacks that say otherwise.

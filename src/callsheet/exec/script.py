@@ -45,7 +45,7 @@ class Script:
         return last if last not in ("", "__main__") else Path(self.target).resolve().parent.name
 
     def run(self) -> None:
-        """Run it with its own `sys.argv`, `sys.path[0]` and `__main__`. What it raises is raised here.
+        """Run the script with its own `sys.argv`, `sys.path[0]` and `__main__`. Its errors are raised unchanged.
 
         Raises:
             SystemExit: there is no such module; the message names it.
@@ -89,7 +89,7 @@ def _spec_of(name: str) -> ModuleSpec:
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
-    """Run the code as the module `__main__`, which stays in place for what runs when Python exits."""
+    """Run the code as the module `__main__`. The module stays in `sys.modules` for code that runs when Python exits."""
     module = ModuleType("__main__")
     module.__dict__.update(attributes, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
@@ -112,9 +112,9 @@ def hide_our_frames(error: BaseException) -> None:
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of the traceback that follows our frames, which end with `exec`.
+    """Return the part of the traceback that begins in the script, after the frames of callsheet and `runpy`.
 
-    After a syntax error in the script nothing follows them, and the error itself has the place.
+    After a syntax error in the script there is no such part, and the error itself has the place.
     """
     begin, each = trace, trace
     while each is not None:

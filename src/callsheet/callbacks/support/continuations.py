@@ -48,7 +48,7 @@ class Prompts:
         self.ids = [self._encoded(prompt) for prompt in prompts]
 
     def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-        """Return each prompt and its continuation as texts; `written` has the continuations' token ids."""
+        """Return each prompt and its continuation as texts. `written` contains the token ids of each continuation."""
         return [
             (prompt if isinstance(prompt, str) else self._decoded(prompt, prompt), self._decoded(ids, prompt))
             for prompt, ids in zip(self._prompts, written, strict=True)

@@ -71,22 +71,22 @@ class Address:
 
     @property
     def kind(self) -> str:
-        """The part of `to` before the first colon, such as "mailto" or "slack"."""
+        """The kind of address, such as "mailto" or "slack": the part of the argument `to` before its first colon."""
         return self.to.partition(":")[0]
 
     @property
     def rest(self) -> str:
-        """The part of `to` after the first colon."""
+        """The part of the argument `to` after its first colon: the recipients of mail, or the URL after `slack:`."""
         return self.to.partition(":")[2]
 
     @property
     def url(self) -> str:
-        """The URL in `to`."""
+        """The webhook's URL: the argument `to` without the prefix `slack:`."""
         return self.rest if self.kind == "slack" else self.to
 
     @property
     def without_secrets(self) -> str:
-        """`to` without secrets, for the run's records: of a URL, only scheme and host remain."""
+        """The address without secrets, for the run's records: of a URL, only scheme and host remain."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)

@@ -115,7 +115,7 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to measure. From then on, only `fetched` and `begin_step` must still be called in each step."""
+        """Whether there is nothing left to measure. If so, each step needs to call only `fetched` and `begin_step`."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
@@ -155,12 +155,12 @@ class StepFlops:
             self._take(counter)
 
     def take(self, tokens: float) -> tuple[float | None, float | None]:
-        """Return the FLOPs, and how many numbers the batches had, since the last call.
+        """Return the FLOPs since the last call, and the number of elements (tokens, pixels) in the batches since then.
 
         `tokens` is what the run counted for this rank in that time.
 
         The FLOPs are None as long as they are not known. If the model returns them as a tensor, this waits for the device. The
-        numbers are None as long as it is not known what they are.
+        number of elements is None until a step was counted, or if the model reports its FLOPs.
         """
         waiting, self._waiting = float(self._waiting) if not self.by_tokens else tokens, 0
         numbers = waiting if self._reported is None and self.is_settled and self.rate is not None else None
@@ -208,7 +208,7 @@ class StepFlops:
 
 
 def flops_reported_by(model: Any) -> Any:
-    """Return the method or number with which the model reports the FLOPs of a batch, or None. In a wrapper such as DDP, the model inside counts."""
+    """Return the method or number by which the model (inside wrappers such as DDP) reports the FLOPs of a batch, or None."""
     while model is not None:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:

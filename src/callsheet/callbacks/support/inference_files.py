@@ -93,7 +93,7 @@ def write_onnx(program: ExportedProgram, path: Path, **names: list[str] | None) 
 
 
 def publish(draft: Path, target: Path) -> list[Path]:
-    """Move the contents of the folder `draft` into the folder of `target`, and return the moved files.
+    """Move the finished export from the folder `draft` into the folder that contains `target`. Return the moved files.
 
     A file, or a folder that did not exist, appears atomically. If the folder existed, its files with other names stay.
     """

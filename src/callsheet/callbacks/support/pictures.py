@@ -103,7 +103,7 @@ def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> 
 
 
 def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_scores: bool = False) -> Tensor:
-    """Convert classes, or scores by class, to class indices (N, H, W), resized to `images` (N, H, W, C) by nearest neighbour."""
+    """Return class indices (N, H, W) from a tensor of indices or of scores per class, resized to `images` (N, H, W, C)."""
     size = images.shape[1:3]
     if tensor.dim() == 4:
         if channels_last is None:
@@ -126,7 +126,7 @@ def coloured(numbers: Tensor) -> Tensor:
 
 
 def _within_one(image: Tensor) -> Tensor:
-    """Return an image with three channels and values within [0, 1], scaled as loggers scale an image."""
+    """Return an image with three channels and values within [0, 1]. Integers are divided by 255, other ranges are rescaled."""
     if not image.is_floating_point():
         image = image / 255
     image = torch.where(image.isfinite(), image, 0.0)

@@ -23,7 +23,10 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """A sliding window over the run's progress at the metrics records of the last `size` batches (at least two records)."""
+    """A sliding window of the last `size` batches, with the run's progress at each metrics record in it.
+
+    It contains at least two records, even if there are more batches than `size` between them.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -35,7 +38,7 @@ class SpeedWindow:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Return whether anything was trained between the window's last metrics record and `now`."""
+        """Return whether any batch was trained between the window's last metrics record and the timestamp `now`."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:

@@ -35,7 +35,12 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
 
 
 def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
-    """Remove `line`, which `leave_request` returned, from the trigger file `file` if it is still there. Raise as `leave_request` does."""
+    """Remove `line`, which `leave_request` returned, from the trigger file `file` if it is still there.
+
+    Raises:
+        ConfigError: `file` is not a regular file.
+        OSError: the file cannot be written.
+    """
     if os.path.lexists(file):
         _change(Path(file), lambda waiting: [other for other in waiting if other != line])
 
