@@ -37,7 +37,7 @@ def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, 
 
 def test_the_interval_doubles_while_records_come_less_than_half_a_second_apart() -> None:
     pace = LogPace(None)
-    assert [(pace.is_increased(seconds), pace.steps) for seconds in (0.4, 0.9, 1.3, 1.7, 60.0)] == [
+    assert [(pace.adapt(seconds), pace.steps) for seconds in (0.4, 0.9, 1.3, 1.7, 60.0)] == [
         (True, 20),
         (False, 20),
         (True, 40),
@@ -48,7 +48,7 @@ def test_the_interval_doubles_while_records_come_less_than_half_a_second_apart()
 
 def test_an_interval_that_is_given_stays() -> None:
     pace = LogPace(7)
-    assert not pace.is_increased(0.01)
+    assert not pace.adapt(0.01)
     assert pace.steps == 7
 
 
@@ -57,7 +57,7 @@ def test_records_of_short_steps_come_less_often(tmp_path: Path) -> None:
     # What is expected is computed from the measured times, because a busy machine may take half a second for ten steps.
     pace, expected = LogPace(None), [10]
     for record in run.records[:-1]:
-        pace.is_increased(record.elapsed_seconds)
+        pace.adapt(record.elapsed_seconds)
         expected.append(min((record.step // pace.steps + 1) * pace.steps, 200))
     assert [record.step for record in run.records] == expected
     assert len(expected) < 20  # as many as with a fixed interval

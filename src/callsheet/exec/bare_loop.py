@@ -348,7 +348,7 @@ class BareLoop(NotCopied):
             self.watch.total = None
             self.run.counted = (0, 0)
 
-    def optimizer_was_skipped(self, scaler: Any) -> None:
+    def scaler_has_stepped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:

@@ -25,7 +25,7 @@ class LogPace:
         self._is_fixed = steps is not None
         self._last = 0.0
 
-    def is_increased(self, seconds: float) -> bool:
+    def adapt(self, seconds: float) -> bool:
         """Report that a metrics record was made after `seconds` of training. Return whether `steps` was increased as a result."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
@@ -42,5 +42,5 @@ class PacedRecords(HostedRecords):
     def fire_log(self, ctx: Context) -> None:
         is_scheduled = self.are_due(ctx)  # otherwise this is the record of an evaluation, or the last one of the run
         super().fire_log(ctx)
-        if is_scheduled and self.pace.is_increased(ctx.state.timestamp.seconds):
+        if is_scheduled and self.pace.adapt(ctx.state.timestamp.seconds):
             self.change_interval(Interval(self.pace.steps), ctx)

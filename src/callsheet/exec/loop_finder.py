@@ -189,7 +189,7 @@ class LoopFinder:
         self._scaler = scaler
         found = given(scaler, optimizer, *args, **options)
         if self._loop is not None and self._loop.optimizer is optimizer:
-            self._loop.optimizer_was_skipped(scaler)
+            self._loop.scaler_has_stepped(scaler)
         return found
 
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
@@ -241,7 +241,7 @@ class LoopFinder:
 
     def _recognize(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         before = self._loop
-        if optimizer in self._seen or (before is not None and not self._is_of_new_loop()):
+        if optimizer in self._seen or (before is not None and not self._count_other_step()):
             return
         self._seen.add(optimizer)
         model = model_of(optimizer)
@@ -271,7 +271,7 @@ class LoopFinder:
             self._loop, self._training_iterator = loop, _nothing
             loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
 
-    def _is_of_new_loop(self) -> bool:
+    def _count_other_step(self) -> bool:
         """Count a step of an optimizer that is not observed. Return whether there were enough to assume a new loop."""
         self._others += 1
         if self._others < STEPS_OF_A_NEW_LOOP or (self._loop is not None and self._loop.has_failed):
