@@ -270,7 +270,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available, except those that `close(before)` will delete. Called as a run ends."""
+        """Delete all fields that are not always available, except those that `close(before)` deletes. Called as a run ends."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):

@@ -354,7 +354,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. Read it again if `control.pending` is set: it may have changed."""
+        """The step after which the loop must call `between_steps`. If `control.pending` is set, it may have changed."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:

@@ -194,7 +194,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until all callbacks in lanes have handled the events fired so far, or the fraction `share` of their deadlines is over.
+        """Wait until all callbacks in lanes have handled the events fired so far, or until `share` of their deadlines is over.
 
         Return a description of the events that were not delivered.
         """
