@@ -43,7 +43,7 @@ class AsyncWriter:
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to allocate buffers for copies of `tensors` on the thread, so that the first `begin` need not. This does not wait."""
+        """Start to allocate buffers for copies of `tensors` on the thread, so that `begin` is faster. This does not wait."""
         kinds = [Kind.of(local_part(tensor)) for tensor in tensors]
         self._prepared = self._thread.submit(self._staging.prepare, kinds)
 
@@ -58,7 +58,7 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state and begin to write it. `result` raises the errors.
+        """Copy the state, and start to write it on the thread. If copying or writing fails, `result` raises the error.
 
         The arguments are those of `write_checkpoint`.
 
@@ -98,7 +98,10 @@ class AsyncWriter:
         return self._written.result()
 
     def close(self) -> None:
-        """Finish writing and release the buffers. Raises the same errors as `begin`. This can be called twice."""
+        """Finish writing, release the buffers and end the thread. This can be called twice.
+
+        If the last checkpoint could not be written, raise its `CheckpointError`, unless `result` has already raised it.
+        """
         try:
             self._settle()
         finally:

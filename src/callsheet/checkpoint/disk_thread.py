@@ -36,7 +36,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that `begin_deletion` started. Call this before using their space or their names again."""
+    """Wait for the deletions that `begin_deletion` started. Call this before reusing the space or names of those files."""
     for each in tuple(_deletions):  # iterate over a copy, since another thread may begin a deletion
         each.result()
 

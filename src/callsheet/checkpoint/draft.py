@@ -24,7 +24,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """What one rank saves: JSON documents, tensors by their names in the checkpoint, and which part of each it holds."""
+    """What one rank saves: JSON documents, the tensors by their names in the checkpoint, and the part of each on this rank."""
 
     state: Json
     local: Json
@@ -49,7 +49,7 @@ class Draft:
         return cls(state, document, plain_info(info), tensors, parts)
 
     def plan(self) -> SavePlan:
-        """Return what this rank saves, as a plan of torch's distributed checkpoint (DCP).
+        """Return what this rank saves, as a `SavePlan` of torch's distributed checkpoint (DCP).
 
         The rank saves its shard of a DTensor, and the whole of any other tensor.
         """
@@ -100,7 +100,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of the tensors by name. It is page-locked for tensors on a GPU.
+        """Copy the tensors to host buffers, which are page-locked for tensors on a GPU, and return the copies by name.
 
         Buffers that are not needed are released.
         """

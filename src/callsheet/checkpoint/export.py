@@ -22,7 +22,7 @@ from callsheet.errors import CheckpointError
 def export_weights(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, overwrite: bool = False
 ) -> FileSeal:
-    """Write the model's full state to one safetensors file. This is a collective over `group`, in which rank 0 writes.
+    """Write the model's full state to one safetensors file. All ranks of `group` must call this; rank 0 writes the file.
 
     Shards are gathered one tensor at a time, on their device, so no rank holds more than one full tensor. Tied weights are stored
     once, and the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the
@@ -76,9 +76,9 @@ def export_weights(
 def export_huggingface(
     model: nn.Module, path: str | os.PathLike[str], *, group: ProcessGroup | None = None, processor: Any = None
 ) -> None:
-    """Write a folder that `from_pretrained` loads, for a model of transformers.
+    """Write a model of Hugging Face's transformers to a folder, from which `from_pretrained` can load it.
 
-    This is a collective over `group`, in which rank 0 writes.
+    All ranks of `group` must call this; rank 0 writes the files.
 
     Rank 0 holds the full weights in host memory. Existing files with the same names are overwritten.
 

@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step that the manifest's info contains, or -1."""
+        """The training step that is stored in the manifest's `info`, or -1 if there is none."""
         step = self.seal.info.get("step")
         return step if type(step) is int else -1
 
@@ -128,9 +128,9 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Call `delete_checkpoint(path)` or, if `is_abandoned`, `delete_abandoned(path)` on a thread; `finish_deletions` waits for it.
+    """Delete a checkpoint on a background thread, with `delete_checkpoint` or, if `is_abandoned`, with `delete_abandoned`.
 
-    An error is logged as a warning.
+    `finish_deletions` waits until it is deleted. An error is logged as a warning.
     """
 
     def delete() -> None:

@@ -23,7 +23,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """File names of a checkpoint. A folder may hold two sets of files, which have different names."""
+    """The file names of a checkpoint. There are two sets of names, so that a folder can hold a checkpoint and its replacement."""
 
     infix: str
 
@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the naming scheme of these checkpoint files. Return None if they are not the files of a checkpoint."""
+    """Return the set of names that these checkpoint files have, or None if they are not the files of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 

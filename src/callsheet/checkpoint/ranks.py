@@ -47,9 +47,9 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks, and pass the results to `answer` on rank 0.
+        """Run `act` on all ranks, pass the list of results to `answer` on rank 0, and return this rank's item of the answer.
 
-        `answer` returns a list with one item for each rank. Return this rank's item.
+        `answer` returns a list with one item for each rank.
 
         Results and answers are sent as pickles.
 

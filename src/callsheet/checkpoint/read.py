@@ -169,7 +169,10 @@ class _Reading:
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Read the rows that contain the part `item` of a tensor. If possible, read them directly into `destination`."""
+    """Read the part `item` of a tensor from the file into `destination`.
+
+    Whole rows are read: directly into `destination` if possible, otherwise into a buffer from which the part is copied.
+    """
     start, count = (item.storage_offsets[0], item.lengths[0]) if entry.size else (0, 1)
     size = torch.Size((count, *entry.size[1:]) if entry.size else ())
     is_direct = destination.shape == size and destination.dtype == entry.dtype and destination.is_contiguous()

@@ -20,12 +20,12 @@ _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` if the callback named `by` requested it (a claim), and drop this callback's claims beyond `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release this callback's checkpoints beyond `keep`.
 
-    Return whether the checkpoint was requested under that name.
+    Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 
-    Claims on checkpoints that are not finite are dropped first, so that they do not push out good ones. After them, the oldest
-    are dropped. With `keep=None` no claim is dropped.
+    Checkpoints that are not finite are released first, so that they do not push out good ones. After them, the oldest are
+    released. With `keep=None` no checkpoint is released.
     """
     info = ctx.checkpoint
     if info is None or by not in info.requested_by:
@@ -53,7 +53,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Forget the claims (which callbacks keep which checkpoints), because they refer to the checkpoints of another run."""
+    """Forget which callbacks keep which checkpoints. Call this if those are the checkpoints of another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 

@@ -86,7 +86,7 @@ def plain_name(folder: str, name: str) -> str:
 
 
 def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
-    """Yield the chunks unchanged while computing their digest. At the end, append their size and digest to the list `seal`."""
+    """Yield the chunks unchanged. After the last one, append the size and digest of all chunks together to the list `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk)

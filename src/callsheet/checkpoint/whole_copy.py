@@ -68,8 +68,8 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether torch or callsheet added this forward hook to synchronize the ranks.
+    """Return whether this forward hook synchronizes the ranks, because torch's sharding or callsheet has added it.
 
-    A copy of the model must not have such a hook, because on one rank it would wait for the others.
+    A copy of the model must not have such a hook: if one rank called the copy, the hook would wait for the other ranks.
     """
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "callsheet."))

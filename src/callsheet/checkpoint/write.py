@@ -130,7 +130,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files. Return their sizes and digests, and whether all tensors in them have valid values."""
+        """Write this rank's files. Return their sizes and digests, and whether `is_good` accepted all tensors in them."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -144,7 +144,7 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Check the values of a piece of a tensor that is being written, unless an earlier piece was not valid."""
+        """Call `is_good` with a piece of a tensor that is being written, unless it has rejected an earlier piece."""
         if self._is_good is not None and not self._is_bad_here:
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED).removeprefix(own(self._ranks.rank)), piece)
 
@@ -164,9 +164,9 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the ranks' plans, without the names of tensors that are unknown on rank 0.
+    """Return the ranks' save plans, without those shared tensors that rank 0 does not have.
 
-    Raise `CheckpointError` if the shared trees differ.
+    Raise `CheckpointError` if the shared states of the ranks differ.
 
     The document is that of rank 0. A rank whose shard is empty cannot detect tied DTensors, so its plan contains all of them.
     """

@@ -94,7 +94,7 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return one table entry for each part of this handler. Together they replace `entry`, the entry of the whole handler.
+        """Return one table entry for each part of this handler. The table then contains these instead of `entry`.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
@@ -168,11 +168,11 @@ def compiled(
     in_lane: Callable[[HandlerEntry], Handler],
     timed: Timed | None = None,
 ) -> CompiledEvent:
-    """Return the functions to call for one event on this rank.
+    """Compile the table entries of one event to the functions that are called for it on this rank.
 
     Args:
-        event: its name.
-        entries: all of its handlers.
+        event: the event's name.
+        entries: the entries of all handlers of the event.
         ranks: the ranks of this process.
         checking: whether observers that draw random numbers raise.
         in_lane: takes the entry of a handler that runs in a lane, and returns the function that the training thread calls
@@ -191,7 +191,7 @@ def compiled(
 
 
 def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Return the compiled event of these handlers and their table entries."""
+    """Pack the handlers of one event and their table entries into a `CompiledEvent`, the tuple that is read when it is fired."""
     first, second = (*handlers[:2], None, None)[:2]
     return first, second, tuple(handlers[2:]) or None, event, tuple(entries)
 
@@ -203,7 +203,7 @@ def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
 
 
 def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
-    """Call the handlers that must still run although `failed` raised `error`, then raise the error.
+    """Handle the `error` that the handler `failed` raised: call the later handlers that must always run, then raise the error.
 
     These are the later handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all later handlers.
     Their own errors are logged, so that they do not hide the first error.
@@ -244,7 +244,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the compiled event with one more handler: that of the entry `mark`, which records the time of the event.
+    """Return the compiled event with the handler of `mark` added, which records the time at which the event is fired.
 
     The added handler is called last at the end of a span, and first at any other event.
     """

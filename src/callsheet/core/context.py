@@ -45,7 +45,7 @@ class Accumulator(Protocol):
 
 
 class LoggerLine(Protocol):
-    """Passes a call such as `log_table` on to every logger of the run; see `CallbackManager.notify_loggers`."""
+    """A function that calls a method such as `log_table` on every logger of the run; see `CallbackManager.notify_loggers`."""
 
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
 
@@ -180,7 +180,7 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """Return the last value of each `<family>/<name>` that this rank logged since the last metrics record, by full name.
+        """Return the last value of each metric `<family>/...` that this rank logged since the last metrics record, by full name.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
         """
@@ -257,7 +257,7 @@ class Context:
         return True
 
     def close(self, event: str) -> None:
-        """Delete the fields that are available up to `event` and not after it. The loop calls this after firing the event."""
+        """Delete the fields that are not available after `event`. The loop calls this after firing the event."""
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
                 if not (keeps and name in self.kept):  # a field that a callback keeps stays until its `kept_until` event
@@ -270,7 +270,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available, for example after an exception. Keep fields available up to `before`."""
+        """Delete all fields that are not always available, except those that `close(before)` deletes. Called as a run ends."""
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):

@@ -133,7 +133,7 @@ class Control:
 
     @property
     def save_requested(self) -> Request | None:
-        """The request that decides which kind of checkpoint is saved after the current step, epoch or round, or None."""
+        """Of the pending save requests, the one whose kind the next checkpoint gets (see `SAVE_KINDS`); None if there is none."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property

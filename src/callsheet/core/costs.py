@@ -93,7 +93,7 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures of these callbacks, and of removed ones whose lanes (background threads or processes) dropped events.
+    """Return the failures of these callbacks, and of removed callbacks whose events were dropped from a full queue.
 
     Callbacks without failures are left out.
     """
@@ -223,18 +223,18 @@ class Costs:
         """The step after which a timing window begins or ends next."""
 
     def begin(self, step: int) -> None:
-        """Start choosing which steps are timed. `step` is the last step before this process begins to train."""
+        """Decide after which step the first timing window begins. `step` is the last step before this process begins to train."""
         self.has_begun, self._first = True, step
         if self.mode != "off":
             self.next_step = step + _FIRST_STEP
 
     @property
     def is_window(self) -> bool:
-        """Whether the current steps are timed (a timing window is open), so that the wrapped, timed handlers are called."""
+        """Whether a timing window is open. In a window, all handlers are called through wrappers that measure their time."""
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed, in steps that are timed (`in_window`) or in others."""
+        """Return whether handlers of `event` are timed. It may depend on whether a timing window is open (`in_window`)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
@@ -264,7 +264,7 @@ class Costs:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
     def switch(self, step: int) -> None:
-        """Start or stop timing steps (a timing window) after `step`, if it is time."""
+        """Begin a timing window after `step`, or end the current one. The manager calls this after the step `next_step`."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])
@@ -284,9 +284,9 @@ class Costs:
         self.next_step = step + max((_STEPS_PER_TIMED_STEP - 1) * WINDOW_STEPS, apart)
 
     def should_publish(self, *, is_last: bool) -> bool:
-        """Return whether the costs should be published now.
+        """Return whether it is time to send the costs to the loggers.
 
-        This is always the case at the run's end. During the run, it becomes less and less frequent.
+        They are always sent at the run's end, unless the mode is `off`. During the run, they are sent less and less often.
         """
         now = perf_counter() - self._began
         if self.mode == "off" or (now < self._publish_at and not is_last):

@@ -25,7 +25,7 @@ class Lanes(Protocol):
         """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with one more handler, which waits for callbacks in lanes before the loggers are called."""
+        """Return the compiled `on_run_end` with a handler inserted before the loggers, which waits for callbacks in lanes."""
 
 
 class DispatchTable:
@@ -69,7 +69,7 @@ class DispatchTable:
         self.changed()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
-        """Return the spans whose events are fired on `ctx` and read from this table."""
+        """Return a context manager for each span, which fires the span's events on `ctx` with the handlers in this table."""
         spans = Spans(ctx, dispatcher)
         self._spans.append(spans)
         self.compile()

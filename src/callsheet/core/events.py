@@ -88,7 +88,7 @@ def as_event(name: str) -> Event:
 
 
 def event_hint(name: str) -> str:
-    """Return `; did you mean 'on_x'?` for a name that is no event: the event that other frameworks call so, or the most similar one."""
+    """Return `; did you mean 'on_x'?` for a name that is misspelled or from another framework; empty if no event is similar."""
     from callsheet.core import familiar_names  # imported here, because only error messages need it
 
     meant = familiar_names.EVENTS.get(name)

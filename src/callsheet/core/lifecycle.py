@@ -451,6 +451,6 @@ _PLACE = {event: place for place, event in enumerate(EVENTS)}
 
 
 def is_available(field: str, event: str) -> bool:
-    """Return whether the lifecycle makes the field available at the event."""
+    """Return whether the context's field `field` is available when `event` is fired, according to the lifecycle table."""
     windows = FIELDS[field].windows
     return not windows or any(_PLACE[opens] <= _PLACE[event] <= _PLACE[closes] for opens, closes in windows)

@@ -290,11 +290,11 @@ class CallbackManager:
             self.current = ctx.event = outer
 
     def spans(self, ctx: Context) -> Spans:
-        """Return the spans with which a loop fires its events on `ctx`."""
+        """Return a context manager for each span, with which a loop fires the span's events on `ctx`."""
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
-        """Compile the table of handlers for a run that begins, and set the manager's `user_state` on `ctx`.
+        """Prepare for a run that begins: compile the table of handlers, reset costs and failures, and set `ctx.user_state`.
 
         Call this when the ranks of the run are known.
 
@@ -354,7 +354,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. Read it again whenever `control.pending` is set."""
+        """The step after which the loop must call `between_steps`. If `control.pending` is set, it may have changed."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
@@ -425,7 +425,7 @@ class CallbackManager:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until callbacks in other threads have handled all events fired so far. Each may use most of its deadline.
+        """Wait until callbacks in other threads have handled all events fired so far. For each, wait less than its deadline.
 
         Called before `on_run_end` is fired.
         """

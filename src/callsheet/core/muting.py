@@ -24,7 +24,7 @@ class Muting:
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called; infinite if no handlers are waiting to be called again."""
+        """The step after which `unmute_due` must be called; infinite if no callback is muted until a step."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
@@ -36,7 +36,7 @@ class Muting:
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def is_worthwhile(self, until: int, step: int) -> bool:
-        """Return whether muting handlers from `step` until another step saves time, and the loop will unmute them.
+        """Return whether it saves time to mute handlers from `step` until the step `until`, and the loop will unmute them then.
 
         Muting for only a few steps costs more than calling the handlers that often.
         """
@@ -46,7 +46,7 @@ class Muting:
     def mute(
         self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
     ) -> None:
-        """Stop calling the callback's handlers for these events, or call them again. With `until`, stop only until that step."""
+        """Mute (`is_muted`) or unmute the callback for these events. With `until`, it is muted only until that step."""
         if until is not None and ctx is not None:
             events -= registration.muted - self._waking(registration)  # events that are muted until the run's end stay muted
         self._forget_wakes(registration, events)

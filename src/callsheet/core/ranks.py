@@ -1,4 +1,4 @@
-"""The ranks of this process, and rank gates. Only `gather` communicates with other ranks."""
+"""The ranks of this process, and rank gates (on which ranks a handler is called). Only `gather` communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_gate(gate: object) -> str | frozenset[int]:
-    """Return `gate` if it is a valid rank gate. A set of ranks is returned as a frozenset.
+    """Return `gate`, which says on which ranks a handler is called, if it is valid. Return a set of ranks as a frozenset.
 
     Raises:
         ConfigError: it is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.

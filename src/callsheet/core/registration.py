@@ -139,7 +139,7 @@ def is_inherited(handler: object, name: str) -> bool:
 
 
 def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
-    """Return the options of `handler`.
+    """Collect the options of `handler` from its registration, its decorators and its callback, and check them.
 
     An option given at registration has precedence, then that of a decorator, then that of the callback.
 
@@ -166,7 +166,7 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 def entry_of(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: dict[str, Any], number: int
 ) -> HandlerEntry:
-    """Return the entry of the handler table for a handler. Its options come from `given`, else from its decorators or `owner`.
+    """Return the table entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`.
 
     Raises the same errors as `resolve_options`.
     """

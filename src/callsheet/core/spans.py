@@ -129,7 +129,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Give these events' new tuples of handlers to their spans, after the handlers have changed."""
+        """Store the handlers that `table` now contains for these events in the spans that fire the events."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -210,6 +210,6 @@ class HasListeners:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Update the attributes of these events after their handlers have changed."""
+        """Set the attribute of each of these events to whether `table` now contains a handler for it."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

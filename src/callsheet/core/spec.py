@@ -14,7 +14,7 @@ from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class CallbackSpec:
-    """A callback as plain data. The YAML, the run's folder, the report and the transport use this form.
+    """A callback as plain data, from which it can be constructed again, for example in another process.
 
     `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's name if one was
     set; `state` is what its `state_dict` returned.

@@ -23,7 +23,7 @@ def keeps_state(callback: Callback) -> bool:
 
 
 def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-    """Return a copy of the callback's state, made by the function `copied`."""
+    """Return the callback's state, after copying it with the function `copied`."""
     return copied(dict(callback.state_dict()))
 
 
@@ -114,7 +114,7 @@ def _may_fail(registration: Registration) -> bool:
 def results_of(
     calls: Mapping[Registration, Callable[[], T]], failed: Callable[[Registration, Exception], None]
 ) -> dict[Registration, T]:
-    """Return the result of each call, by callback. Calls that failed are left out.
+    """Run the `calls`, one for each callback, and return their results by callback. Calls that failed are left out.
 
     Args:
         calls: the function to call for each callback; for one in a lane, a function that waits for its result.

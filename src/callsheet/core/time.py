@@ -131,7 +131,7 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(a, b)`, where `a` and `b` are the values of the two times, which must have the same unit.
+        """Return `how(self.value, other.value)`, if both times have the same unit. The operators, such as `<` and `+`, use this.
 
         Return NotImplemented if `other` is not a time.
         """

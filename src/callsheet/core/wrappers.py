@@ -115,7 +115,7 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
 
 
 def excused(registration: Registration, event: str, ctx: Context, error: BaseException) -> bool:
-    """Return whether a handler failed only because another framework's loop has given no value for a field of the context.
+    """Return whether a handler failed only because the loop of another framework has not set a field of the context.
 
     The field should be available at this event, so this is not an error of the callback: the handler is skipped with a warning.
     """

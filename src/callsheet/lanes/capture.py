@@ -59,7 +59,7 @@ class DeviceNumbers:
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return CPU copies of the scalar fields that are available now, by the `id` of the original tensors.
+        """Return CPU copies of the scalar tensors in the available fields, as a dict whose keys are the `id` of each original.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -106,7 +106,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures the context fields of one event, from which a snapshot for one callback is built.
+    """Captures the context's fields when one event is fired, so that a lane can build a snapshot for its callback from them.
 
     Args:
         event: the event's name; None outside events.
@@ -191,9 +191,9 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the run's state.
+        """Return the snapshot class for this run, and the `TrainState` with which the class may be used again, or None.
 
-        The class is valid as long as the run's state is the same object.
+        The class is valid as long as `ctx.state` is that object.
         """
         if self._state is None or self._state is not ctx.state:
             # This control has only the requests that a callback in a lane may make.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Raised in place of SystemExit, or another error that ends programs, if a callback in another thread raised it."""
+    """A callback in another thread raised SystemExit or another error that ends the program; this is raised in its place."""
 
 
 class CallbackLane:
@@ -50,7 +50,7 @@ class CallbackLane:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """After `end`, wait for the callback's process, if it has one, to exit, and kill it after `seconds`."""
+        """Wait until the callback's process, if it has one, has exited. Kill it after `seconds`. Call `end` first."""
         if self._process is not None:
             self._process.join(seconds)
 
@@ -116,9 +116,9 @@ class LaneDelivery:
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """Return a function that the training thread calls in place of a handler that runs in another thread or process.
+        """Return a function that puts the event into the lane's queue.
 
-        It puts the event into the lane's queue.
+        The training thread calls it in place of the handler, which runs in another thread or process.
         """
         capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
         made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
@@ -152,9 +152,9 @@ class LaneDelivery:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """Count and log a failure, as `isolated` does for callbacks on the training thread.
+        """Count and log an error that the callback has raised, instead of raising it.
 
-        This runs on the lane's thread, and also handles errors that would end a program.
+        This runs on the lane's thread. It also handles errors that would end a program, such as SystemExit.
         """
         failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 

@@ -149,7 +149,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end` with one more handler. It waits for callbacks in lanes (threads) before the loggers are called.
+        """Return the compiled `on_run_end` with a handler inserted before the loggers, which waits for callbacks in lanes.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -194,7 +194,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until all callbacks in lanes have handled the events fired so far, for at most this fraction of each deadline.
+        """Wait until all callbacks in lanes have handled the events fired so far, or until `share` of their deadlines is over.
 
         Return a description of the events that were not delivered.
         """
@@ -253,7 +253,7 @@ class LaneSet:
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:
-        """Return the callbacks whose `state_is_ready` is true.
+        """Return the callbacks whose attribute `state_is_ready` is true: they need not handle queued events first.
 
         A property is read on another thread, with a deadline, because it is code of the user.
         """
@@ -269,7 +269,7 @@ class LaneSet:
         return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
-        """A callback was removed and added again: copy its state from its old thread or process to the new one."""
+        """Copy the state of a callback that was removed and added again from its old thread or process to the new one."""
         states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)

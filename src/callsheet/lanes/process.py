@@ -88,7 +88,7 @@ class Process(Background):
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the callback in the process.
+        """Return the state of the callback's copy in its own process.
 
         If the process does not answer within its deadline, return the last known state.
         """

@@ -306,7 +306,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper of one item in a queue. It is equal only to itself, whatever the item is."""
+    """A wrapper of one item in a queue. It is equal only to itself, so that `remove` removes this item and not an equal one."""
 
     __slots__ = ("item",)
 

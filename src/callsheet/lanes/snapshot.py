@@ -110,7 +110,7 @@ class LaneControl:
 
     @property
     def save_requested(self) -> Request | None:
-        """The request that decides which kind of checkpoint is saved next; see `Control.save_requested`."""
+        """The save request whose kind the next checkpoint gets; see `Control.save_requested`."""
         return self._control.save_requested
 
     @property
@@ -146,7 +146,7 @@ class LaneControl:
         }
 
     def request_boundary(self) -> None:
-        """Let the loop carry out requests at the end of the current step."""
+        """Make the loop process the messages of lanes after the current step, and carry out the requests in them."""
         self._control.is_boundary_requested = True
         self._control.pending = True
 
@@ -174,7 +174,7 @@ class LaneControl:
         )
 
     def load(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Raise `RequestRejected`: the checkpoint is loaded before a callback in a lane can handle `on_checkpoint_load_start`."""
+        """Raise `RequestRejected`: callbacks in lanes handle `on_checkpoint_load_start` too late to choose the checkpoint."""
         raise RequestRejected(
             f"control.load({os.fspath(path)!r}) does not work in a lane, which handles on_checkpoint_load_start too late; call it inline"
         )
@@ -209,7 +209,7 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. What is logged on it appears in the next record; its requests act after a later step.
+    """A context that does not change. Values logged on it appear in the next record; requests made on it act after a later step.
 
     Raises:
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
