@@ -240,13 +240,13 @@ class Hooks:
         """
 
     def on_epoch_end(self, ctx: Context) -> Awaitable[None] | None:
-        """After the pass, or when training stops within it.
+        """After one pass over the training data (an epoch), or when training stops within it.
 
         Available here: optimizer, scheduler.
         """
 
     def on_round_end(self, ctx: Context) -> Awaitable[None] | None:
-        """After the group's last epoch, or when training stops within it.
+        """After the last epoch of a round, or when training stops within it.
 
         Available here: optimizer, scheduler.
         """
@@ -258,7 +258,7 @@ class Hooks:
         """
 
     def on_test_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in evaluation mode.
+        """The model is in evaluation mode; the first test batch follows.
 
         Available here: optimizer, scheduler.
         """
@@ -294,7 +294,7 @@ class Hooks:
         """
 
     def on_predict_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in evaluation mode.
+        """The model is in evaluation mode; the first batch of prediction follows.
 
         Available here: optimizer, scheduler.
         """

@@ -103,13 +103,13 @@ SPANS: dict[str, Span] = {
         Span(
             "round",
             "Before a group of epochs; most runs have one round.",
-            "After the group's last epoch, or when training stops within it.",
+            "After the last epoch of a round, or when training stops within it.",
             f"((epoch {BOUNDARY})* | {BOUNDARY} (epoch {BOUNDARY})*)",
         ),
         Span(
             "epoch",
             "Before a pass over the training data; fired again when a resumed run continues in the middle of one.",
-            "After the pass, or when training stops within it.",
+            "After one pass over the training data (an epoch), or when training stops within it.",
             f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
@@ -168,10 +168,10 @@ SPANS: dict[str, Span] = {
             "Before the model is called on an evaluation batch.",
             "The model has returned its outputs, which may be replaced.",
         ),
-        Span("test", "The model is in evaluation mode.", "The test losses are aggregated.", "test_step*"),
+        Span("test", "The model is in evaluation mode; the first test batch follows.", "The test losses are aggregated.", "test_step*"),
         Span("test_step", "Before a test batch.", "After a test batch.", "test_forward"),
         Span("test_forward", "Before the model is called on a test batch.", "The model has returned its outputs."),
-        Span("predict", "The model is in evaluation mode.", "All predictions are made.", "predict_step*"),
+        Span("predict", "The model is in evaluation mode; the first batch of prediction follows.", "All predictions are made.", "predict_step*"),
         Span("predict_step", "Before a prediction batch.", "After a prediction batch.", "predict_forward"),
         Span("predict_forward", "Before the model is called on a prediction batch.", "The model has returned its outputs."),
         Span(
