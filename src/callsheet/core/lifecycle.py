@@ -168,10 +168,20 @@ SPANS: dict[str, Span] = {
             "Before the model is called on an evaluation batch.",
             "The model has returned its outputs, which may be replaced.",
         ),
-        Span("test", "The model is in evaluation mode; the first test batch follows.", "The test losses are aggregated.", "test_step*"),
+        Span(
+            "test",
+            "The model is in evaluation mode; the first test batch follows.",
+            "The test losses are aggregated.",
+            "test_step*",
+        ),
         Span("test_step", "Before a test batch.", "After a test batch.", "test_forward"),
         Span("test_forward", "Before the model is called on a test batch.", "The model has returned its outputs."),
-        Span("predict", "The model is in evaluation mode; the first batch of prediction follows.", "All predictions are made.", "predict_step*"),
+        Span(
+            "predict",
+            "The model is in evaluation mode; the first batch of prediction follows.",
+            "All predictions are made.",
+            "predict_step*",
+        ),
         Span("predict_step", "Before a prediction batch.", "After a prediction batch.", "predict_forward"),
         Span("predict_forward", "Before the model is called on a prediction batch.", "The model has returned its outputs."),
         Span(
