@@ -44,7 +44,7 @@ $(TEST): pyproject.toml constraints.txt
 FRAMEWORKS := tests/bridges tests/compat tests/exec
 ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
 
-test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: five to six minutes with its install
+test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, and about six with its install
 	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
 	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
 
