@@ -128,7 +128,7 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Delete the checkpoint at `path` on a background thread, with `delete_checkpoint` or, if `is_abandoned`, with `delete_abandoned`.
+    """Delete the checkpoint at `path` on a background thread, with `delete_abandoned` if `is_abandoned`, else `delete_checkpoint`.
 
     `finish_deletions` waits until it is deleted. An error is logged as a warning.
     """
