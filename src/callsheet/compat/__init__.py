@@ -1,1 +1,1 @@
-"""Packages with the names of other training systems: code that was written for them runs here with a changed import line."""
+"""Packages that mirror the APIs of other training systems, so that code for these runs on callsheet with changed imports."""

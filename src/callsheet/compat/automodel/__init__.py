@@ -1,4 +1,4 @@
-"""NeMo AutoModel's names: its callbacks, and its four recipes, implemented by callsheet's recipes.
+"""NeMo AutoModel's API (its callbacks and its four recipes), implemented by callsheet's recipes.
 
 NeMo AutoModel need not be installed.
 """

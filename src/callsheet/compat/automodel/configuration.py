@@ -91,7 +91,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Convert an AutoModel configuration to one of callsheet's class `kind`, and AutoModel's schedule of evaluations and saves.
+    """Return callsheet's configuration (a `kind`) for an AutoModel configuration, and the schedule of evaluations and saves.
 
     Raises:
         ConfigError: a key or value is not supported; the message names it and the nearest supported one.

@@ -32,13 +32,18 @@ class StepScheduler(Scheduled):
 
     @property
     def ckpt_every_steps(self) -> int | None:
-        """How many steps apart checkpoints are. A checkpoint is also saved at the end of each epoch and of training; with None, only
-        there."""
+        """The number of steps between checkpoints; if None, they are saved only at the end of each epoch and of training.
+
+        With a number, checkpoints are saved at these ends as well.
+        """
         return self._schedule.ckpt_every_steps
 
     @property
     def val_every_steps(self) -> int | None:
-        """How many steps apart validations are. A validation also runs before each checkpoint; with None, only there."""
+        """The number of steps between validations; if None, a validation runs only before each checkpoint.
+
+        With a number, validations run before checkpoints as well.
+        """
         return self._schedule.val_every_steps
 
     @property
@@ -109,7 +114,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The object that AutoModel's callbacks receive as the recipe, with a step scheduler that has the configured intervals."""
+    """The `recipe` argument of AutoModel's callbacks, with a step scheduler that has the configured intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -198,7 +203,7 @@ class BaseRecipe:
 
     @property
     def model_parts(self) -> list[Any]:
-        """A list with the model."""
+        """The parts of the model, as in AutoModel: here a list whose only item is the whole model."""
         return self._facade.model_parts
 
     @property
@@ -208,12 +213,12 @@ class BaseRecipe:
 
     @property
     def optimizer(self) -> list[Any]:
-        """A list with the optimizer."""
+        """The optimizers, as in AutoModel: here a list whose only item is the optimizer."""
         return self._facade.optimizer
 
     @property
     def lr_scheduler(self) -> list[Any] | None:
-        """A list with the learning-rate scheduler; None if there is no scheduler."""
+        """The learning-rate schedulers, as in AutoModel: here a list whose only item is the scheduler; None if there is none."""
         return self._facade.lr_scheduler
 
 
@@ -225,7 +230,7 @@ class _TellsRecipe(AutoModelGuest):
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Make the object through which callbacks read the recipe, with AutoModel's intervals if there is a schedule."""
+        """Return the `recipe` argument of AutoModel's callbacks. Its intervals are AutoModel's if the recipe has a schedule."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

@@ -41,7 +41,7 @@ class Section:
         return value
 
     def first(self, *names: str) -> Any:
-        """Read several keys that have the same meaning, of which at most one may be given, and return its value."""
+        """Return the value of whichever of these equivalent keys is given; None if none is. Reject a second one."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")

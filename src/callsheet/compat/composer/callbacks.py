@@ -363,7 +363,7 @@ def _in_batches(who: str, interval: Any) -> int:
 
 
 def _mode(who: str, comp: Any, monitor: str) -> str:
-    """Return the mode `min` or `max` for Composer's argument `comp`; if that is None, guess it from the metric's name."""
+    """Return `min` if the metric should fall, `max` if it should rise, judging by Composer's `comp` or else by its name."""
     if comp is None:
         return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
     modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}

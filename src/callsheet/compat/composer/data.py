@@ -114,7 +114,7 @@ def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
 
 
 def _own(function: Any) -> Any:
-    """Return the function if it is the user's; None if it is a default of Composer's DataSpec."""
+    """Return `function`, or None if it is one of the default functions of Composer's DataSpec instead of the user's own."""
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 

@@ -101,7 +101,7 @@ class HuggingFaceModel(ComposerModel):
         return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """Return the torchmetrics by their classes' names."""
+        """Return a dict of torchmetrics by class name: those for training if `is_train`, otherwise those for evaluation."""
         return (self.train_metrics if is_train else self.val_metrics) or {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:

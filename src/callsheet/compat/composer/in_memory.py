@@ -40,7 +40,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """Return a metric's values with their times in each unit. Raise ValueError if the metric was not logged."""
+        """Return all values of a metric, and for each unit of time when each was logged. Raise ValueError if there are none."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}

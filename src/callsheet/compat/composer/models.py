@@ -1,4 +1,4 @@
-"""`composer.models`: models for Composer's Trainer, and the tasks made from them.
+"""`composer.models`: model classes for Composer's Trainer, and the adapters that let callsheet's Trainer run them.
 
 `ComposerClassifier` and `HuggingFaceModel` are imported at their first use.
 """
@@ -43,7 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss of the outputs: a tensor, several tensors, or losses by name, of which `total` is trained on."""
+        """Return the loss, a sequence of losses, or losses by name. Training uses the loss named `total`, otherwise the sum."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(outputs, batch)")
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class ComposerModel(nn.Module):
         return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """Return the torchmetrics of evaluation or of training, by name."""
+        """Return a dict of torchmetrics by name: those for training if `is_train`, otherwise those for evaluation."""
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
@@ -60,7 +60,7 @@ class ComposerModel(nn.Module):
 
 
 class ModelTask(Task):
-    """The callsheet task of a `ComposerModel`: the loss in training, and only the metrics in evaluation, as in Composer."""
+    """The task with which callsheet's Trainer runs a `ComposerModel`. As in Composer, evaluation computes metrics but no loss."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -87,7 +87,7 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs and the batch, which are the arguments of `ModelMetric.update`."""
+        """Return the outputs and, instead of the targets, the whole batch, because `ModelMetric.update` takes these two."""
         return outputs, batch
 
 

@@ -1,4 +1,4 @@
-"""`composer.core.precision`: the precisions under Composer's names."""
+"""`composer.core.precision`: the enum of Composer's numeric precisions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """The precision of the computation, by Composer's names in upper or lower case. The Trainer rejects `AMP_FP8`."""
+    """Composer's names for numeric precisions. `Precision(name)` ignores case. The Trainer rejects `AMP_FP8`."""
 
     FP32 = "fp32"
     AMP_FP16 = "amp_fp16"

@@ -9,7 +9,7 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise NotSupported for arguments that are given with another value than Composer's default.
+    """Raise NotSupported for the first argument whose value differs from Composer's default.
 
     For each name, `given` has the value, the default, and what to do instead.
 

@@ -1,4 +1,4 @@
-"""Makes modules for Composer's submodule paths, such as `callbacks.early_stopper`, which have no files of their own."""
+"""Creates modules at the import paths of Composer's submodules, such as `callbacks.early_stopper`, which have no files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from callsheet.compat.not_offered import not_offered
 
 
 def offer(package: str, submodules: Mapping[str, str]) -> None:
-    """Make modules `package.<submodule>` importable, which contain the given names.
+    """Make each `package.<submodule>` importable, as a module with the names that are listed for it.
 
-    Each submodule has the names of the package that are listed for it, separated by blanks.
+    `submodules` maps each submodule to names of the package, separated by blanks.
     """
     for path, names in submodules.items():
         found = names.split()
@@ -27,9 +27,9 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 
 
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
-    """Make `package.<submodule>` importable, with names that raise `NotSupported` when they are used.
+    """Make each `package.<submodule>` importable. Any public name can be imported from it, and raises `NotSupported` when used.
 
-    The values are the hints of these errors, which say what to do instead.
+    The values of `submodules` are the hints of these errors, which say what to do instead.
     """
     for path, instead in submodules.items():
         whole = f"{package}.{path}"

@@ -270,8 +270,9 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """Make a torch scheduler from a function of the state (and possibly of a ratio) that returns a factor for the learning
-        rates.
+        """Make a torch scheduler from a Composer scheduler: a function of the state that returns a factor for the learning rates.
+
+        If the function takes a second argument, Composer's scale ratio, it gets 1.0.
         """
         takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
 

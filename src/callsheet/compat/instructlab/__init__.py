@@ -1,4 +1,4 @@
-"""InstructLab Training's names, implemented by callsheet. InstructLab need not be installed.
+"""InstructLab Training's API, implemented by callsheet. InstructLab need not be installed.
 
 Code that was written for its callbacks runs if this package is imported instead of `instructlab.training`,
 `instructlab.training.callbacks` and `instructlab.training.config`.

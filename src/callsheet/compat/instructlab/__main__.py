@@ -1,4 +1,4 @@
-"""Rejects the command line with `--callbacks` that InstructLab starts on its ranks, because callsheet has no such command line."""
+"""Exits with an error: InstructLab starts its ranks with the option `--callbacks`, but callsheet's ranks have no command line."""
 
 import sys
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One entry of `model_fields`, with the attributes of pydantic's `FieldInfo` that tests read."""
+    """One entry of `model_fields`, with the attributes of pydantic's `FieldInfo` that code for InstructLab reads."""
 
     annotation: Any
     default: Any
@@ -42,7 +42,7 @@ class HasModelFields:
     model_fields: ClassVar[Any] = _ModelFields()
 
     def model_dump(self) -> dict[str, Any]:
-        """Return the fields by name, without those that are excluded (`callbacks`)."""
+        """Return the fields as a dict, without those whose metadata has `exclude`, such as `callbacks`."""
         given: Any = self
         kept = [each.name for each in fields(given) if not each.metadata.get("exclude")]
         return {name: _dumped(getattr(self, name)) for name in kept}

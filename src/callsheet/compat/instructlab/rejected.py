@@ -1,7 +1,4 @@
-"""The functions by which InstructLab sends callbacks to its ranks as source code that the ranks execute.
-
-They raise `NotSupported` here.
-"""
+"""InstructLab's functions that send callbacks to the ranks as source code to execute. Here, they all raise `NotSupported`."""
 
 from __future__ import annotations
 
@@ -36,6 +33,6 @@ def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
 
 
 def reject_command_line(arguments: list[str]) -> NoReturn:
-    """Raise NotSupported. InstructLab's `main_ds.py` is a program for its ranks, and callsheet's ranks have no command line."""
+    """Raise NotSupported: InstructLab starts its ranks by a command line with `main_ds.py`, but callsheet's ranks have none."""
     given = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--callbacks")), "")
     raise NotSupported(f"{given or 'a command line'}: {_INSTEAD}")

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
-    """Fine-tune a model on the ranks that `torch_args` describes. Return the last losses by the dataset's name.
+    """Fine-tune a model on the ranks that `torch_args` describes. Return the last loss on each evaluated dataset, by its name.
 
     Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would not arrive
     unchanged is rejected before anything starts. The callbacks in this process are never called. A script may call this at its
@@ -80,7 +80,7 @@ class Carried(Callback):
 
     @classmethod
     def of(cls, foreign: Any) -> Carried:
-        """Wrap an existing callback. The preflight check compares its current state with that of the rebuilt callback."""
+        """Wrap a callback, with its current state. The preflight check compares the rebuilt callback's state with it."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         carried.foreign, carried.name = foreign, type(foreign).__name__

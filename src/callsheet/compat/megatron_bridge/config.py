@@ -117,7 +117,10 @@ class TokenizerConfig:
 
 @_section
 class CheckpointConfig:
-    """Where to save checkpoints, and what to resume from; None means never. A folder named `checkpoints` belongs to the run's folder."""
+    """Where to save checkpoints, and where to resume from. With None, nothing is saved, or training begins from the start.
+
+    If `save` ends with `checkpoints`, the folder that contains it is the run's folder.
+    """
 
     save: str | None = "nemo_experiments/default/checkpoints"
     load: str | None = "nemo_experiments/default/checkpoints"

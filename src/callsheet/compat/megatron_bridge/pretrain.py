@@ -246,14 +246,14 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """Return the folder of all runs and this run's name, taken from Megatron's path `save` without a final `checkpoints`."""
+    """Return the parent and the name of the run's folder, which is Megatron's path `save` without a final `checkpoints`."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name
 
 
 def _resume(load: str | None, folder: Path) -> str:
-    """Return the recipe's `resume` option for Megatron's path `load`, the folder of this run or of another run."""
+    """Return the recipe's `resume` option (`new`, `auto` or a checkpoint's path) for `load`, Megatron's path to resume from."""
     if load is None:
         return "new"
     if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):
