@@ -1,1 +1,1 @@
-"""Plugins for programs that train with the Hugging Face Trainer as a configuration says: the configuration names the plugin."""
+"""Plugins for axolotl and ms-swift, which train with the Hugging Face Trainer: they add callsheet's callbacks to it."""

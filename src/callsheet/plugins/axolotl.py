@@ -1,4 +1,4 @@
-"""The plugin for axolotl: callsheet's callbacks in a training that a YAML file of axolotl configures."""
+"""The plugin for axolotl. It adds callsheet's callbacks to a training that is configured by axolotl's YAML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings(BaseModel):
 
 
 class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are not read
-    """Add callsheet's callbacks to axolotl's trainer.
+    """Adds callsheet's callbacks to axolotl's trainer.
 
     Name it in axolotl's configuration, and the file of callbacks if there is one:
 
@@ -32,9 +32,9 @@ class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are 
     """
 
     def get_input_args(self) -> str:
-        """Return the path of the class that has the plugin's keys."""
+        """Return the import path of `Settings`, the class of the configuration keys that the plugin adds."""
         return f"{__name__}.Settings"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[HuggingFaceHost]:
-        """Return the host of the callbacks, which axolotl passes to its trainer."""
+        """Return one Hugging Face callback, which runs callsheet's callbacks and which axolotl passes to its trainer."""
         return [host_of(cfg.callsheet_callbacks)]

@@ -1,4 +1,4 @@
-"""The host that the plugins pass to the Hugging Face Trainer of a program."""
+"""Makes the Hugging Face callback with which the plugins run callsheet's callbacks in a program's Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callsheet.exec.observers import observers_of
 
 
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
-    """Return a host of the callbacks that a YAML file lists, or of the default callbacks of `callsheet exec`, which only observe.
+    """Return a Hugging Face callback that runs the callbacks in a YAML file, or by default the observers of `callsheet exec`.
 
     What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
     training, and nothing is added to its checkpoints.
