@@ -173,7 +173,7 @@ def evenly(items: list[Any], most: int) -> list[Any]:
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return a timing window (a group of timed steps) for the page, in which slices refer to names by an index."""
+    """Return a timing window (a group of timed steps) as JSON values. Its slices hold indices into its list `names`."""
     names: dict[str, int] = {}
     slices = [
         [

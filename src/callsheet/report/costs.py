@@ -41,7 +41,7 @@ def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
 
 
 def costs_table(reports: Sequence[CostReport]) -> dict[str, Any]:
-    """Return the table of the callbacks' times, and the totals to which its fractions refer."""
+    """Return the table of the callbacks' times, and the total steps and seconds from which its fractions are computed."""
     return {
         "mode": ", ".join(sorted({report.mode for report in reports})),
         "processes": len(reports),

@@ -33,7 +33,7 @@ _LAST = (OTHERS, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
-    """Return a dict with `axis` (seconds and tokens at each step), `curves` by metric, and `families` of charts of these curves.
+    """Return the data of the page's charts: `axis` (seconds and tokens by step), `curves` by metric, and `families` of charts.
 
     A curve has `x` (steps), `y` (None if a value is not finite), `count` (the number of values before thinning), `odd` (how many
     are not finite) and `odd_at` (the first of those as (step, name)). A chart lists its curves by name and label.
@@ -118,7 +118,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and values of every metric, and of the records' fields (speed, memory) that no metric repeats."""
+    """Return the steps and values of every metric, and of the speed and memory in the records if no metric has the same."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step
@@ -152,7 +152,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return for each family the most points that each of its curves may have, so that the page does not become too large.
+    """Return, for each family of metrics, how many points each of its curves may have, which limits the page's size.
 
     Small families get as many as they need; large ones share the rest.
 
@@ -182,7 +182,10 @@ def _add(
 
 
 def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
-    """Return a curve in the format of the function `curves`, thinned to `most` points. Nine digits are more than float32 has."""
+    """Return a curve in the format of the function `curves`, with at most `most` points, rounded to `digits` digits.
+
+    Nine digits are enough for float32.
+    """
     places = thinned(steps, values, most)
     odd: list[tuple[int, str]] = []
     if not all(map(math.isfinite, values)):
@@ -207,7 +210,9 @@ def _short(value: float, digits: int) -> float | None:
 
 
 def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
-    """Return lists of each `step`, its `seconds` of training, `tokens`, `samples`, and `wall`, the seconds since the run began.
+    """Return the charts' x-axes: lists of `step` and, at each step, training `seconds`, `tokens`, `samples`, and `wall` time.
+
+    `wall` is in seconds since the run began.
 
     Between two steps, the page interpolates these values linearly. A list is empty if the run does not have the values.
     """

@@ -55,7 +55,7 @@ class LiveComparison:
         self._read()
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
+        """Return the page's current data as JSON; None if the page's version, `since`, is the current one."""
         with self._lock:
             self._refresh()
             if self._content["version"] == since:

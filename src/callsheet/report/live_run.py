@@ -34,7 +34,7 @@ class ReadingBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing may be read at present."""
+        """Whether the next reading must wait, because of the time that earlier ones took."""
         return time.monotonic() < self.not_before
 
     @contextmanager
@@ -72,7 +72,7 @@ class LiveRun:
         self._body, self._body_version = b"", ""
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON; None if `since`, the version that the page has, is still the current one."""
+        """Return the page's current data as JSON; None if the page's version, `since`, is the current one."""
         with self._lock:
             no_acts = self._refresh()
             if self._run.version == since:
@@ -130,9 +130,9 @@ class LiveRun:
         return self._update_acts(is_there)
 
     def _update_acts(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, or an empty string.
+        """Return why the run accepts no requests, or an empty string, and change the page's version if that has changed.
 
-        Change the page's version when the reason changes. Remove requests that the run had not read when it ended.
+        Remove requests that the run had not read when it ended.
         """
         no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
         self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
@@ -194,7 +194,7 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the trigger file of the run's `SaveOnTrigger`. If there are several, return the first one in the run's folder.
+    """Return the file in which the run's `SaveOnTrigger` looks for requests; if there are several, the first in the run's folder.
 
     Raises:
         ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to

@@ -20,7 +20,7 @@ _RARE = 2_000  # a metric with at most this many values keeps all of them
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume of a run, from `step`. It invalidated `dropped` later records, up to step `dropped_to_step`."""
+    """One resume of a run from `step`. It invalidated `dropped` records of later steps, the last of them `dropped_to_step`."""
 
     step: int
     time: float

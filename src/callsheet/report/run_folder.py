@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """How the run ended, or `running` or `lost`; the same as `outcome`."""
+        """The same as `outcome`: how the run ended, or `running`, or `lost` if it stopped writing without an end."""
         return self.outcome
 
     @property
@@ -303,7 +303,7 @@ class RunReader:
         return not self._is_silent()  # the lock is not enough: a run that hangs keeps its lock, but writes nothing
 
     def _has_released_lock(self) -> bool:
-        """Return whether the run has no JSONLLogger and has released its lock, which a killed process does not do."""
+        """Return whether a run without a JSONLLogger has released its lock, as every run does at its end unless it is killed."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
@@ -315,7 +315,7 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """Return the content of the PNG `file` that `images.jsonl` names, a path relative to the run's `folder`.
+    """Return the content of a PNG file. `file` is its path relative to the run's `folder`, as in `images.jsonl`.
 
     Return None if it is not a PNG below the folder's `images`, or is too large to show.
     """
@@ -393,7 +393,7 @@ def _window(line: dict[str, Any]) -> Window | None:
 
 
 def _is_usable(part: Slice) -> bool:
-    """Return whether the times and the step of the slice are within valid limits.
+    """Return whether the times and the step of a timed slice are within valid limits.
 
     A trace converts them to whole nanoseconds, which fails for other numbers.
     """

@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
     def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
-        """Return the run that a path addresses, and the rest: of several runs, `/run/3/act` gives run number 3 and `/act`."""
+        """Return the run (or comparison) that a path addresses, and the rest of the path: `/run/3/act` gives run 3 and `/act`."""
         watched = self.server.watched
         if isinstance(watched, LiveComparison) and (found := _OF_RUN.fullmatch(path)):
             number = int(found[1])

@@ -1,1 +1,1 @@
-"""Compare runs: what differs between them, their values with spread, where the time of a step goes, and a gate for CI."""
+"""Compare runs: their settings, their metrics with spread, where the time of a step goes, and conditions that fail a CI job."""

@@ -145,9 +145,11 @@ def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
 
 
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
-    """Return one row for the whole step, and for each span and callback: its `kind`, its `name`, and a cell for each group.
+    """Return a table of times: one row for the whole step, each span and each callback, with one cell for each group of runs.
 
-    The first group is the baseline. A cell is None if no run of the group timed the part. Otherwise it has:
+    A row has a `kind`, a `name` and `cells`. The first group is the baseline.
+
+    A cell is None if no run of the group timed the part. Otherwise it has:
 
     - `seconds`: the mean over the group's runs.
     - `share`: the fraction of the mean step; NaN for the whole step. Spans nest, and a callback's time may be within a span, so the
@@ -215,7 +217,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
-    """Return whether a callback's calls differ clearly at the event at which its time per step has changed most."""
+    """Return whether a callback's times clearly differ in two runs, judging by the event whose time per step differs most."""
     change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
     if not change:
         return False

@@ -21,7 +21,7 @@ _IN_NAMES = ("settings", "callbacks")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison: its name there, its group, and the data that was read from its folder.
+    """One run of a comparison: its unique name, its group, and the data that was read from its folder.
 
     `parts` keeps what `once` computed.
     """
@@ -34,7 +34,7 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Return a part of the page that depends only on the run's data and `limit`. It is computed once and then cached."""
+        """Return `compute(run)`, a part of the page. Cache it under the name `part` for later calls with the same `limit`."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]
@@ -95,7 +95,7 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the rows of `anatomy`: one for the whole step and for each span and callback, with a cell for each group."""
+        """Return the table of the function `anatomy`, with a row for the whole step and for each span and callback."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:

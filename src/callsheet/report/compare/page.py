@@ -29,7 +29,7 @@ _TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the data that the page's scripts draw, as plain JSON values. Runs and groups are indices into `runs` and `groups`.
+    """Return the data for the page's scripts, as plain JSON values that refer to runs and groups by their index.
 
     Args:
         comparison: the runs.
@@ -130,7 +130,7 @@ def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
 
 
 def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return the curves of each metric (one per run), their charts by family, and the number of metrics that do not fit."""
+    """Return each metric's curves (one per run), their charts by family, and how many metrics are left out to save space."""
     runs = comparison.runs
     points = [_points(each) for each in runs]
     names = dict.fromkeys(name for each in runs for name in _names(each) if not name.startswith("time/"))
@@ -184,7 +184,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return as many rows of the table of values as fit, and the number of other rows. Losses have priority."""
+    """Return the rows of the table of values, and how many are left out to limit the page's size. Losses are kept first."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []
@@ -200,7 +200,7 @@ def _is_minor(row: Mapping[str, Any]) -> bool:
 
 
 def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]], int]:
-    """Return as many of the settings that differ between runs as fit, and the number of other settings."""
+    """Return the settings that differ between runs, and how many are left out to limit the page's size."""
     found: dict[str, dict[str, list[str]]] = {}
     room, left_out = _SETTINGS_LENGTH, 0
     for group, rows in comparison.differences.items():
@@ -281,7 +281,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images of each run by name: entries with step and files, whose names begin with the run's number."""
+    """Return the logged images by name: for each run, entries with step and files. `2/` before a file means run number 2."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():

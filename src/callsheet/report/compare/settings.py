@@ -60,7 +60,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs, by group and name, as a list of each run's value (empty if it has none).
+    """Return the settings that differ between the runs, by group and name, each with a list of the runs' values (or "").
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -84,7 +84,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the listed classes with the value `yes`, and their options under names like `EarlyStopper.patience`."""
+    """Return a setting for each listed class (`EarlyStopper: yes`) and for each of its options (`EarlyStopper.patience`)."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)

@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, sample standard deviation (NaN for one run) and number of a metric's values over several runs of one setting."""
+    """Mean, sample standard deviation (NaN for one run) and count of a metric's values over a group of runs."""
 
     mean: float
     deviation: float
@@ -84,7 +84,7 @@ class Difference:
 
 
 def better(metric: str) -> Literal["lower", "higher"] | None:
-    """Return which values of this metric are better, judging by the metric's name; None if the name does not show it."""
+    """Return whether `lower` or `higher` values of a metric are better, judging by its name; None if that does not show it."""
     first, _, last = metric.lower().rpartition("/")
     if "per_second" in last:
         return "higher"
@@ -220,6 +220,6 @@ def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Return the sample variance, ten times as fast as `statistics.variance`, which computes in fractions."""
+    """Return the sample variance. This is ten times as fast as `statistics.variance`, which uses exact fractions."""
     mean = statistics.fmean(values)
     return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)

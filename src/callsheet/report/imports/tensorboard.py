@@ -31,7 +31,7 @@ _SPLITS = {
 
 
 def find(source: Source) -> list[Path]:
-    """Return the folders that contain event files (not only in subfolders)."""
+    """Return the folders that directly contain event files."""
     return list(dict.fromkeys(path.parent for path in source.files if EVENTS in path.name))
 
 
