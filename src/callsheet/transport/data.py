@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Return one pickle of all objects that cannot be expressed as data. Objects that are shared stay shared.
+        """Return one pickle of all objects that cannot be expressed as data, so that what they share is not duplicated.
 
         The result is empty if there is nothing to pickle.
         """
@@ -186,7 +186,7 @@ class Encoder:
         }
 
     def _is_simple(self, value: Any) -> bool:
-        """Return whether the value is a dataclass that consists only of its fields, and whose class has an import path."""
+        """Return whether the value is a plain dataclass: its only attributes are its fields, and its class has an import path."""
         kind: Any = type(value)
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
             return False
@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the value that was encoded as `value`."""
+        """Return the original of `value`, which `Encoder.encoded` returned."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
@@ -360,7 +360,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type annotations
-        """Pickles the script's classes and functions by name, so that pickles and data refer to the same objects."""
+        """Pickles a class or function of the script as its import path, so that no second copy of it is made on arrival."""
 
         def persistent_id(self, obj: Any) -> Any:
             reject(obj)

@@ -32,7 +32,7 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """Return the import path at which `find` returns exactly this class or function; empty if there is none.
+    """Return the import path of a class or function; empty if importing that path would not return the same object.
 
     A path `__main__.Name` is in the script that was started.
     """
@@ -70,7 +70,7 @@ def name_of(kind: Any) -> str:
 
 
 def find(path: str, script: str) -> Any:
-    """Return the class or function at `path`. `path_of` returned the path, in a process that ran the file `script`.
+    """Return the class or function at the import path `path`, in which `__main__` stands for the file `script`.
 
     Raises:
         ConfigError: there is no such class or function.
@@ -90,9 +90,9 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """Return the module of the file `script`, which is imported first unless this process runs it.
+    """Return the module of the file `script`: the running one if this process runs the script, otherwise an imported one.
 
-    If this process runs the script, it is the running module. Otherwise the script is imported, without its `__main__` part.
+    The import does not run the part of the script under `if __name__ == "__main__"`.
     """
     if not script:
         raise ConfigError("the payload refers to a script, but does not name it")
@@ -115,5 +115,5 @@ def main_module(script: str) -> ModuleType:
 
 
 def become(script: str) -> None:
-    """Import the script as this process's `__main__` module, as it is in the process that ran it."""
+    """Import the script, and make it this process's `__main__` module, as it is in the process that runs the script."""
     sys.modules[MAIN] = main_module(script)

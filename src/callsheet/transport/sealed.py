@@ -54,7 +54,7 @@ class Key:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key that `text` holds, which `Key.text` returned.
+        """Return the key whose `Key.text` is `text`.
 
         Raise a `TransportError`, which does not repeat the text, if it is not a key.
         """
@@ -190,7 +190,7 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed before they could do so."""
+    """Remove the folders that launchers left behind because they were killed."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:

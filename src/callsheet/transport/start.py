@@ -1,4 +1,6 @@
-"""Calls `main` of the callsheet module that the argument names. A fresh interpreter runs this script by its path.
+"""Imports the callsheet module that is named on the command line, and calls its `main`.
+
+A fresh interpreter runs this script by its path.
 
 A path instead of a module name ensures that both processes use the same callsheet. Later imports use the
 payload's `sys.path`.
