@@ -34,7 +34,7 @@ class RankFailure:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """The sort key, which puts the probable cause first.
+        """The key by which the failures of a launch are sorted, so that the probable cause comes first.
 
         The order is: ranks that failed, ranks that could not reach others, ranks that were terminated.
 
@@ -71,7 +71,7 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return the description of an error that the worker sends to the launching process. Called in the worker."""
+    """Return a description of `error` as plain data, which the worker sends to the launching process. Called in the worker."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -82,7 +82,7 @@ def report_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
-    """Return the `RankFailure` for the report of a worker. Called in the launching process.
+    """Return the `RankFailure` for a report that a worker made with `report_of`. Called in the launching process.
 
     Source lines of code that was defined in a notebook are added.
     """

@@ -1,4 +1,4 @@
-"""Turns a recipe into what `launch` can send, which is a function, plain arguments, and callbacks.
+"""Converts a recipe to a function, its arguments and callbacks, which `launch` can send to the ranks.
 
 Recipes and the command line are higher layers than this module, so they are imported only when a recipe is launched.
 """
@@ -62,7 +62,7 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
-    """Construct a recipe from its resolved configuration and run it. Called on each rank.
+    """Construct a recipe from its resolved configuration (the text of a YAML file), and run it. Called on each rank.
 
     Environment variables do not override the configuration.
     """
@@ -77,7 +77,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """Construct the same recipe as in the launching process, and run it. Called on each rank."""
+    """Construct again the recipe that the user made in Python in the launching process, and run it. Called on each rank."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -87,5 +87,8 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the constructor arguments that this recipe class adds to those of all recipes. Each is also an attribute."""
+    """Return the names of this recipe class's constructor arguments, without those that every recipe has.
+
+    The values are read from the recipe's attributes of the same names.
+    """
     return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]
