@@ -52,7 +52,7 @@ class Agreement:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The preemption signal that all ranks know of."""
+        """The preemption signal that a rank has received and all ranks know of, or None."""
         return self._signals.received if self._world.size == 1 else self._signal
 
     @property
@@ -69,7 +69,7 @@ class Agreement:
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def end(self) -> None:
-        """Forget the message that is being exchanged, which keeps the connections to the other ranks open."""
+        """Release the message that is being exchanged. While it is kept, the connections to the other ranks stay open."""
         self._pending = None
 
     def look(self, step: int) -> None:
@@ -103,7 +103,7 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Exchange a message at every step again, until the number of steps between messages is measured anew.
+        """Exchange a message at every step, until the number of steps between messages has been measured again.
 
         This is for steps that may be much slower than those from which the interval was chosen.
 
@@ -119,7 +119,7 @@ class Agreement:
         self._next = self._steps + max(1, self._period)
 
     def _measured_period(self) -> int:
-        """Return how many steps take `PERIOD_SECONDS`, measured since the last message; 0 if a single step takes longer.
+        """Return the number of steps that fit into `PERIOD_SECONDS`, as measured since the last message; 0 if not even one fits.
 
         All ranks use the result of rank 0.
         """

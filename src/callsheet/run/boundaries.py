@@ -94,7 +94,7 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which `every` can be due.
+        """Return the next step at which the interval `every` can be due.
 
         For a unit that advances only at log boundaries, return `sys.maxsize`.
         """
@@ -132,7 +132,9 @@ class Boundaries:
         return self._end(boundary)
 
     def finish_undone(self, boundary: str) -> bool:
-        """After a resume, finish the end of a step, epoch or round if its evaluation was still due when the checkpoint was saved.
+        """After a resume, run the evaluation that was still due when the checkpoint was saved, and save what is due after it.
+
+        Do nothing if the evaluation belongs to the end of another `boundary`, which is `step`, `epoch` or `round`.
 
         Return whether training is over after that.
         """
@@ -182,7 +184,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Before training, request a stop again if a callback had already stopped the run before it was resumed."""
+        """Stop a resumed run if a callback had stopped it before, and that callback's settings and the duration are unchanged."""
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:
@@ -226,16 +228,17 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Return whether the metrics record that is due now can be skipped.
+        """Return whether to skip the metrics record that is due now, because no callback reads it.
 
-        That is so if no callback reads the metrics record, and nothing has been requested since the boundary was scheduled.
+        It is not skipped if a request is pending, a checkpoint is being written, or training is over.
         """
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
-        """Return the names of the datasets whose evaluation is due, including evaluations that cannot run because of a signal.
+        """Return the names of the datasets whose evaluation is due.
 
-        A signal alone does not make an evaluation due.
+        After a preemption signal, they do not run, but a checkpoint can store them for the resumed run. A signal alone does not
+        make an evaluation due.
         """
         if self.is_preempted and not self._evaluation.is_resumed:
             return []
@@ -255,9 +258,9 @@ class Boundaries:
         return bool(due) and self._agreement.signal is None
 
     def _fire_before_evaluation(self) -> None:
-        """Fire `on_checkpoint_due` once before an evaluation.
+        """Fire `on_checkpoint_due` before an evaluation, so that a checkpoint can be saved first.
 
-        If a checkpoint is saved there and the run is resumed from it, the event is not fired again.
+        If the run is resumed from that checkpoint, the event is not fired again.
         """
         undone = self._evaluation.undone
         if undone is not None and not undone.is_checkpoint_due_fired:

@@ -277,14 +277,14 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return the prefixes of the names that weights have in a checkpoint: the model's, and those in the states of callbacks."""
+        """Return the prefixes of the names of weights in a checkpoint: the model's, and those of callbacks that save weights."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 
     def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors like those that callbacks save in addition to the model's weights.
+        """Yield tensors as large as those that callbacks will save (such as averaged weights), for allocating buffers.
 
-        These are the trained weights once more, and the callback's own tensors of other dtypes.
+        These are the trained weights once for each such callback, and the callback's own tensors of other dtypes.
         """
         dtypes = {weight.dtype for weight in weights}
         for callback in self._callbacks_with_weights():
@@ -403,7 +403,7 @@ class Checkpoints:
         return Request("stop", str(stop.get("why")), by)
 
     def _stop_conditions(self, by: str) -> dict[str, str]:
-        """Return the settings that decide whether training continues after the callback `by` has stopped the run.
+        """Return the settings to compare when a run that the callback `by` has stopped is resumed.
 
         Training continues only if at least one of them has changed.
         """
@@ -483,7 +483,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """Return the optimizer's parameters, in the order of their numbers in the optimizer's state."""
+        """Return the optimizer's parameters. A parameter's index in this list is its number in the optimizer's `state_dict`."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -517,7 +517,7 @@ class Checkpoints:
         return plain
 
     def _free_path(self, name: str, kind: str) -> str:
-        """Return a path for a checkpoint to which this process has not written yet."""
+        """Return a path for a new checkpoint, other than the paths to which this process has already written."""
         names = chain((name, f"{name}-{kind}"), (f"{name}-{kind}-{number}" for number in count(2)))
         return next(path for each in names if (path := f"{self.folder}/{each}") not in self._written)
 
@@ -535,7 +535,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return `info` with the size and `is_finite` of the checkpoint that was written."""
+    """Return a copy of `info` in which `size_bytes` and `is_finite` are those of the written checkpoint."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 

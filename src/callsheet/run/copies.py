@@ -1,4 +1,4 @@
-"""Adds hooks and attributes to the user's objects in such a way that copies of the objects do not have them.
+"""Adds hooks and attributes to the user's objects, and leaves them out of copies of the objects.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
 object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So the object gets a `__getstate__` of
@@ -84,7 +84,7 @@ def _clean(owner: Any, additions: _Additions) -> None:
 
 
 def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    """Register a hook that copies of the object do not have. Return the function that removes it.
+    """Register a hook that is left out of copies of the object. Return the function that removes the hook.
 
     Args:
         register: a method of a module or an optimizer such as `register_forward_hook`, or a `functools.partial` of one.
@@ -106,7 +106,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute that copies of the object do not have. Return the function that restores the earlier value."""
+    """Set an attribute that is left out of copies of the object. Return the function that restores the earlier value."""
     attributes, additions = vars(owner), _additions(owner)
     values = additions.replaced.setdefault(name, [attributes.get(name, _ABSENT)])
     values.append(value)

@@ -35,7 +35,7 @@ class Reducer(Protocol):
     """Reduces values over the ranks. Every rank makes the same calls in the same order."""
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return the sum of each of the first values over the ranks, and the maximum of each of the second values."""
+        """Return the sum over the ranks of each value in `sums`, and the maximum over the ranks of each value in `maxima`."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in the order of ranks."""
@@ -163,7 +163,7 @@ class MetricLog:
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last value of each `<family>/<name>` since the last `take`, by full name; see `Context.logged`."""
+        """Return the last value of each metric `<family>/...` that was logged since the last `take`; see `Context.logged`."""
         found = {name: series.values[-1] for name, series in self._series.items() if isinstance(name, str) and series.values}
         return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
 
@@ -322,7 +322,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Replace scalar tensors by floats, and one-dimensional tensors by lists of floats, in place. Each device needs one copy."""
+    """Replace scalar tensors by floats, and one-dimensional tensors by lists, in place. This takes one copy per device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):

@@ -40,7 +40,7 @@ class LateAfterSignal(DistributedError):
 
 
 class HostGaveUp(DistributedError):
-    """On another rank, the host cannot follow the framework's loop any more. The framework's training continues there."""
+    """On another rank, the host could not follow the framework's loop and left the run; that rank trains on without callsheet."""
 
 
 class Pending:
@@ -367,7 +367,7 @@ class _Notes:
         return self._get("who") is not None
 
     def answer(self) -> None:
-        """Write the answer to the store that this rank still runs."""
+        """Write to the rendezvous store that this rank still runs, in answer to `question`."""
         self._set(f"here/{self._rank}", "")
 
     def answered(self, rank: int) -> bool:
@@ -384,7 +384,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers that this rank still runs, when another rank asks after a failed collective.
+    """A thread that confirms that this rank still runs when another rank asks, which it does after a failed collective.
 
     A thread is needed because the main thread may be blocked then.
     """

@@ -139,7 +139,7 @@ class Run:
     def connect(
         self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
     ) -> None:
-        """Create `boundaries`, which carries out what is due after each step, from the loop's own evaluation and checkpoints."""
+        """Connect the loop's own evaluation and checkpoints to the run, and create `boundaries`, which uses them."""
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable

@@ -142,7 +142,7 @@ class RunGuard:
 
 
 def checked_lock_timeout(seconds: float) -> float:
-    """Return `seconds` if it is a valid time to wait for a lock.
+    """Return `seconds`, after checking that it is a valid time to wait for a lock.
 
     Raises:
         ConfigError: `seconds` is not a valid time.

@@ -69,7 +69,7 @@ _tokens: set[str] = set()  # the tokens of the claims of this process
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of a claim's file: which process owns the run, since when, and its last heartbeat by its own clock."""
+    """The content of a lock file: which process claims the run's folder, since when, and its last heartbeat by its own clock."""
 
     token: str
     machine: str
@@ -306,7 +306,7 @@ class RunLock:
         return None
 
     def _is_gone(self, number: int, content: bytes) -> bool:
-        """Return whether the process that made this claim is gone; the module's docstring says when."""
+        """Return whether the process that made this claim has ended, or counts as ended because its heartbeat has stopped."""
         claim, now = _parsed(content), time.monotonic()
         if claim is not None and claim.is_of_dead_process:
             return True

@@ -55,7 +55,7 @@ def keeper_of_store() -> str:
 
 
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
-    """Return a store that the ranks share in this attempt only. This is a collective.
+    """Return an empty store that the ranks share, without keys from before a restart of the ranks. This is a collective.
 
     A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
     the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when
@@ -119,7 +119,7 @@ def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
 
 
 def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
-    """Agree with the other ranks on the name of this attempt, and return it.
+    """Agree with the other ranks on a new random name, which is the prefix of their keys in the store, and return it.
 
     Each rank writes a new random word. Rank 0 announces the list of all words. Each rank accepts a list that contains its own
     word, and rank 0 confirms a list that all ranks have accepted. No rank accepts the word of a dead rank, so such words delay

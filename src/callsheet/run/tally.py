@@ -60,17 +60,17 @@ class Tally:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples, tokens and seconds that all ranks have counted since the last call of `update_timestamp`, and those that
-        were added to the timestamp since the last metrics record.
+        """Return the counts that are not in the timestamp yet, and those that are not in a metrics record yet.
 
-        This is a collective.
+        The first are samples, tokens and seconds since the last call of `update_timestamp`, added up over all ranks. The second
+        were added to the timestamp since the last metrics record. This is a collective.
         """
         here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
         samples, tokens, seconds = self._world.sum(here)
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Rank 0 gets all counts, so the number of ranks may have changed."""
+        """Load what `state_dict` returned. Rank 0 gets the counts of all ranks, so a run may resume with more or fewer ranks."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
