@@ -194,9 +194,9 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return `value` if it is None or a number above zero, which must be whole if `kind` is int.
+    """Return `value`. Raise ConfigError if it is neither None nor a number above zero.
 
-    Raise ConfigError for any other value.
+    If `kind` is int, the number must be whole.
     """
     if value is None:
         return None

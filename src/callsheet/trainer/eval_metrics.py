@@ -12,7 +12,9 @@ from callsheet.trainer.tasks import Task
 
 
 class EvalMetrics:
-    """Updates torchmetrics batch by batch, and computes their results at the end. With several ranks, the end is a collective.
+    """Updates torchmetrics batch by batch, and computes their results over all ranks at the end.
+
+    With several ranks, `result` is a collective.
 
     A filler (a batch that only keeps the ranks in step) is not counted. But a rank that has seen only fillers still needs states
     of the same types as those of the other ranks.
@@ -54,10 +56,7 @@ class EvalMetrics:
 
 
 def _forget(metric: Any) -> None:
-    """Reset a metric, but keep an empty tensor in each of its list states.
-
-    The empty tensors keep the dtype, which an empty list would lose.
-    """
+    """Reset a metric, but leave empty tensors in its list states. They keep the dtype, which an empty list would lose."""
     for state, default in metric._defaults.items():
         if isinstance(default, list):
             setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])

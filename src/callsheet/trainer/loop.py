@@ -246,7 +246,7 @@ class TrainLoop:
         self.set_epoch_length()
 
     def set_epoch_length(self) -> None:
-        """Store how many steps an epoch has in the run's state, if the length of the data is known."""
+        """Set `epoch_batches` of the run's state to the number of steps in the epoch, if the length of the data is known."""
         ctx, length = self._ctx, self._batches.length
         if length is not None:
             left = max(0, length - self._batches.taken)

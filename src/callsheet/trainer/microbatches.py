@@ -135,7 +135,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss that makes the average of the ranks' gradients that of the global mean; see the class."""
+        """The factor for this rank's loss with which the average of the ranks' gradients is the gradient of the global mean."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -171,7 +171,7 @@ def _share(weight: Any, total: Any, parts: int) -> Any:
 
 
 def trained_on(losses: Losses) -> Tensor:
-    """Return the loss to train on from the result of a task's `loss`, if that is not a single tensor.
+    """Return the loss on which to call `backward`: the task's only loss or, of several, the one that is named `loss`.
 
     Raises:
         ConfigError: no loss is called `loss`, or it is not a scalar tensor.

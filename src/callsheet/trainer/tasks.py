@@ -52,7 +52,7 @@ class Task:
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of `batch`, a batch or microbatch, in a mean over several and over the ranks.
+        """Return the weight of `batch`, a batch or microbatch, in a mean over the batches or microbatches of all ranks.
 
         It is a number, or a scalar tensor on the device.
 
@@ -192,7 +192,7 @@ class HuggingFaceTask(Task):
 
 
 class ForwardStepTask(Task):
-    """One function for the whole step, as in Megatron.
+    """A task that is given as one function for the forward pass and the loss, as in Megatron.
 
     `forward_step(model, batch)` returns `(outputs, loss_function)`, and `loss_function(outputs)` returns the mean loss, or
     `(loss, other losses by name)`.
@@ -244,7 +244,7 @@ class ForwardStepTask(Task):
 def resolve_task(
     task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Any] | None = None
 ) -> Task:
-    """Return `task` as a Task.
+    """Return the Task for the Trainer's argument `task`, which may also be a loss function or None.
 
     A loss function becomes a `SupervisedTask`. None becomes a `HuggingFaceTask` if the model is a Hugging Face model.
 

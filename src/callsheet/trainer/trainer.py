@@ -330,9 +330,9 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The callback's stop request that had completed the run before it was resumed with `resume="auto"`.
+        """The request with which a callback stopped this run before it was resumed with `resume="auto"`.
 
-        None if `fit` continues training.
+        With such a request, `fit` takes no further steps. It is None if `fit` continues training.
         """
         return self._run.checkpoints.earlier_stop()
 
@@ -456,7 +456,7 @@ class Trainer:
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
-        """Write the full weights. Every rank must call this.
+        """Write the model's full (not sharded) weights to `path`. Every rank must call this.
 
         A Hugging Face model is written as a folder, any other model as a safetensors file.
 
@@ -471,7 +471,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those that each rank has alone."""
+        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those that differ."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,

@@ -182,7 +182,7 @@ def is_repeatable(sampler: Any) -> bool:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Return whether a resume uses the loader's own state, as for a StatefulDataLoader, to return to a position in an epoch.
+    """Return whether a run resumes within an epoch by loading the loader's own state, such as that of a StatefulDataLoader.
 
     A StatefulDataLoader calls `iter` of the user's own sampler more often after a resume than without one. For such a sampler, an
     `Order` draws the order, as for a plain DataLoader.
@@ -202,7 +202,7 @@ def _stateful_samplers(loader: Any) -> list[Any]:
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """Return the samplers and iterables whose order may change from epoch to epoch, and that have no state to restore."""
+    """Return the samplers and iterables that have no state to save, although their order may change from epoch to epoch."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -212,7 +212,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum for each attribute of a plain type of these objects. Two results show which attributes training has changed.
+    """Return a checksum of each attribute of these objects that has a plain type, so that `changed` can compare them later.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
     too.
@@ -259,16 +259,14 @@ def drop(batches: Iterator[Any], count: int, epoch: int | None) -> None:
 
 
 def has_items(loader: Any) -> bool:
-    """Return whether the loader is a torch DataLoader that makes batches from samples which have an index (map-style)."""
+    """Return whether the loader is a torch DataLoader that makes batches from the samples of a map-style dataset."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
 def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Return three things: what the order is drawn from, the samples per batch, and whether an incomplete last batch is dropped.
+    """Return the loader's sampler, its batch size, and its `drop_last`.
 
-    The order is drawn from a sampler or a batch sampler.
-
-    If the user gave a batch sampler, the order is drawn from it, and the samples per batch are None.
+    If the user gave a batch sampler, return it instead of the sampler, with None as the batch size and False as `drop_last`.
     """
     batches: Any = loader.batch_sampler
     # Compare the name of the class, because torchdata has its own BatchSampler.

@@ -274,7 +274,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the first batch of the current epoch once more, as a filler after this rank has drawn all of its batches."""
+        """Return the epoch's first batch again, to repeat it while other ranks still have batches and this rank has none."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -292,7 +292,7 @@ class PreshardedData:
 
 
 class _OwnBatches(SharedBatches):
-    """The batches of one rank, followed by fillers until all ranks have run out.
+    """The batches of one rank, followed by fillers (repeated batches that are not counted) until all ranks have run out.
 
     The filler is the rank's first batch, because a resumed run can find that batch again.
 

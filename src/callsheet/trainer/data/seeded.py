@@ -73,7 +73,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """A separate set of random states, which replaces the current ones inside a `with` block of the stream."""
+    """A separate set of random states. They replace the current ones while `with stream:` runs."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -108,7 +108,7 @@ class _Seeds:
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """Set a flag in shared memory, with which a worker tells the loader's process that the dataset has changed."""
+        """In a worker, set a flag in shared memory, so that the loader's process learns that the worker's dataset has changed."""
         self._shared[1] = 1
 
     @property
@@ -232,7 +232,7 @@ class SeededStream(IterableDataset[Any]):
 
     @property
     def has_changed(self) -> bool:
-        """Whether a worker's copy of the dataset has changed its attributes between the worker's first epoch and a later one."""
+        """Whether, in some worker, attributes of the dataset have changed since the worker's first epoch."""
         return bool(self._seeds.is_noted)
 
     def set_epoch(self, epoch: int) -> None:

@@ -28,7 +28,7 @@ class Share:
 
     @property
     def samples_here(self) -> int:
-        """How many of this rank's samples count: none if the rank only loads a filler, which another rank counts."""
+        """How many samples this rank adds to the run's counts; 0 for a filler, whose samples another rank counts."""
         return 0 if self.is_filler else len(self.indices)
 
 
@@ -50,7 +50,7 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """How many samples (or, without a batch size, batches) of the order form one global batch."""
+        """How many elements of the order form one global batch. They are samples or, if `batch_size` is None, batches."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
@@ -88,7 +88,7 @@ class ShareSampler:
 
     @property
     def length(self) -> int:
-        """The number of samples in the current epoch's order. Before the first epoch, it is the length of the source."""
+        """The number of samples in the current epoch's order. Before the first epoch, it is the length of the sampler."""
         return len(self.order or self._source)
 
     def begin(self, epoch: int | None, start: int = 0) -> None:

@@ -38,13 +38,15 @@ class Sharing(Protocol):
 
     @property
     def in_all(self) -> int | None:
-        """How many samples or batches of an epoch the ranks divide among them.
+        """How many samples or batches an epoch has, before the ranks divide them.
 
         None if that is not known, or if the ranks divide nothing because each has its own data.
         """
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Return the batches of an epoch, counted from 1. For an evaluation, `epoch` is None, and the batches never change.
+        """Return the batches of an epoch.
+
+        The number `epoch` counts from 1. It is None for an evaluation, in which the batches are the same each time.
 
         `start` is the dataloader's state (`random_state_of`) from a checkpoint that was saved at the end of the previous epoch.
         """
