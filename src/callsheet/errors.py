@@ -41,7 +41,7 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """A request is not supported by the loop, or must not be made from where it was made."""
+    """A request or call was rejected, because the loop does not support it or does not allow it at this point."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):
@@ -172,10 +172,10 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark the error as coming from the user's code, such as a callback, so that a host raises it instead of logging it."""
+    """Mark an error as the user's (from a callback or the data, for example), so that a host raises it instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # an exception that is a frozen dataclass would reject setattr
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether the error comes from the user's code; see `mark_as_users`."""
+    """Return whether the error was marked with `mark_as_users`."""
     return "_callsheet_users" in error.__dict__

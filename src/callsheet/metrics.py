@@ -1,4 +1,4 @@
-"""The metric log that users import, for training loops that make their own metrics records (`examples/own_loop.py`)."""
+"""The public import path of `MetricLog`, for training loops that make their own metrics records (`examples/own_loop.py`)."""
 
 from callsheet.run.metrics import MetricLog
 
