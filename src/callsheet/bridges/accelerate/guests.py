@@ -52,7 +52,7 @@ class TrackerGuest(Guest, Logger):
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the tracker's `log` with the metrics record, or its `finish` without arguments."""
+        """Return a handler for the tracker's method `theirs`: `log` gets the metrics record, and `finish` gets no arguments."""
         if theirs == "log":
             return lambda ctx: method(ctx.record.values, step=ctx.record.step)
         return lambda ctx: method()
