@@ -265,7 +265,7 @@ class _Counts:
         self.are_classes = False
 
     def add(self, batch: Any, outputs: Any) -> None:
-        """Add a microbatch and the model's outputs for it."""
+        """Count the samples, tokens and labels of a microbatch. `outputs` are the model's outputs for it."""
         labels = _labels(batch)
         if labels is None or not labels.dim():
             return

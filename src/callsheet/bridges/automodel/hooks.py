@@ -137,7 +137,7 @@ class CalledModel(NotCopied):
         return None if given is batch else _replaced(given, args)
 
     def _is_of_this_microbatch(self) -> bool:
-        """Return whether this call belongs to the current microbatch, whose backward pass is not over.
+        """Return whether this call of the model belongs to the current microbatch, in which the backward pass has not ended yet.
 
         A contrastive loss, for example, calls the model several times.
         """

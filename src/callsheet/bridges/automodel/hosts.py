@@ -88,11 +88,11 @@ class _HostRequests:
         self._changed: dict[str, Any] = {}  # the original values of the scheduler's intervals that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
-        """Make the recipe save after the current step: change the scheduler's interval so that it ends at this step."""
+        """Make the recipe save after the current step, by setting the scheduler's checkpoint interval to end at this step."""
         self._now("ckpt_every_steps")
 
     def evaluate(self) -> None:
-        """Make the recipe validate after the current step: change the scheduler's interval so that it ends at this step."""
+        """Make the recipe validate after the current step, by setting the scheduler's validation interval to end at this step."""
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
@@ -333,12 +333,12 @@ def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo 
 
 
 def _is_leaving(recipe: Any) -> bool:
-    """Return whether AutoModel ends because of a SIGTERM, which it has agreed on with all ranks."""
+    """Return whether AutoModel ends training because of a SIGTERM. AutoModel gives the same answer on all ranks."""
     return bool(getattr(recipe.step_scheduler, "sigterm_flag", False))
 
 
 def _preempt(run: HostedRun) -> None:
-    """Preempt the run because AutoModel has received the signal. AutoModel's next checkpoint is the one for the preemption."""
+    """Preempt the run, because AutoModel has received a SIGTERM. AutoModel's next checkpoint is the preemption checkpoint."""
     if not run.boundaries.is_preempted:
         run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()

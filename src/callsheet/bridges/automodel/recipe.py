@@ -58,7 +58,7 @@ class DistEnv(Facade):
 
 
 class StepScheduler(Facade):
-    """The progress of training as AutoModel counts it: the current step and epoch, from 0; after training, the number of steps.
+    """The progress of training as AutoModel counts it, from 0. After training, `step` is the number of steps.
 
     A callback may stop training with `sigterm_flag = True`, or with a `max_steps` that the current step reaches.
     """
@@ -106,7 +106,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported for a later step."""
+        """Stop training after the current step. Raise NotSupported if `steps` would let training continue after it."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
