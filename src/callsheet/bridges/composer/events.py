@@ -1,4 +1,4 @@
-"""The events of Composer for each event of callsheet, and the events that are never fired."""
+"""The events of Composer that correspond to each event of callsheet, and the events of callsheet that are never fired."""
 
 from collections.abc import Mapping
 

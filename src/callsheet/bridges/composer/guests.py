@@ -115,7 +115,7 @@ class ComposerGuest(Guest):
         return self._catches_all or (method is not None and getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the callback with State and Logger, if the event's condition in `ONLY_WHERE` holds."""
+        """Return a handler that calls the callback with State and Logger, unless its condition in `ONLY_WHERE` is false."""
         call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
         is_fired = ONLY_WHERE.get(theirs)
         return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
@@ -155,7 +155,7 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """Close Composer's callback at the run's end. The last guest also calls `post_close` of all. Errors are only logged."""
+        """Close Composer's callback at the run's end. After the last one, call `post_close` of all. Errors are only logged."""
         run = self._run
         if run is None:
             return
@@ -280,4 +280,4 @@ class ComposerLoggerGuest(ComposerGuest):
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing. Called in place of a method that a callback without a base class does not have."""
+    """Do nothing. This is called in place of a callback's `close` or `post_close`, if the callback has no such method."""

@@ -38,7 +38,7 @@ _LOSS = ("after_loss",)
 
 
 class HandlerTables:
-    """Which handlers of callsheet's adapter (host) are called for an event of Composer, by the event's value.
+    """The handlers that the host calls for Composer's events, by the event's value. They depend on what callbacks listen to.
 
     Args:
         handlers: the handlers by the event's value.
@@ -53,13 +53,13 @@ class HandlerTables:
         self._of_closure = self._outside | of_closure
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Remove the handlers of those Composer events for which no callback listens to callsheet's events."""
+        """Add the handlers of the forward pass, loss and step's end if something needs them; otherwise remove them."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
-        """Return the handlers to use while an optimizer calls its closure again."""
+        """Return the handlers to use while an optimizer evaluates its closure again in the same step."""
         return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
 
     def _choose(self, events: Iterable[str], has_listeners: bool) -> None:
@@ -71,7 +71,7 @@ class HandlerTables:
 
 
 class EvaluationRequests:
-    """Wrap the intervals of Composer's evaluators, so that all of them evaluate when a callback has requested an evaluation."""
+    """Wraps the intervals of Composer's evaluators, so that all of them evaluate when a callback has requested an evaluation."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -130,7 +130,7 @@ class StepLosses:
         """The loss and the weight of each microbatch."""
 
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
-        """Add the loss of a microbatch. `samples` is the number of samples in the whole step."""
+        """Add the loss of a microbatch. `samples`, the number of samples in the step, shows whether it is the only microbatch."""
         value = loss.detach()
         if isinstance(state.loss, dict):
             value = value.clone()  # copied, because Composer scales the total in place
@@ -147,7 +147,7 @@ class StepLosses:
 
 
 class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read Composer's types
-    """Add everything that is logged to Composer's Logger to callsheet's metrics records too."""
+    """Adds everything that is logged to Composer's Logger to callsheet's metrics records too."""
 
     def __init__(self, run: HostedRun, logger: Any) -> None:
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
@@ -156,7 +156,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read C
         self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name, empty if it is not logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log Composer's metrics, except times and evaluations, which metrics records have from other sources."""
+        """Log Composer's metrics, except times and results of evaluations, which callsheet logs itself."""
         if self._records.are_read:
             try:
                 self._take(metrics)

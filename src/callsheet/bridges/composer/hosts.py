@@ -22,7 +22,7 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. This may be used several times.
+    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer can have several of them.
 
     One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if there is one, and
     ends with `close()`. Composer's events cause all events of a step, except the end of the optimizer's step, for which there is

@@ -34,7 +34,7 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, foreign: object) -> Kinds:
-        """Return Composer's own classes if `foreign` derives from its `Callback`, otherwise callsheet's.
+        """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's.
 
         `base` is None if it derives from neither.
         """
@@ -48,7 +48,7 @@ class Kinds(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The counters that Composer updates at every batch, and callsheet does not."""
+    """The numbers of samples and tokens and the times that Composer counts at every batch, for its `Timestamp`."""
 
     sample: int = 0
     token: int = 0

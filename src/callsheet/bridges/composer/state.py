@@ -21,7 +21,7 @@ from callsheet.errors import NotSupported
 
 
 class Found:
-    """The value of a metric that callsheet has already computed, with the `compute` method of a torchmetrics metric."""
+    """The value of a metric that callsheet has computed, as an object with a `compute` method, like a metric of torchmetrics."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -101,7 +101,7 @@ class State(Facade):
 
     @property
     def model(self) -> Any:
-        """The model. For Composer's own callbacks, a model that is not a ComposerModel is wrapped as if by DDP, which they can handle."""
+        """The model. If it is not a ComposerModel, Composer's own callbacks get it in a wrapper like DDP's."""
         model = self._run.ctx.model
         models = sys.modules.get("composer.models") if self._run.kinds.is_theirs else None
         return model if models is None or isinstance(model, models.ComposerModel) else _Wrapped(model)

@@ -139,7 +139,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def begin(self, trainer: Any) -> None:
-        """Begin a run in a Trainer that was made without this host, before it trains."""
+        """Add this host to a Trainer that was created without it, and begin a run. Training has not started yet."""
         trainer.state.callbacks.append(self)
         self.run_event(Event.AFTER_LOAD, trainer.state, trainer.logger)
 
@@ -383,11 +383,11 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._saves.report(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all instances of this class in the Trainer, of which Composer saves only the last one's state."""
+        """Return the states of all hosts in the Trainer, because Composer saves only the last host's `state_dict`."""
         return {} if self.only_observes else {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Store the states until the run begins, because Composer has loaded everything only then."""
+        """Store the states until the run begins, which is after Composer has loaded everything else."""
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:
