@@ -39,7 +39,7 @@ def check_engine(engine: Any, *, strict: bool) -> None:
 
 
 def watch_step(engine: Any, begins: Callable[[], None]) -> WrappedMethods:
-    """Call `begins()` before each step of the engine; the Trainer calls its callbacks only after it."""
+    """Call `begins()` before each step of DeepSpeed's engine, because the Trainer calls its callbacks only after the step."""
 
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begins()

@@ -315,7 +315,7 @@ class HuggingFaceGuest(Guest):
             handle(ctx, logs=logs)
 
     def _log_record(self, ctx: Context) -> None:
-        """Log a metrics record under the names of the Hugging Face Trainer, without the results of evaluations, which are logged apart."""
+        """Log a metrics record under the names of the Hugging Face Trainer. `_log_evaluation` logs the results of evaluations."""
         self._update(ctx)
         logs: dict[str, Any] = {}
         values = dict(ctx.record.values)

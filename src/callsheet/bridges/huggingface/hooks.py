@@ -100,7 +100,7 @@ class HuggingFaceForwardHooks(NotCopied):
             self.expected = ""
 
     def begin_without_forward(self) -> None:
-        """Begin a microbatch at its backward pass, if the model was not called with gradients before, as with a cached loss."""
+        """Begin a microbatch at its backward pass, for a loss that calls the model with gradients only there (cached loss)."""
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run

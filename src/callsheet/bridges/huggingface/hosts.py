@@ -87,7 +87,7 @@ _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
 
 
 class _HostRequests:
-    """Passes the requests of callbacks on to the Trainer. The run refers to this object instead of the host."""
+    """Passes the requests of callbacks on to the Trainer. It is a separate object, so that the run does not refer to the host."""
 
     def __init__(self) -> None:
         self.control = TrainerControl()
@@ -327,7 +327,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def _begin_step(self, run: HostedRun) -> None:
-        """Fire the start of a step in which the model was not called, because its first call normally does that."""
+        """Fire the start of a step in which the model was not called. Normally, the first call of the model fires it."""
         run.counted, run.ctx.batch = (0, 0), None
         if not run.driver.parts["fetch"].has_no_listeners:
             run.driver.start_and_end("fetch")
@@ -439,7 +439,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
     def _fits(self, run: HostedRun, what: str) -> bool:
-        """Return whether the events `what` (letters as in `_BOUNDARY`) may be fired at this point between two steps or epochs."""
+        """Return whether the events in `what`, as letters of `_BOUNDARY`, may be fired now, between two steps or epochs."""
         fired = self._fired
         return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
 
