@@ -49,7 +49,7 @@ class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's ty
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
-    """Replaces Ignite's trainer for handlers that run in callsheet's loop. They may call its methods in `ALLOWED`.
+    """Replaces Ignite's trainer for handlers that run in callsheet's loop. Handlers may call only its methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
     run stops.
@@ -138,7 +138,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:
-        """Return the attached handlers, each once. For a method, return the object to which it belongs."""
+        """Return each attached handler once: the function, or the object to which a method belongs."""
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:

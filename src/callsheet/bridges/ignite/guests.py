@@ -129,7 +129,7 @@ class IgniteGuest(Guest):
         return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return the method of this class that fires the Ignite event; it has the event's name."""
+        """Return this class's own method that fires the Ignite event `theirs`, such as `_epoch_started`."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 
@@ -275,7 +275,7 @@ class IgniteGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the handlers that have one, by class name, and of `to_save`."""
+        """Return the states of the attached handlers that have one, by class name, and of the objects in `to_save`."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

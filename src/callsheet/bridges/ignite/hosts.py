@@ -397,7 +397,7 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Forget the microbatches of a step whose remaining iterations the engine skips.
+        """Discard the microbatches of the current step, because the engine skips the step's remaining iterations.
 
         The lifecycle driver fires the step's end later.
         """
@@ -406,7 +406,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
+        """Carry out the actions due after an epoch, such as a save, if they were delayed until the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -444,7 +444,7 @@ class IgniteHost(HostBase):
     # --- evaluations ---
 
     def _evaluate(self) -> dict[str, Any]:
-        """Run the evaluators because a callback requested it. Their own events report the results, so return none."""
+        """Run the evaluators because a callback requested it. Return no results: the evaluators' own events report them."""
         assert self._runs_evaluators is not None
         assert self._run is not None
         self._evaluations.is_requested = True
@@ -561,6 +561,6 @@ class IgniteHost(HostBase):
 
 
 def _max_iters(state: Any) -> int | None:
-    """Return the number of iterations after which the engine stops, or None. Before Ignite 0.5.5, `state` has none."""
+    """Return the engine's `max_iters`, the iteration at which it stops, or None. Ignite before 0.5.5 has no `max_iters`."""
     iterations: int | None = getattr(state, "max_iters", None)
     return iterations

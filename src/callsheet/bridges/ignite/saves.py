@@ -19,7 +19,7 @@ class Saves:
         """Whether the handler is writing a checkpoint because a callback requested it."""
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
-        """Call `saved` after each checkpoint that a handler writes at one of these engines."""
+        """Call `saved` whenever a checkpoint handler that is attached to one of the `engines` has written a checkpoint."""
         from ignite.handlers.checkpoint import CheckpointEvents  # imported here, because Ignite before 0.5.3 does not have it
 
         for engine in engines:
