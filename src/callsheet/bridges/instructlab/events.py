@@ -1,4 +1,4 @@
-"""The events of callsheet for each hook of InstructLab, and the events that have no hook."""
+"""The event of callsheet that is fired at each hook of InstructLab, and the events that are never fired for lack of a hook."""
 
 from collections.abc import Mapping
 

@@ -202,7 +202,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the calls of `on_step_end` and `on_epoch_end` that had to wait for evaluations and saves."""
+        """Return the pending calls of `on_step_end` and `on_epoch_end`, which come after evaluations and saves."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
@@ -250,7 +250,7 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
 
 
 async def _rest(left: deque[Any], waits: Any) -> None:
-    """Wait for `waits`, which the first call in `left` returned, and then make the other calls in order. Errors are logged."""
+    """Await `waits`, the result of the first hook in `left`, and then call the other hooks in order. Errors are logged."""
     while left:
         method, context = left.popleft()
         try:

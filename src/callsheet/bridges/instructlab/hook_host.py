@@ -135,7 +135,7 @@ class InstructLabHost(HostBase):
 
     @contextmanager
     def sent(self) -> Iterator[None]:
-        """Within this context, ranks that are started get the callbacks' arguments and states, by callsheet's transport."""
+        """Send the callbacks' arguments and states to all ranks that are started within the `with` block."""
         for event in EVENTS:
             for each in self.manager.list_callbacks(event):
                 if not isinstance(each, Callback):
@@ -156,7 +156,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create this object on a rank, from the callbacks that the starting process sent."""
+        """Create the host on a rank, with the callbacks that were sent by the process that started the rank."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])

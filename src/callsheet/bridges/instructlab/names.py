@@ -253,7 +253,7 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """Wrap what an `async` hook returned in a coroutine, because it may be any awaitable."""
+    """Await a hook's result, which may be any awaitable. The event loop's runner accepts only a coroutine such as this one."""
     await result
 
 
