@@ -110,7 +110,7 @@ class KerasGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the callback overrides the method, or the method under its older name."""
+        """Return whether the callback overrides the method, or its older name (`on_batch_end` of `on_train_batch_end`)."""
         return super().listens_to(theirs) or (theirs in ALIASES and super().listens_to(ALIASES[theirs]))
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:

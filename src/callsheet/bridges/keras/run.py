@@ -1,4 +1,4 @@
-"""The state of one run that Keras's callbacks share in callsheet's loop, as `fit` shares its logs between its callbacks."""
+"""The state of a run in callsheet's loop that all of its Keras callbacks share, such as the logs of the epoch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KerasRun(Common):
         self.ctx, self._open = ctx, None
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Reset the mean loss of the epoch, unless a resumed run enters the epoch after its first batch."""
+        """Reset the mean loss of the epoch, unless a resumed run continues in the middle of the epoch."""
         if not ctx.state.timestamp.batch_in_epoch:
             self._total, self._samples = 0.0, 0
         self.logs = {}
@@ -70,11 +70,11 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Call the `on_epoch_end` of Keras's callbacks now if the epoch has ended, because no evaluation was due."""
+        """Let the guests call Keras's `on_epoch_end` now if an epoch has ended, because no evaluation was due."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Call the `on_epoch_end` of Keras's callbacks if this was not done, because no evaluation follows."""
+        """Let the guests call Keras's `on_epoch_end` for the last epoch if they have not, since no evaluation follows."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """End Keras's epoch at this event if no evaluation can follow, which `is_known` says. Otherwise, wait for the next event."""
+        """Let the guests call Keras's `on_epoch_end` at this event if `is_known` (whether no evaluation can still follow)."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None
