@@ -120,7 +120,7 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """The Trainer's logger connector, which Lightning's own callbacks ask whether they should log now."""
+    """Replaces the Trainer's logger connector, from which Lightning's own callbacks read whether they should log now."""
 
     OF = "Lightning's logger connector"
 
@@ -158,7 +158,7 @@ class _ProgressFacade(OfGuest):
 
     @property
     def ready(self) -> int:
-        """How many batches the current evaluation has begun."""
+        """The number of batches that the current evaluation has begun."""
         return self._guest.eval_batches
 
     @property
@@ -183,7 +183,7 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Replaces Lightning's Trainer for its callbacks in callsheet's loop: without sanity check, with one evaluation per epoch."""
+    """Replaces Lightning's Trainer for its callbacks in callsheet's loop. It shows no sanity check, one evaluation per epoch."""
 
     OF = "Lightning's Trainer"
 
@@ -261,12 +261,12 @@ class TrainerFacade(OfGuest):
 
     @property
     def max_epochs(self) -> int:
-        """The duration in epochs, or -1 if it is in another unit."""
+        """The length of training in epochs, or -1 if it is given in another unit."""
         return self._longest(TimeUnit.EPOCH)
 
     @property
     def max_steps(self) -> int:
-        """The duration in steps, or -1 if it is in another unit."""
+        """The length of training in optimizer steps, or -1 if it is given in another unit."""
         return self._longest(TimeUnit.BATCH)
 
     def _longest(self, unit: TimeUnit) -> int:

@@ -287,7 +287,7 @@ class LightningGuest(Guest):
         self.eval_batches += 1
 
     def _batch_position(self, ctx: Context) -> tuple[int, ...]:
-        """Return the index of the batch, and with several datasets also the index of the dataset."""
+        """Return the index of the batch. If there are several validation datasets, return the index of the dataset too."""
         return (
             (self.eval_batches - 1, self._dataset)
             if len(ctx.state.evaluators) > 1 and self.trainer.validating

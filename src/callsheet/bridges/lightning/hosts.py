@@ -104,7 +104,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run for a call of `fit` or `validate`, or with another `mode` for one of `test` or `predict`."""
+        """Begin a run of callsheet's callbacks. `mode` is `eval` for `fit` and `validate`, otherwise `test` or `predict`."""
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -137,7 +137,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._fail(exception)
 
     def _preempt(self, run: HostedRun) -> None:
-        """End the run as preempted. Lightning stops between two batches.
+        """End the run as preempted, because a signal has made Lightning stop between two batches.
 
         Save a checkpoint only if there is one rank: other ranks may be at another step.
         """
@@ -224,7 +224,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._set_epoch_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a microbatch, and the step if it is the first. The batch is on the device already."""
+        """Start a microbatch. If it is the first one of a step, start the step too. The batch is already on the device."""
         run = self._run
         if run is None:
             return
@@ -294,7 +294,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the microbatch, and the step if it is the last."""
+        """End the microbatch. If it is the last one of the step, end the step too."""
         run = self._run
         if run is None:
             return
@@ -386,7 +386,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Start a step of an evaluation, and its dataset if it is the first."""
+        """Start a step of an evaluation. At the first batch of a further dataset, end the previous dataset first."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return

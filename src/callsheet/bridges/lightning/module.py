@@ -27,27 +27,27 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # `object.__class__` has a setter, and this property has none
     def __class__(self) -> Any:
-        """The class for `isinstance`: LightningModule, because Lightning's `is_overridden` checks this first."""
+        """The class that `isinstance` sees: LightningModule. Lightning's `is_overridden` calls `isinstance` first."""
         return self._guest.package.LightningModule
 
     @property
     def configure_model(self) -> Any:
-        """Lightning's own `configure_model`, so that the module does not count as overriding it."""
+        """LightningModule's own `configure_model`, so that Lightning does not take it for overridden."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """Lightning's own `optimizer_step`, so that the module does not count as overriding it."""
+        """LightningModule's own `optimizer_step`, so that Lightning does not take it for overridden."""
         return self._inherited("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """Lightning's own `optimizer_zero_grad`, so that the module does not count as overriding it."""
+        """LightningModule's own `optimizer_zero_grad`, so that Lightning does not take it for overridden."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """Lightning's own `configure_gradient_clipping`, so that the module does not count as overriding it."""
+        """LightningModule's own `configure_gradient_clipping`, so that Lightning does not take it for overridden."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:

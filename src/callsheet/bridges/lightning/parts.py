@@ -46,7 +46,7 @@ class Methods:
 
 
 class StepHooks(ForwardHooks):
-    """Reports the forward pass in each step of a LightningModule, and the pass's outputs, which a callback may replace.
+    """Reports the forward pass in each step of a LightningModule, and the model's outputs, which a callback may replace.
 
     If the module has a single child with parameters, a call of that child is reported too. The steps are wrapped, because
     Lightning has no hook around a step, and under DDP it calls the module itself to begin a step.
@@ -114,7 +114,7 @@ class StepHooks(ForwardHooks):
 
 
 class ClosureWatch(BackwardWatch):
-    """A `BackwardWatch` for closures that Lightning passes to the optimizer.
+    """A `BackwardWatch` for Lightning, which passes a closure with the forward and backward pass to the optimizer's `step`.
 
     If a closure is evaluated several times in one step, only the last loss is used.
     """
@@ -130,7 +130,7 @@ class ClosureWatch(BackwardWatch):
         self.is_on = False
 
     def keep_last(self) -> None:
-        """Store the loss of the closure's last evaluation, which replaces the losses of earlier evaluations."""
+        """Store the loss of the closure's last evaluation in place of the losses of its earlier evaluations."""
         if self.total is not None:
             self.last = self.total if self.before is None else self.before + self.total
             self.total = None
@@ -184,7 +184,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether this version of Lightning has the intervals, which it sets before training starts."""
+        """Return whether this version of Lightning has the intervals that `ask` changes. Lightning sets them before training."""
         return hasattr(trainer, "val_check_batch") and hasattr(trainer, "check_val_every_n_epoch")
 
     def ask(self) -> None:
