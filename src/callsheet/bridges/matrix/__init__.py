@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return the name, the check and the result for each trainer built on the framework's, where the result has a reason."""
+    """Return (trainer, check, result) for each result that has a reason, of the trainers built on the framework's own."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 
@@ -161,7 +161,7 @@ def markdown_of_derived() -> list[str]:
 
 
 def markdown_of(bridge: str) -> list[str]:
-    """Return the Markdown for one framework's page: callsheet's callbacks with limits there, then its callbacks in callsheet."""
+    """Return the Markdown for a framework's page: limits of callsheet's callbacks in it, and its own callbacks in callsheet."""
     found = frameworks()[bridge]
     lines = [f"Tested with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
