@@ -1,6 +1,4 @@
-"""PyTorch hooks for what Megatron Bridge does not report, which are the model's forward and backward pass, and the optimizers to
-observe.
-"""
+"""PyTorch hooks on the model, since Megatron Bridge reports no forward or backward passes; and the optimizers to observe."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def _ends_the_run(hook: HookMethod) -> HookMethod:
 
 
 class MegatronForwardHooks(NotCopied):
-    """Observes the calls of a model. In training a call is a microbatch, otherwise a batch of an evaluation or a test.
+    """Observes the calls of a model. Each call is a microbatch in training, or a batch in an evaluation or a test.
 
     The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the
     start of the backward, which is when the first gradient reaches the outputs. The backward ends when the autograd engine has finished.

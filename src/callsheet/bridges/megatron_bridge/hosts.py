@@ -149,7 +149,7 @@ class MegatronBridgeHost(HostBase):
         self._has_trained = True
 
     def _handle(self, method: Callable[..., None], context: CallbackContext) -> None:
-        """Call `method` with the run, which begins with the first event.
+        """Call `method` with the current run. If there is none yet, begin it first.
 
         After an error of callsheet has ended the run, do nothing.
         """

@@ -99,7 +99,7 @@ Function = Callable[[CallbackContext], Any]
 
 
 class CallbackManager:
-    """Call callbacks and functions, in the order in which they were registered. They share `user_state`."""
+    """Calls the registered callbacks and functions, in the order of their registration. They share `user_state`."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Function]] = {event: [] for event in VALID_EVENTS}

@@ -86,7 +86,7 @@ class MegatronBridgeRun(Common):
         self.context.optimizer = ctx.optimizer
 
     def drive(self) -> None:
-        """Stop training if a callback has changed the step or the length of training in such a way that training ends.
+        """Stop training if a callback has changed `train_state.step` or `cfg.train.train_iters` so that no steps are left.
 
         Raises:
             NotSupported: a callback has changed them, but training would not end.

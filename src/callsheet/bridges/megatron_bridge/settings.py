@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class Settings:
-    """Read Megatron's configuration and state, and change settings temporarily.
+    """Reads Megatron's configuration and state, and changes settings temporarily.
 
     This is not a part of the host, because functions that the run keeps refer to this object. If they referred to the host, the
     run would keep the host alive.
@@ -50,7 +50,7 @@ class Settings:
         return interval
 
     def is_last(self, *phases: str) -> bool:
-        """Return whether none of these phases, such as `do_test`, follows training; False if that is not known."""
+        """Return whether none of the `phases`, such as `do_test`, is still to come; False if that is not known."""
         return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
 
     def plain(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def move(run: HostedRun, step: int) -> None:
 
 
 def _plain(value: Any, depth: int = 6) -> Any:
-    """Return `value` as plain data: an object becomes a dict of its attributes, and any other value that is not plain a string."""
+    """Return `value` as plain data. An object becomes a dict of its attributes; other non-plain values become strings."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth and isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """An object with a number that a callback may write to end training. Each write calls a function; see `call_when_moved`."""
+    """An object that calls a function when a callback writes its number `_MOVES` to end training; see `call_when_moved`."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`
@@ -28,7 +28,7 @@ class _Moved(Facade):
 
 
 class TrainState(_Moved):
-    """The progress of training. As in Megatron Bridge, a callback ends training with a `step` of at least `cfg.train.train_iters`."""
+    """The progress of training. As in Megatron Bridge, a callback ends training by setting `step` to `train_iters` or more."""
 
     OF = "Megatron Bridge's TrainState"
     WRITABLE = frozenset({"step", "do_valid", "do_test"})
@@ -54,7 +54,7 @@ class TrainState(_Moved):
 
 
 class Timer:
-    """Sum the seconds between `start` and `stop`."""
+    """Adds up the seconds between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
