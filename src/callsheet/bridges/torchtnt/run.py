@@ -178,7 +178,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
         super().__init__(dataloader=_Length(None))
 
     def limit(self, ctx: Context) -> None:
-        """Set the most epochs or steps of the loop to those of the run's `max_duration`."""
+        """Set the loop's maximum number of epochs or steps, and the length of its data, from the run."""
         longest = ctx.state.max_duration
         self._dataloader = _Length(ctx.state.epoch_batches)
         if longest is not None and longest.unit is TimeUnit.EPOCH:

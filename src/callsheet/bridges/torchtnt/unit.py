@@ -43,7 +43,7 @@ def _replacement(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
-    """Return the only object in `tracked`, or the one under `name`, which is the name that AutoUnit uses; None if there is none.
+    """Return the only object in `tracked`, or of several the one under `name`, which AutoUnit uses; None if there are none.
 
     Raises:
         NotSupported: the unit tracks several, and none has that name.
