@@ -28,7 +28,7 @@ _sent: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
-    """Replace the functions with which Ultralytics' trainer makes and cleans up the workers' command, if that is not done already.
+    """Replace, only once, the functions of Ultralytics that create and clean up the command that starts the DDP workers.
 
     They stay replaced until the program ends, and do the same as before for trainers without a host.
     """
@@ -82,7 +82,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _callbacks_of(host: Any) -> list[Callback]:
-    """Return the callbacks to send.
+    """Return the callbacks of the host, which are sent to the DDP workers.
 
     Raises:
         NotSupported: the manager has handlers that are functions, which cannot be sent.
@@ -97,7 +97,7 @@ def _callbacks_of(host: Any) -> list[Callback]:
 
 @contextlib.contextmanager
 def _without_host_methods(trainer: Any, host: Any) -> Iterator[None]:
-    """Leave the host's methods out of the trainer's callbacks while the `with` block runs."""
+    """Remove the host's methods from the trainer's callbacks in the `with` block, since Ultralytics must not pickle them."""
     kept = {event: list(functions) for event, functions in trainer.callbacks.items()}
     for functions in trainer.callbacks.values():
         functions[:] = [each for each in functions if getattr(each, "__self__", None) is not host]

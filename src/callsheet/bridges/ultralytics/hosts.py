@@ -206,7 +206,7 @@ class UltralyticsHost(HostBase):
         loop.stop = True
 
     def _release(self) -> None:
-        """Release what every host releases, and all references to the trainer and its weights, so that these can be freed."""
+        """Do the same as `HostBase._release`, and drop all references to the trainer, so that it and its weights can be freed."""
         super()._release()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
@@ -268,7 +268,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_fit_epoch_end(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out what is due after the epoch."""
+        """Carry out what is due after the epoch, because Ultralytics has now validated and saved."""
         self._reach(run, trainer)
 
     # --- steps ---
@@ -287,7 +287,7 @@ class UltralyticsHost(HostBase):
             run.ctx.batch = None
 
     def on_train_batch_start(self, trainer: Any) -> None:
-        """Expect the batch that the loop has fetched; it is the argument of the next call of `preprocess_batch`."""
+        """Record that the next call of `preprocess_batch` gets a batch that the training loop has fetched."""
         self._is_batch_due = True
 
     def _preprocess(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
@@ -327,7 +327,7 @@ class UltralyticsHost(HostBase):
         return batch
 
     def _unscale(self, unscale: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Unscale the gradients, which the loop does just before it clips them."""
+        """Unscale the gradients, and then fire the start of gradient clipping, because the loop clips them next."""
         unscale(*args, **kwargs)
         run = self._run
         if run is None or not run.driver.parts["train_step"].is_open:
@@ -370,7 +370,7 @@ class UltralyticsHost(HostBase):
     # --- validation ---
 
     def _validate(self, validate: Callable[[], Any]) -> Any:
-        """Validate the averaged weights after an epoch, as an evaluation."""
+        """Let Ultralytics validate its averaged weights (EMA) after an epoch, and fire the events of an evaluation."""
         self._begin_evaluation(VALIDATION)
         metrics, fitness = found = validate()
         self._end_evaluation(VALIDATION, metrics, fitness)
