@@ -49,7 +49,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return, for argument names that users know from other frameworks or the Trainer, what to use in `attach` instead."""
+    """Return what to use in `attach` instead of argument names that users know from other frameworks or the Trainer."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
@@ -78,7 +78,7 @@ def attach(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:
-    """Attach callbacks to a training loop written by hand. Apart from these lines, the loop is unchanged.
+    """Attach callbacks to a training loop written by hand, which then iterates over the `steps` of the returned run.
 
     Hooks observe the forward pass in the model, the loss in `backward()`, and the step in the optimizer. The gradient norm is not
     observed. The loss of a step is the sum of the losses on which `backward()` was called.
@@ -423,7 +423,7 @@ class AttachedRun:
         return longest is not None and longest.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
     def _ends_step(self, given: int) -> bool:
-        """Return whether batch number `given` of the step is its last."""
+        """Return whether the step is complete after `given` batches."""
         return given >= self._batches_per_step
 
     def _count_step(self) -> None:
@@ -432,7 +432,7 @@ class AttachedRun:
         self._is_over |= state.is_complete
 
     def _count_epoch(self) -> None:
-        """Count the epoch of the last call of `steps` as ended, unless that has been done."""
+        """Count the epoch of the last call of `steps`, unless it has been counted already."""
         state = self._run.state
         if state.timestamp.epoch == self._epoch:
             state.timestamp = state.timestamp.next_epoch()
@@ -455,7 +455,7 @@ class AttachedRun:
             hook.remove()
 
     def _fetched(self, batches: Iterator[Any]) -> list[Any]:
-        """Fetch the batches of a step. At the end of the epoch there may be fewer."""
+        """Fetch the batches of a step: `gradient_accumulation_steps` of them, or fewer at the end of the epoch."""
         driver, ctx = self._run.driver, self._run.ctx
         group = self._group = []
         if driver.listen():

@@ -70,12 +70,12 @@ class DataPosition:
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Do the same as `begin` after callsheet has ended its run because of its own error. No position is saved."""
+        """Return the epoch's batches as `begin` does, but save no position: an error of callsheet has ended its run."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Restore the random states of the checkpoint for the `with` block.
+        """Run the `with` block, such as an evaluation left over from before a resume, with the checkpoint's random states.
 
         The block then draws the same random numbers as if it had run before the checkpoint was saved.
 
@@ -120,7 +120,7 @@ class DataPosition:
         self._restored = state
 
     def _set(self, loader: Any) -> None:
-        """Store the dataloader of an epoch, and record whether it replaces the one of an earlier epoch."""
+        """Store the dataloader of an epoch, and record whether the loop makes a new dataloader for each epoch."""
         if self._seed is None:  # read torch's seed once; this draws no random number
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
@@ -158,7 +158,7 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether to restore the previous epoch's dataloader states, such as its generator's, for the new epoch.
+        """Return whether the resumed epoch's dataloader gets the saved states of the previous epoch's, such as its generator's.
 
         This is true if the loop uses one dataloader for all epochs.
         """
@@ -175,7 +175,7 @@ class DataPosition:
 
 
 def _warn_of_wrapper(loader: Any) -> None:
-    """Warn if the loader wraps a DataLoader whose order or workers only that DataLoader itself would show."""
+    """Warn if the loader wraps a DataLoader with a generator or persistent workers of its own, which a resume cannot restore."""
     if isinstance(loader, DataLoader):
         return
     for inner in getattr(loader, "__dict__", {}).values():

@@ -58,7 +58,7 @@ class EpochPosition:
         self.taken, self._began = 0, random_state()
 
     def skipped(self) -> None:
-        """Record that all batches to skip were skipped, and restore the random states of the checkpoint."""
+        """Record that no batches are left to skip, and restore the random states of the checkpoint, if there is one."""
         self.to_skip = 0
         if self._now is not None:
             restore_random_state(self._now)
@@ -66,7 +66,7 @@ class EpochPosition:
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Restore the random states of the checkpoint for the `with` block.
+        """Run the `with` block, such as an evaluation left over from before a resume, with the checkpoint's random states.
 
         The block then draws the same random numbers as if it had run before the checkpoint was saved.
         """

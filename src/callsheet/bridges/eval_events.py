@@ -56,7 +56,7 @@ class EvalEvents:
         """The results of the current evaluation so far, by dataset name."""
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a handler of the forward pass or of the step's end needs the outputs of an `eval` or `test` step."""
+        """Return whether a callback listens to the forward pass or the end of a step of this `kind`, such as `eval` or `test`."""
         forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 

@@ -1,6 +1,6 @@
-"""Handles errors in a host, the adapter that runs callsheet in another framework's loop. Errors of the user's code are raised.
+"""Decides what happens after an error in a host, the adapter that runs callsheet in another framework's loop.
 
-After an error of the host itself, training continues without the host.
+Errors of the user's code are raised. After an error of the host itself, training continues without the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 
 
 class ObservedRun(Protocol):
-    """What `give_up` needs of a run in another framework's loop: the run can be ended as failed."""
+    """Protocol of a run in another framework's loop that `give_up` can end as failed."""
 
     host: str
     state: TrainState
@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the error must be raised, so that the user sees it. Others are faults of a host, on this rank or another.
+    """Return whether the error must be raised, so that the user sees it. If not, a host is at fault, on this rank or another.
 
     The user must know about:
 

@@ -70,7 +70,7 @@ class Common:
 
 
 class SharedFirst(CompositeHandler):
-    """The handler of a guest (another framework's callback), and before it a method of the state that several guests share.
+    """The handler of a guest that shares state with other guests. It calls a method of the shared state first.
 
     If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
@@ -85,7 +85,7 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """Return the method for this event of the guest's `common`, the state that it shares with other guests.
+        """The method that handles this event in the guest's `common`, the state that it shares with other guests.
 
         It is looked up each time, because `common` can change when the guest is added to a call sheet.
         """
@@ -99,7 +99,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield a table entry for the shared method, unless one in `earlier` has it, and then one for the guest's own handler."""
+        """Yield an entry for the shared method, unless an `earlier` entry calls it, then one for the guest's own handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -212,7 +212,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` is certainly not a callback of this framework, even if it has methods of such a callback.
+    """Return whether `given` is certainly no callback of this framework, although it may have methods with the same names.
 
     This is so for a class, and for a callback of callsheet or of another bridge.
     """
@@ -220,7 +220,7 @@ def is_another_s(given: Any) -> bool:
 
 
 def no_guest(given: Any, wanted: str) -> RegistrationError:
-    """Return the error to raise if the object to wrap as a guest is not what `wanted` describes. The message has a hint."""
+    """Return the error to raise if `given` cannot be wrapped as a guest. `wanted` describes what can be wrapped."""
     if isinstance(given, type):
         hint = f"; that is a class, give an instance: {given.__name__}(...)"
     elif isinstance(given, (list, tuple)):

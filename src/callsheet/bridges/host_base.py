@@ -26,7 +26,7 @@ def _do_nothing() -> None: ...
 
 
 class HostBase:
-    """The base class of hosts: how a run in another framework's loop begins, stops and ends, and what an error does.
+    """The base class of hosts. It begins, stops and ends a run in another framework's loop, and handles the host's errors.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.

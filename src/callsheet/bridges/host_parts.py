@@ -53,7 +53,7 @@ class HostEvaluation:
         """
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the datasets to evaluate now, which is `[""]` or none.
+        """Return `[""]`, a single nameless dataset, if the framework has to evaluate now; otherwise an empty list.
 
         A host that evaluates later is asked for the evaluation here.
         """
@@ -121,7 +121,7 @@ class HostCheckpoints:
         self._saves = saves
 
     def durable(self) -> int:
-        """Return 0, because the framework does not report saves in the background."""
+        """Return 0, the number of finished background saves, because the framework does not report any."""
         return 0
 
     def load(self, resume: str | None) -> None:
@@ -141,7 +141,7 @@ class HostCheckpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return None, because the framework decides whether a stopped run continues."""
+        """Return None instead of an earlier stop request, because the framework decides whether a stopped run continues."""
         return None
 
     def publish(self, durable: int) -> None:

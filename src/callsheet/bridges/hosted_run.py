@@ -295,7 +295,7 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Let the hooks that observe the loop pass their errors to `leave`, a method of the host.
+        """Set the function that handles errors in the hooks that observe the loop: `leave`, a method of the host.
 
         `leave` raises the error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
         the host is kept.
@@ -303,7 +303,7 @@ class HostedRun(Run):
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
-        """After a resume, run the evaluation that a signal prevented at the end of a step or epoch (`boundary` says which).
+        """After a resume, run the evaluation that was due at the end of a step or epoch (`boundary`) when a signal ended the run.
 
         Its random states are those of the checkpoint. Return whether training is over after that.
         """
@@ -467,7 +467,7 @@ class HostedRun(Run):
         self.ctx.grad_norm = self.grad_norm
 
     def set_learning_rate(self) -> None:
-        """Set the learning rate of the step that is being made."""
+        """Set the context's learning rate to the one that the current step uses."""
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
             if isinstance(rate, Tensor):
@@ -523,7 +523,7 @@ class HostedRun(Run):
 
 
 def _is_other_and_alive(thread: threading.Thread) -> bool:
-    """Return whether a loop that began in `thread` is on another thread than the caller, and may be running at the same time.
+    """Return whether a loop that began in `thread` may still be running: `thread` is alive, and is not the caller's own.
 
     A loop of the caller's own thread counts as ended, because a framework does not report when an exception ends its loop.
     """

@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """Return, for each span (part of a run), the span around it. Spans for which this varies are left out."""
+    """Return the parent of each span, which is the span around it. Spans that can have several parents are left out."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -199,7 +199,7 @@ class LifecycleDriver:
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Enter a span. Before that, open the spans around it and fire the spans that come before it.
+        """Enter a span. First, enter the spans around it, and fire the spans before it that the loop has not reported.
 
         If the span is open already, do nothing. But if it can be repeated, end it and begin the next one.
         """
@@ -314,7 +314,7 @@ class LifecycleDriver:
             self._ctx.close(part.closes)
 
     def _synthesize(self, parent: Part, until: int) -> None:
-        """Fire the start and end events inside `parent` that the loop did not report, up to index `until` in their order.
+        """Fire the start and end of the spans in `parent` that the loop did not report, up to the position `until`.
 
         For spans without listeners, only call the functions of `before`, because they set fields that are read later.
         """

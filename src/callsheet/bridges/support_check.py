@@ -102,7 +102,7 @@ class SupportCheck:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that tells whether a callback handles any event of the framework except the run's start and end."""
+        """Return a function that tells whether a callback handles any event fired here, other than the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served
@@ -115,7 +115,7 @@ class SupportCheck:
         return [each for each in self._manager.list_callbacks(event) if not self._listens_to_all(each)]
 
     def reject(self, listeners: Iterable[Any], why: str, hint: str | None = None) -> None:
-        """Raise an error that names the listeners and says `why`, or log it as a warning; see `strict`."""
+        """Raise an error with the listeners' names and the reason `why`. If `strict` is False, log it as a warning instead."""
         message = f"{', '.join(map(_name_of, listeners))} {why}"
         if self.strict:
             raise NotSupported(f"{message}; {hint or self._hint}")

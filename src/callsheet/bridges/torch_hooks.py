@@ -35,7 +35,7 @@ _is_installed = False  # whether callsheet's wrapper is installed, perhaps insid
 
 
 class InertHooks:
-    """In a copy of a model, replaces the object whose methods are hooks of the model, so that the hooks do nothing.
+    """Replaces, in a copy of a model, the object whose methods are hooks of the model. The hooks of the copy do nothing.
 
     The loop does not call the copy, so each method does nothing and returns None.
     """
@@ -49,7 +49,7 @@ class InertHooks:
 
 
 class NotCopied:
-    """The base class of objects whose methods are hooks of a model, which a copy of the model must not call.
+    """The base class of objects whose methods are hooks of a model. Copies of the model do not call these hooks.
 
     Copies and pickles of the model contain `InertHooks` instead.
     """
@@ -127,7 +127,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 class SkipsSteps(Protocol):
-    """The protocol of the run that `SteppedHooks` needs."""
+    """Protocol of a run that `SteppedHooks` can report to: the run records whether the optimizer has skipped the step."""
 
     driver: LifecycleDriver
     step_skipped: bool
@@ -249,7 +249,7 @@ class OptimizerHooks:
             hook.install(is_read or self._asks, self._ends)
 
     def expect_closures(self) -> None:
-        """Register the hook that wraps the closure of each step, before the first step that has one."""
+        """Register the hook that wraps the optimizer's closure. This is called before the first step that has a closure."""
         self._is_given_closures = True
         for hook in self._before:
             hook.install(True, self._begins)
@@ -399,7 +399,7 @@ class SteppedHooks:
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
-    """Call `remove` after torch has called the last of `hooks`.
+    """Call `remove` as soon as torch has called all of these `hooks`.
 
     Before that, torch iterates over them, so no key may be removed.
     """
@@ -451,7 +451,7 @@ class BackwardWatch:
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
-        """A function that returns the total. Each step calls it, so it is a `partial` of a builtin, which is faster than a method."""
+        """A function that returns the sum of the losses. It is a `partial` of a builtin, which is faster than a method."""
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
@@ -472,7 +472,7 @@ class BackwardWatch:
         self.total = None
 
     def begin_closure(self) -> None:
-        """Note that the optimizer is called with a closure, and keep the sum of the losses that the loop has computed outside of it."""
+        """Keep the sum of the losses that the loop computed before it called the optimizer with a closure."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -493,7 +493,7 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """If `loss` has one element, in the training thread, fire its events and call its backward pass.
+        """Fire the events of `loss` and call its backward pass, if `loss` has one element and this is the training thread.
 
         Return whether this was done.
         """

@@ -1,4 +1,4 @@
-"""A DDP worker of Ultralytics: it attaches the callbacks that were sent to the trainer of Ultralytics' file, and runs the file.
+"""A DDP worker of Ultralytics: it runs the script that Ultralytics has generated, and attaches the callbacks to its trainer.
 
 It is not in the package `ultralytics`, which imports Ultralytics: this process can only find that when the payload is opened.
 """

@@ -69,7 +69,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
 
 
 def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: str = "") -> None:
-    """Check torch, and the framework whose package is given, if one is; see `check_version`."""
+    """Check the version of torch, and that of the framework `package` if it is given; see `check_version`."""
     check_version("torch")
     if package:
         check_version(package, internals, needed_by=needed_by)
@@ -117,7 +117,7 @@ def _is_of_instances(kind: type, attribute: str) -> bool:
 
 
 def _assigns(function: Any, attribute: str) -> bool:
-    """Return whether the function has an assignment such as `self.attribute = ...`."""
+    """Return whether the function's code assigns the attribute to an object, as in `self.attribute = ...`."""
     if attribute not in function.__code__.co_names:  # this check is fast, and excludes most functions
         return False
     return any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(function))
