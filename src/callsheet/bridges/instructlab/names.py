@@ -253,7 +253,7 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """Await a hook's result, which may be any awaitable. The event loop's runner accepts only a coroutine such as this one."""
+    """Await a hook's result, which may be any awaitable. This makes a coroutine of it, for `asyncio.Runner.run`."""
     await result
 
 
