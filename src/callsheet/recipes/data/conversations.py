@@ -176,7 +176,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. `special` lets the tokenizer add its special tokens, which a rendered template already has."""
+        """Return the token ids of a text. `special` adds special tokens, such as a start token; a rendered template has them."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
