@@ -46,7 +46,7 @@ class CSVLogger(Logger):
         self._valid = ValidRecords()  # which rows are still valid after a resume; needed until the next row is written
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Reset the row count that was loaded for an earlier run with this logger."""
+        """Clear the row count of an earlier run with this logger, before the checkpoint of the present run is loaded."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -78,14 +78,14 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of rows so far. A resumed run removes all later rows."""
+        """Return the number of rows so far, by which a resumed run finds the rows that were written after the checkpoint."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Rewrite the table with these columns. Rows that lack the last columns get empty cells."""
+        """Rewrite the table with `columns` and `rows`. Rows shorter than `columns` are filled up with empty cells."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)
@@ -115,9 +115,9 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the column names and the complete rows of the table at `path`, if a CSVLogger wrote it.
+    """Return the column names and the complete rows of the table at `path`.
 
-    Otherwise return the names of the first columns and no rows.
+    If there is no file, or no CSVLogger wrote it, return the names of the first columns and no rows.
     """
     try:
         content = path.read_text(encoding="utf-8", errors="replace")

@@ -65,7 +65,7 @@ class FileLogger(Logger):
 
     @at("change")  # run in the first phase, before other callbacks print
     def on_run_start(self, ctx: Context) -> None:
-        """Start to capture output, and keep it in memory until the run may write to its folder."""
+        """Start to capture output. Until `on_checkpoint_load_end`, keep it in memory: the run may not write to its folder yet."""
         self._end()
         self._capture_streams(list(DESCRIPTORS))
 
@@ -83,7 +83,7 @@ class FileLogger(Logger):
             log.write(*self._early.popleft())
 
     def on_log(self, ctx: Context) -> None:
-        """Raise OSError if output could not be written to the log file."""
+        """Raise OSError if writing to the log file has failed since the last metrics record."""
         self._drop_if_lost()
         if self._log is not None and (failure := self._log.failure()) is not None:
             failure.add_note("output printed until this is resolved is missing from the log")

@@ -53,7 +53,7 @@ class InMemoryLogger(Logger):
         """The time that each callback has taken so far."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps of the records with the metric `name`, and its values."""
+        """Return two lists for the metric `name`: the steps at which it was logged, and its values."""
         found = [(record.step, record.values[name]) for record in self.records if name in record.values]
         if not found:
             names = list(dict.fromkeys(name for record in self.records for name in record.values))

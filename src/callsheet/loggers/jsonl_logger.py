@@ -1,4 +1,4 @@
-"""Metrics, events, hyperparameters, tables, images and costs of a run as JSON lines."""
+"""Writes the metrics, events, hyperparameters, tables, images and costs of a run to files, mostly as JSON lines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class JSONLLogger(Logger):
     # --- handlers of events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Reset the record count that was loaded for an earlier run with this logger."""
+        """Clear the record count of an earlier run with this logger, before the checkpoint of the present run is loaded."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -135,7 +135,7 @@ class JSONLLogger(Logger):
             self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Record when the evaluation starts, to log its duration."""
+        """Store the time at which the evaluation starts, to log its duration."""
         self._eval_began = time.monotonic()
 
     def on_eval_all_end(self, ctx: Context) -> None:
@@ -143,12 +143,12 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, because the checkpoint stores the number of records. Record when the save starts."""
+        """Write all queued lines, because the checkpoint's number of records includes them. Store the save's start time."""
         self._flush()
         self._save_began = time.monotonic()
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Record how long training waited for the save. Writing in the background may continue."""
+        """Store how long training waited for the save, which may continue in the background."""
         self._save_seconds = time.monotonic() - self._save_began
 
     def on_checkpoint_published(self, ctx: Context) -> None:
@@ -218,7 +218,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Write the callbacks' costs as a line of `costs.jsonl`. Each line of a process includes all its earlier costs."""
+        """Append the costs of this process's callbacks so far to `costs.jsonl`. Of each process, only the last line is needed."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
@@ -227,7 +227,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of records so far, so that a resume knows which records are still valid."""
+        """Return the number of records so far, by which a resumed run finds the records that were logged after the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -271,7 +271,7 @@ class JSONLLogger(Logger):
 
 
 def _process_and_versions() -> dict[str, Any]:
-    """Return the versions of Python and packages, the process id and the machine's name, for the `run_start` event."""
+    """Return the process id, the machine's name, and the versions of callsheet, Python and torch, for the `run_start` event."""
     torch = sys.modules.get("torch")
     versions = {
         "callsheet": callsheet.__version__,

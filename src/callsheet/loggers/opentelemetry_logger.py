@@ -83,14 +83,14 @@ class OpenTelemetryLogger(Tracker):
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record when the run started. The trace begins later, since a resumed run continues the trace in its checkpoint."""
+        """Store the run's start time. The trace begins once the checkpoint is loaded, which may have a trace to continue."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         self._load_began = time.time_ns()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin a trace for the run, or continue the trace of the run that is resumed."""
+        """Begin a new trace or, in a resumed run, continue the trace whose id is in the checkpoint."""
         super().on_checkpoint_load_end(ctx)
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 

@@ -23,7 +23,7 @@ _EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED:
 
 
 class WandBLogger(Tracker):
-    """Log records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`, which each record has.
+    """Log records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`.
 
     All calls of W&B are made from a background thread (a lane), so training does not wait for them, and `wandb.run` exists
     shortly after training has begun. The end of the run takes at most 5 seconds more than `timeout`.

@@ -74,7 +74,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return for how long a teacher that has no weights yet is trained.
+        """Return how long to train the teacher if the configuration names no weights for it.
 
         If that is a multiple of `max_duration`, return it in the unit of `max_duration`.
         """
@@ -149,9 +149,9 @@ class Distill(Finetune):
         self.results = results | {name: value for name, value in self.results.items() if not name.endswith("/loss")}
 
     def run(self) -> dict[str, float]:
-        """Train and evaluate the student, as every recipe trains its model.
+        """Train and evaluate the student.
 
-        If `compare_with_hard_labels` is set, also train another student on the labels alone.
+        If `compare_with_hard_labels` is set, also train another student on the labels alone, for comparison.
         """
         super().run()
         if self.config.compare_with_hard_labels and not self.trainer.preempted:
@@ -222,7 +222,7 @@ class Distill(Finetune):
 
 
 class _InnerFinetune(Finetune):
-    """A fine-tuning run within this recipe, such as the teacher's. Its export is either complete or missing."""
+    """A fine-tuning run within this recipe, such as the teacher's. Its export folder, if there is one, is complete."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename the folder when it is complete."""

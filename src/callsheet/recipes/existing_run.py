@@ -99,7 +99,10 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 
 
 def resumable(folder: Path, resume: str) -> str | None:
-    """Return the Trainer's `resume` argument; None if a new run starts, for which an existing folder must be renamed."""
+    """Return what to pass to the Trainer as `resume`; None if a new run is to start.
+
+    For a new run, the caller must first rename an existing folder of that name.
+    """
     if resume == NEW:
         return None
     if resume == AUTO and not find_checkpoints(folder / "checkpoints").checkpoints:
@@ -142,7 +145,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings, with keys and values that version 0.1.0 or earlier wrote converted to the present ones."""
+    """Return a run's settings, with old keys and values, from version 0.1.0 or earlier, replaced by the present ones."""
     current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
     if current.get("too_long") == "refuse":
         current["too_long"] = "reject"

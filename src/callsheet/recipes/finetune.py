@@ -95,7 +95,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """A task that trains on the loss that the model computes itself, without a key-value cache.
+    """A task whose loss is computed by the model itself. The key-value cache is turned off.
 
     Nothing reads the cache, and with it packed examples could attend to each other.
     """
@@ -166,7 +166,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return model  # type: ignore[no-any-return]
 
     def make_task(self) -> Task:
-        """Return a task that uses the loss that the model computes itself, over the target tokens."""
+        """Return a task whose loss is computed by the model itself, over the target tokens."""
         return CausalTask()
 
     def train_data(self) -> Iterable[Any]:

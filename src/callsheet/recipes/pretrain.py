@@ -110,7 +110,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
 
     def make_task(self) -> Task | None:
-        """Return the task: None for the model's own loss, or the configured `forward_step`."""
+        """Return a task that calls the given `forward_step`; None if there is none, so that the model computes its own loss."""
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:
@@ -118,11 +118,11 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return evenly spaced windows of the validation files, or all validation rows."""
+        """Return evenly spaced windows of the validation files or, if the data are rows, all windows of the validation rows."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return windows of the test files, as many as for validation, or all test rows."""
+        """Return evenly spaced windows of the test files or, if the data are rows, all windows of the test rows."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:

@@ -167,7 +167,7 @@ class Recipe(Generic[AnyConfig]):
         return Path(self.config.runs_folder) / self.config.run_name
 
     def setup(self) -> None:
-        """Make the model, the data and the trainer. Resume an existing run, or set it aside by renaming its folder.
+        """Make the model, the data and the trainer. An existing run is resumed, or its folder is renamed and a new run starts.
 
         Raises:
             ConfigError: the data, the model or another value cannot be used; or the existing run belongs to another job.

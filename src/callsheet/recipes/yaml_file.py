@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def loaded(value: Any) -> Any:
-    """Return `value` parsed as YAML if it is a text; the value itself if it is not YAML or nested too deeply."""
+    """Parse a text as YAML. Return the value unchanged if it is not a text, not YAML, or nested too deeply."""
     try:
         content = yaml.safe_load(value) if isinstance(value, str) else value
     except (yaml.YAMLError, ValueError, RecursionError):

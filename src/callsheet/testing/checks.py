@@ -45,7 +45,7 @@ _HALF = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
-    """Check that the callback takes its options by name, and can be rebuilt from its `CallbackSpec` in JSON, with its state."""
+    """Check that the callback's options are keyword-only, and that it can be rebuilt from its state and its spec in JSON."""
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
@@ -248,7 +248,10 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks, for comparison. Its checkpoint was saved after step `SAVED_AT`."""
+    """The results of a run without callbacks, with which runs of the tested callback are compared.
+
+    `checkpoint` is the one that the run saved after step `SAVED_AT`.
+    """
 
     weights: dict[str, Tensor]
     losses: list[str]
@@ -279,7 +282,7 @@ def _no_callback() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """Return what differs between the run `watched` and the run without callbacks."""
+    """Return a text that says what differs between the run `watched` and the run without callbacks; empty if nothing does."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -315,7 +318,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Check that `error`, raised at this event and step of a run with the callback, reaches the caller."""
+    """Make a run with the callback, raise `error` at this event and step, and check that it reaches the caller."""
 
     def fail(ctx: Context) -> None:
         raise error
@@ -374,7 +377,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """Make a run, and return what is attached to the model afterwards, and a weak reference to the model."""
+    """Make a run. Return what it leaves attached to the model, such as hooks, and a weak reference to the model."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

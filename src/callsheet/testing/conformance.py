@@ -23,12 +23,12 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """The type of a conformance check: a function of a callback's factory or `Subject`, and of a folder to write to."""
+    """The type of a conformance check: a function that takes a callback's factory or `Subject`, and a folder to write to."""
 
     __name__: str
 
     def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if this cannot be checked."""
+        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if the check cannot run."""
 
 
 @contextmanager

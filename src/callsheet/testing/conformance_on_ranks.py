@@ -85,7 +85,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """The results of a run with one callback on one rank. `found` says why the callback fails the check."""
+    """The results of a run with one callback on one rank. If the callback fails the check, `found` says why; else it is empty."""
 
     found: str = ""
     steps: int = 0
@@ -112,7 +112,10 @@ def _packed(subject: Subject) -> bytes:
 
 
 def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
-    """Start the ranks, and wait as long as they keep finishing callbacks. Return an error message if a rank crashed."""
+    """Start the ranks, and wait until they end. Return an error message if a rank crashed.
+
+    Stop waiting if no callback is finished for `timeout` seconds, or shortly after a callback has failed.
+    """
     last, moment, failed_at = 0, time.monotonic(), 0.0
     with RankProcesses(_on_this_rank, world_size, packed, str(folder), first) as ranks:
         while any(process.exitcode is None for process in ranks.processes):

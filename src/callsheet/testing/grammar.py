@@ -24,7 +24,7 @@ class GrammarError(CallsheetError, AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A regular expression over the names of spans (start and end events) and points (single events).
+    """A regular expression over names: those of spans, which have a start and an end event, and those of point events.
 
     `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`.
     """
@@ -43,7 +43,7 @@ class Order:
         return self.kind in ("empty", "many")
 
     def after(self, name: str) -> Order:
-        """Return the expression for what may follow `name` (the derivative of the regular expression)."""
+        """Return the expression for the rest of a sequence that begins with `name` (the derivative of the regular expression)."""
         if self.kind == "name":
             return EMPTY if self.name == name else NONE
         if self.kind == "or":
@@ -227,7 +227,7 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Update which context fields are available; `depth` is the number of spans that were open before the event.
+        """Update which fields are available at `event`; `depth` is the number of spans that were open before the event.
 
         A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
         an epoch, whose window no step closes.

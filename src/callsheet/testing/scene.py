@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that returns equal trainers at all calls, which train for at least 10 steps and evaluate.
+    """The type of a function that makes a trainer, the same at each call, that trains for at least 10 steps and evaluates.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name of the callback's class, or the name of `make`, which makes the callback, if calling it fails."""
+        """The name of the callback's class or, if `make` fails to make a callback, the name of the function `make`."""
         if isinstance(self.make, type):
             return self.make.__name__
         try:
@@ -71,7 +71,7 @@ class Subject:
 
 
 class ConformanceError(AssertionError):
-    """Raised if a callback does not pass a check. Attributes: `callback`, the `check`, what was `found`, and a `hint`."""
+    """Raised if a `callback` does not pass a `check`. `found` says what is wrong, and `hint` what to do."""
 
     def __init__(self, callback: str, check: str, found: str, hint: str) -> None:
         super().__init__(f"{callback} does not pass {check}: {found}; {hint}")

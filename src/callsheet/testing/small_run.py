@@ -114,7 +114,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Call `act`, request a checkpoint or log values, if this is planned for the present event and step."""
+        """Call `act`, request a checkpoint or log values if the present event and step are the ones fixed for it."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:

@@ -136,9 +136,9 @@ class DescriptorCapture:
         return self._pipes[descriptor] == _identity(descriptor)
 
     def _put_back(self, descriptor: int) -> None:
-        """Let file descriptor 1 or 2 point again to the target that it had before the capture.
+        """Make file descriptor 1 or 2 point to its original target again.
 
-        If that target belonged to another capture that is closed by now, restore that capture's own target instead.
+        If that target belonged to another capture that is closed by now, restore the original target of that capture instead.
         """
         passed = [self]
         while (under := passed[-1]._under[descriptor]) is not None and under._is_closed:

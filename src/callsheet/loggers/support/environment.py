@@ -1,4 +1,4 @@
-"""Records the environment of a run: command, git commit and changes, packages, hardware. A separate thread reads it."""
+"""Records the environment of a run in a separate thread: command, git commit and changes, packages, hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", 
 
 
 def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
-    """Start a thread that reads git commit, packages and hardware and passes them to `write`. Return the thread.
+    """Start and return a thread that collects the git commit, the packages, the hardware and so on, and passes them to `write`.
 
     Only the current folder and the command are read on the caller's thread, because a program may change them later. What cannot
     be read is left out.

@@ -12,7 +12,7 @@ from callsheet.errors import ConfigError
 
 
 def path_from(name: str) -> str:
-    """Return `name` as a path that stays inside its folder and that every file system accepts.
+    """Convert `name` to a relative path that every file system accepts and that does not lead out of its folder, as `..` would.
 
     Slashes in the name separate folders.
     """

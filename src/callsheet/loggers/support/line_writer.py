@@ -113,7 +113,7 @@ class LineWriter:
 
 
 class _File:
-    """A file to append to, and the bytes that are waiting for it."""
+    """A file with a queue of bytes that are still to be appended to it."""
 
     def __init__(self, path: Path) -> None:
         self.waits = bytearray()
@@ -121,7 +121,7 @@ class _File:
         self._descriptor: int | None = None
 
     def write(self) -> OSError | None:
-        """Write as many of the waiting bytes as possible. Return the error if some are left."""
+        """Append the queued bytes to the file. If that fails, keep the rest in the queue and return the error."""
         try:
             while self.waits:
                 if self._descriptor is None:

@@ -71,7 +71,10 @@ def active_run(mlflow: Any) -> Any:
 
 
 def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
-    """Return an MLflow client for `uri`. None means MLflow's own setting, or else `mlflow.db` next to the run's folder."""
+    """Return an MLflow client for the tracking URI `uri`.
+
+    If it is None, use MLflow's own setting, or else the database `mlflow.db` next to the run's folder.
+    """
     if uri is None and not mlflow.is_tracking_uri_set() and run.folder is not None:
         folder = run.folder.absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,9 +126,9 @@ def allowed(name: str) -> str:
 
 
 def _artifacts_beside(uri: str) -> str | None:
-    """Return a location for artifacts next to the SQLite file in `uri`, since MLflow's default is the working directory.
+    """Return a folder for artifacts next to the SQLite database `uri`, because MLflow would write them to the working directory.
 
-    None lets the server choose.
+    Return None for any other URI, so that the server chooses.
     """
     path = uri.partition("sqlite:///")[2]
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path else None

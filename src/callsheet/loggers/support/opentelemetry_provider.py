@@ -71,9 +71,9 @@ class OwnProvider:
 
 
 def provider_for(endpoint: str | None, service_name: str | None, timeout: float) -> tuple[Any, OwnProvider | None]:
-    """Return the OpenTelemetry provider that the application has set, unless an endpoint is given.
+    """Return the application's OpenTelemetry provider, or a new one if an `endpoint` is given or the application has none.
 
-    Otherwise return one of callsheet's, and the object to close.
+    Also return the `OwnProvider` to close if the provider is new, else None.
     """
     theirs = trace.get_tracer_provider()
     if endpoint is None and not isinstance(theirs, trace.ProxyTracerProvider):

@@ -1,4 +1,4 @@
-"""A file with a process's output, in the form that a terminal would show at the end.
+"""A log file of a process's output. Like a terminal, it shows only the last state of a line that is rewritten.
 
 This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
 descriptors into such a file; see `descriptor_capture`.
@@ -20,7 +20,7 @@ _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|
 
 
 class OutputLog:
-    """A log file for printed text, written line by line from any thread. In a forked process it does nothing.
+    """A log file for printed text, to which any thread may write. In a forked child process, `write` does nothing.
 
     If a line is rewritten, as by a progress bar, only its last state is kept. Colours and other codes are removed. A file that
     would become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write
@@ -56,7 +56,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return the error that made writing fail since the last call, or None. Later errors in a row are not returned."""
+        """Return the error of a failed write since the last call, or None. Of failures in a row, only the first is returned."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -103,7 +103,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return the text that a terminal would show for a complete line; None if the line has only control codes."""
+    """Return what remains visible of `line` after a terminal has printed it; None if the line has only control codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -120,7 +120,7 @@ CLOSED = b"\0"
 
 
 class _Source:
-    """The pipe of a captured file descriptor: text that is written to it goes to the original target and to the log."""
+    """The pipe that replaces a captured file descriptor. Its output goes to the descriptor's original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name

@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a new record of `step` repeats records that were kept."""
+        """Return whether a new record at `step` repeats records that were kept although they were logged after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 
@@ -51,7 +51,7 @@ def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> Va
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
-    """Return whether a checkpoint is in this run's folder or in the run's folder of checkpoints."""
+    """Return whether the path `checkpoint` is in this run's folder or its folder of checkpoints, rather than another run's."""
     run = ctx.run
     if "://" in run.checkpoints:
         return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")

@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Queue `entries`, and send all queued entries unless the queue pauses after a failure. Raise what `send` raises."""
+        """Queue `entries`. Send all queued entries, except in the pause after a failure. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:

@@ -1,4 +1,4 @@
-"""A thread that shows what the training loop is doing if nothing has been shown for a while."""
+"""A thread that shows in which handler the training loop is, and for how long, if nothing has been shown for a while."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread that shows what the training loop is doing."""
+        """Stop the thread, and wait a few seconds for its end."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)  # limit the wait, because a terminal that accepts no text may block the thread
@@ -51,7 +51,7 @@ class SilenceWatch:
 
 
 def _handler_of(thread: int) -> str:
-    """Return the handler that a thread is running, such as `Generate.on_eval_all_end`, or an empty string."""
+    """Return the name of the handler that a thread is running, such as `Generate.on_eval_all_end`; empty if there is none."""
     # Do not read the frames' variables, because that would keep their values alive.
     frame = sys._current_frames().get(thread)
     while frame is not None:

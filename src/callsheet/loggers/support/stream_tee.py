@@ -13,7 +13,7 @@ Take = Callable[[str, str], None]
 
 
 class StreamTee:
-    """Replaces `sys.stdout` or `sys.stderr`. Text that this process writes to the stream is also passed to `take`.
+    """Replaces `sys.stdout` or `sys.stderr`, and passes text that this process writes to the original stream and to `take`.
 
     If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
     is again the stream in `sys`.
@@ -29,7 +29,7 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced, or the stream below that if it is a closed tee."""
+        """The stream that this tee replaced. If that is a closed tee, the stream that the closed tee replaced."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
@@ -47,7 +47,10 @@ class StreamTee:
             self.write(line)
 
     def close_tee(self) -> None:
-        """Stop copying, and put the original stream back if possible. The stream itself stays open. This may be called twice."""
+        """Stop copying. Restore the original stream, unless another object has replaced or wrapped the tee.
+
+        The original stream is not closed. This method may be called twice.
+        """
         self._take = None
         self._remove()
         _move_handlers(self, self.under)

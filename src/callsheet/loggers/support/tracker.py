@@ -35,14 +35,16 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run in the experiment tracker. `is_ours` means that the logger opened the run, and so must close it."""
+    """A run in the experiment tracker. `is_ours`: whether the logger opened the run itself, and must therefore close it."""
 
     run_id: str
     is_ours: bool = True
 
 
 class Tracker(Logger):
-    """The base class of loggers that write to a run of a tracker; see the module.
+    """The base class of loggers that write to a run of an experiment tracker, such as W&B.
+
+    The docstring of the module lists the methods that a subclass implements.
 
     The run is opened at `on_checkpoint_load_end`. A resume under the same run name continues the tracker's run whose id is in the
     checkpoint. A resume under another name is a fork, and gets a run of its own.
@@ -81,7 +83,7 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether `state_dict` can be called before the logger's thread has handled all events so far.
+        """Whether `state_dict` can be called while the logger's thread still has events to handle.
 
         This is so if the run is open and the subclass adds no state.
         """
@@ -119,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the id of the tracker's run, and the name of callsheet's run."""
+        """Return the id of the run in the tracker, and the run's name in callsheet, by which a fork is told from a resume."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,7 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import the tracker's package and return it. It is not stored in an attribute, because a module cannot be copied."""
+        """Import and return the tracker's package. No attribute stores it, because loggers are copied, and a module cannot be."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 

@@ -114,10 +114,9 @@ class ByteFiles:
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
-        """Return the cross-entropies of the validation bytes, in nats per byte, under unigram and under bigram counts of the
-        training bytes.
+        """Return the validation losses of a unigram and of a bigram model of the training bytes, in nats per byte.
 
-        Counts start from one (Laplace's rule), so that no byte has probability 0.
+        The models count bytes and pairs of bytes. Counts start from one (Laplace's rule), so that no byte has probability 0.
         """
         train, validation = self.train_bytes.astype(np.int64), self.validation_bytes.astype(np.int64)
         single = np.bincount(train, minlength=256) + 1.0
@@ -128,7 +127,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """A dataset of windows of `length` tokens from one token sequence: every `step`-th window, and at most `most` windows."""
+    """A token sequence as a dataset of consecutive windows of `length` tokens: every `step`-th of them, and at most `most`."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

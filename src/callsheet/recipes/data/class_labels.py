@@ -38,7 +38,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, labels: Iterable[tuple[str, Any]]) -> ClassLabels:
-        """Make the classes from all (place, label) pairs of the data: names in alphabetical order, or numbers up to the greatest.
+        """Make the classes from each row's (place, label): names in alphabetical order, or all numbers from 0 to the greatest.
 
         Raises:
             ConfigError: a label is neither a name nor a number, some are names and others numbers, or there is only one class.
@@ -85,7 +85,7 @@ class ClassLabels:
 
 
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
-    """Return the labels, numbered like the classes of the pretrained model's classification head if it has one.
+    """Return the labels with the class indices of the pretrained model's classification head, if it has one.
 
     If the head has the same names, the labels get its order. If the labels are only numbers, they get the head's names.
 

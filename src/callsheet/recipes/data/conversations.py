@@ -88,8 +88,9 @@ class Conversations:
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
-        """Return the tokens of a row's prompt: the row without its last answer, followed by the template's start of an
-        answer.
+        """Return the tokens after which the model generates an answer: the row without its last answer.
+
+        If there is a chat template, the tokens end with its start of an answer.
 
         Raises:
             ConfigError: as in `example`.
@@ -175,7 +176,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. `special` adds the tokenizer's special tokens, which a rendered template already has."""
+        """Return the token ids of a text. `special` adds special tokens, such as a start token; a rendered template has them."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -184,7 +185,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """Call `render`, which renders the chat template. Raise ConfigError for the row at `place` if it fails."""
+    """Return the result of `render`. Raise ConfigError for the row at `place` if the chat template cannot render its messages."""
     from jinja2 import TemplateError
 
     try:
@@ -194,7 +195,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
-    """Return the chat messages of a row, and its tools."""
+    """Return the chat messages of a row, and the tools that the model may call; None if there are none."""
     parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
     messages: list[Message] = []
     for column, value in parts:

@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """A table of functions with a docstring. Each row is a conversation: a question about the function, and the docstring.
+    """A table of conversations about functions. In each row, the question is about one function, and the answer is its docstring.
 
     The user gives the module and the signature, and the assistant answers with the docstring's first line.
     """
@@ -36,7 +36,7 @@ class Documented(Table):
         return self._rows[index][1]
 
     def place(self, index: int) -> str:
-        """Return the file and the line of the function in a row."""
+        """Return the file and the line at which the function of a row is defined."""
         return self._rows[index][0]
 
 
@@ -67,7 +67,7 @@ class Docstrings:
 
     @property
     def validation(self) -> dict[str, Documented]:
-        """Return the `functions` and the `methods` of the held-out files, as two datasets."""
+        """Return the rows of the held-out files as two datasets, named `functions` and `methods`."""
         return {name: self._tables[name] for name in ("functions", "methods")}
 
     @cached_property

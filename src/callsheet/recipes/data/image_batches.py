@@ -87,9 +87,9 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """Return keyword arguments for the tokenizer, so that it adds no second start token to a text.
+        """Return keyword arguments for the tokenizer, so that a text with a start token does not get a second one.
 
-        The chat template may have added one.
+        A chat template may have added the start token.
         """
         begin = self._processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}

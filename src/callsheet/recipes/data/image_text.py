@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A span of text (characters `start` up to `end`) on which the loss is computed, and the number of images before it."""
+    """A part of a text, characters `start` up to `end`, on which the loss is computed. `images_before` images come before it."""
 
     start: int
     end: int
@@ -240,7 +240,7 @@ def _count_images(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]:
-    """Yield the first `most` rows of a table or stream as examples, so that errors in them are found before training.
+    """Yield the first `most` rows of a table or stream as examples, or all if it is None, to find errors in them before training.
 
     Raises:
         ConfigError: there is no row, or one that cannot be used.

@@ -241,7 +241,7 @@ def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedS
 
 
 def reject(place: str, why: str) -> NoReturn:
-    """Raise ConfigError for the row at `place`. The reason `why` includes a hint."""
+    """Raise ConfigError for the row at `place`. The text `why` says what is wrong and what to do."""
     raise ConfigError(f"{place}: {why}")
 
 

@@ -56,7 +56,10 @@ class TextRows:
 
 
 class TextSets:
-    """The datasets of token windows by name. Rows that are not streamed are tokenized at once, with four bytes per token."""
+    """Datasets of token windows, by name. Rows that are not streamed are tokenized at the start, and kept in memory.
+
+    They take four bytes per token.
+    """
 
     def __init__(self, rows: Mapping[str, Table | Stream], column: str, tokenizer: Any, length: int) -> None:
         self._tokenizer = tokenizer

@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Raise ConfigError for unknown keyword arguments from which a transformers configuration was made.
+    """Raise ConfigError if a transformers configuration was made with keyword arguments that it does not know.
 
     Raises:
         ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.
@@ -27,7 +27,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
 
 
 def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Raise ConfigError for unknown keys among the values that override those of a transformers configuration.
+    """Raise ConfigError if values are to override keys that a transformers configuration does not have.
 
     Raises:
         ConfigError: a key is unknown to the configuration or to its part.
@@ -52,7 +52,10 @@ def _declared(kind: Any) -> set[str]:
 
 
 def _read(kind: Any) -> set[Any]:
-    """Return the keys that the class reads from its keyword arguments by name, such as those of older versions."""
+    """Return all constants in the class's constructors. Among them are the keys that these read from `**kwargs`.
+
+    Older versions' names of keys are read in this way.
+    """
     from transformers import PreTrainedConfig
 
     # Leave out the base class, whose code mentions keys that it does not read.

@@ -187,7 +187,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether a missing weight belongs to a new classification head, or to the pooler before it."""
+    """Return whether the missing weight `name` belongs to a new classification head, or to a pooler before that head."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name

@@ -133,7 +133,7 @@ class Lora:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """Within this context, provide a process group through which all ranks coordinate writing; None for a single process."""
+    """Within this context, provide a gloo process group of all ranks to coordinate writing; None for a single process."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return

@@ -172,7 +172,7 @@ def image_token_id(owner: Any) -> int | None:
 
 
 def check_images(model: Any, batch: Mapping[str, Any]) -> None:
-    """Check, on one row's images, that the vision tower returns as many vectors as the processor makes image tokens.
+    """Check with one row that the vision tower makes as many vectors as the processor inserts image tokens.
 
     Parameters of the tower that do not affect these vectors, such as layers after `vision_feature_layer`, are frozen. They would
     get no gradient, which DistributedDataParallel does not support.
@@ -232,7 +232,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the prefixes of parameter names to which a word such as `vision_tower` refers."""
+    """Return the prefixes of the names of all parameters in the part of the model that `word` names, such as `vision_tower`."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

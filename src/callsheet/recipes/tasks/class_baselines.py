@@ -27,7 +27,7 @@ class ByteCounts:
         self.bytes[label] += _histogram(text)
 
     def majority(self) -> int:
-        """The index of the most frequent class."""
+        """Return the index of the most frequent class."""
         return int(self.rows.argmax())
 
     def naive_bayes(self, texts: Iterable[str]) -> Tensor:

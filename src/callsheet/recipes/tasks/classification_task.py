@@ -46,9 +46,9 @@ class ClassificationTask(Task):
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
-        """Return the total weight of the batch's samples, by which the loss is divided.
+        """Return the sum of the class weights of the batch's samples, by which the loss is divided.
 
-        Without class weights, it is their number.
+        Without class weights, it is the number of samples.
         """
         labels = batch["labels"]
         weights = self._weights_on_device_of(labels)
@@ -56,7 +56,7 @@ class ClassificationTask(Task):
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether all classes have the same weight."""
+        """Whether the weight of a batch is its number of samples, because there are no class weights."""
         return self._weights is None
 
     def _weights_on_device_of(self, labels: Tensor) -> Tensor | None:
