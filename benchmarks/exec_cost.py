@@ -4,15 +4,17 @@
     python benchmarks/exec_cost.py seconds
 
 `instructions` needs valgrind. It counts the instructions of forty steps, two metrics records among them: of the script alone, of the same loop with
-`attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger.
+`attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger. Each is counted
+three times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has their medians.
 
 `seconds` runs the script with steps of about ten milliseconds, in turn alone, alone in a larger process, and under `callsheet exec` with the
 default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that trains and
-in all threads, and between the wall times. The median step is one without a metrics record; it varies less from run to run. The first third of each run, with the imports and the recognition of the loop, is left out. The
-larger process has imported callsheet's modules and has a second thread that only waits; it observes nothing. Both make the script slower by
-themselves: so does a list of 60,000 small dicts, and so does a waiting thread without callsheet. A process that loads data with workers, or
-computes with several threads, has more than one thread anyway. Instructions would say too much here: under valgrind the system's metrics,
-which are measured every five seconds, would be measured at each record.
+in all threads, and between the wall times. The median step is one without a metrics record; it varies less from run to run. The first third of
+each run, with the imports and the recognition of the loop, is left out. The larger process has imported callsheet's modules and has a second
+thread that only waits; it observes nothing. Both make the script slower by themselves: so does a list of 60,000 small dicts, and so does a
+waiting thread without callsheet. A process that loads data with workers, or computes with several threads, has more than one thread anyway.
+Instructions would say too much here: under valgrind the system's metrics, which are measured every five seconds, would be measured at each
+record.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 """Lets glibc keep freed memory. Otherwise the script alone returns the gradients' memory to the system in each step and gets it anew, and any
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
+REPEATS = 3  # counts of each variant by valgrind
 CLOCKS = (
     "median step, CPU time of the training thread",
     "mean step, CPU time of the training thread",
@@ -150,7 +153,13 @@ def run(words: list[str], variables: dict[str, str]) -> None:
 
 
 def instructions_of(variant: str) -> Count:
-    """Return what a step of the variant takes, counted by valgrind."""
+    """Return what a step of the variant takes: the medians of several counts."""
+    counts = [count_of(variant) for _ in range(REPEATS)]
+    return Count(*map(statistics.median, zip(*counts, strict=True)))
+
+
+def count_of(variant: str) -> Count:
+    """Return what a step of the variant takes, counted once by valgrind."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words, variables = command(variant, folder, RECORD_EVERY)
@@ -178,7 +187,7 @@ def print_instructions() -> None:
     """Print what each variant adds to the script alone."""
     floor = instructions_of(ALONE)
     print(
-        f"{machine()}; {COUNTED} steps; a step of the script alone has {floor.instructions:,.0f} instructions in {floor.cycles:,.0f} cycles\n"
+        f"{machine()}; {COUNTED} steps, medians of {REPEATS} counts; a step of the script alone has {floor.instructions:,.0f} instructions in {floor.cycles:,.0f} cycles\n"
     )
     print("| variant | instructions added to a step | cycles added to a step |\n| --- | --- | --- |", flush=True)
     for variant in (ATTACHED, BARE):

@@ -206,7 +206,7 @@ def with_closure(
 
 
 class OptimizerHooks:
-    """Reports the optimizer's step. When the step begins, all gradients are computed.
+    """Reports when the optimizer's step begins, after all gradients have been computed, and when it ends.
 
     With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward pass
     of the closure come before it. If the optimizer evaluates the closure several times, the last loss is the loss of the step.

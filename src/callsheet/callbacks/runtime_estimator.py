@@ -114,7 +114,7 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # With a single pause, the interval is the training before that pause.
+            # After a single pause, assume that the next one comes after as much training as there was before the first.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
                 # Number of pauses to come, rounded up because there is also a pause at the end.

@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of names that these checkpoint files have, or None if they are not the files of a checkpoint."""
+    """Return which naming scheme of `NAMES` these files of a checkpoint follow, or None if they are not a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 

@@ -53,7 +53,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Forget which callbacks keep which checkpoints. Call this if those are the checkpoints of another run."""
+    """Forget which callbacks keep which checkpoints, because the state that was loaded is that of another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 

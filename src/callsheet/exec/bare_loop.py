@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
-from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, start_forward
-from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
-from callsheet.core.background import inner
-from callsheet.core.callback import Callback, label_of
-from callsheet.core.context import Context
+from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
-from callsheet.errors import NotSupported, text_of
-from callsheet.exec.log_pace import LogPace, PacedRecords
+from callsheet.errors import text_of
+from callsheet.exec.log_pace import LogPace
+from callsheet.exec.lone_run import LoneRun, check_observers
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
@@ -35,26 +32,6 @@ HOST = "this script"
 """What messages call the loop, in the place of a framework's name."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
-_GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
-"""Collective callbacks that call no other collective than `ctx.gather`, so that they can observe one rank."""
-
-
-class _LoneContext(Context):
-    """The context of callbacks that run on one rank only, although the training has several."""
-
-    __slots__ = ()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value in a list, because the callbacks run on no other rank."""
-        return [value]
-
-
-class _LoneRun(HostedRun):
-    """A run that is observed on this rank alone."""
-
-    CONTEXT = _LoneContext
-    RECORDS = PacedRecords
-    records: PacedRecords
 
 
 class BareLoop(NotCopied):
@@ -96,10 +73,9 @@ class BareLoop(NotCopied):
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._stops = stops
-        self._able = ("stop",) if stops is not None else ()
         self._batches = LoopBatches(loader)
         self._ranks = read_ranks().world_size
-        self.run = run = _LoneRun(
+        self.run = run = LoneRun(
             observers,
             model=unwrapped(model),
             optimizer=optimizer,
@@ -108,7 +84,7 @@ class BareLoop(NotCopied):
             runs_folder=runs_folder,
             config=config,
             log_interval=pace.steps,
-            able=self._able,
+            able=("stop",) if stops is not None else (),
             saves=lambda requests: None,
             is_alone=True,
         )
@@ -134,7 +110,7 @@ class BareLoop(NotCopied):
         self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
-        self._in_forward: Literal["train", "eval", ""] = ""  # what the call of the model that is running is for; empty if none is
+        self._in_forward: Literal["train", "eval", ""] = ""  # why the model is being called now; empty if it is not
         self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
         self._thread = get_ident()
         run.fails_by(self._leave)
@@ -161,15 +137,7 @@ class BareLoop(NotCopied):
 
     def _begin(self, loss: Tensor | None, batch: Any, counts: tuple[int, int], has_closure: bool) -> None:
         run = self.run
-        for each in run.manager.callbacks:
-            if each.collective and self._ranks > 1 and not isinstance(each, _GATHERING):
-                raise NotSupported(
-                    f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out"
-                )
-            if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in self._able):
-                raise NotSupported(
-                    f"{label_of(each)} asks for {asked}, which a loop written by hand cannot carry out without a change; use callsheet.attach"
-                )
+        check_observers(run)
         self._support.before_run(_NEVER, run.control)
         run.begin()
         self._install_forward_hooks()
@@ -213,23 +181,20 @@ class BareLoop(NotCopied):
         except Exception as fault:
             self._leave(fault)
         finally:
-            self._release()
-
-    def abandon(self) -> None:
-        """Stop observing, and fire no more events, because the script has forked this process."""
-        self._release()
+            self.release()
 
     def _leave(self, error: Exception | SystemExit) -> None:
         """End the run because of an error of callsheet or a callback. The script continues."""
         if not self._is_over:
             self.has_failed = True
-            self._release()
+            self.release()
             try:
                 give_up(self.run, error, contained=True)
             except Exception as fault:
                 logger.error("The run of %s could not be ended in order: %s", HOST, text_of(fault), exc_info=fault)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Remove all hooks, and fire no more events."""
         self._is_over = True
         for hook in self._hooks:
             hook.remove()
@@ -344,9 +309,8 @@ class BareLoop(NotCopied):
         """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
         if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
             return
-        if self.watch.total is not None:
-            self.watch.total = None
-            self.run.counted = (0, 0)
+        self.watch.total = None
+        self.run.counted = (0, 0)
 
     def scaler_has_stepped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
@@ -450,7 +414,7 @@ class BareLoop(NotCopied):
 
     def _install_forward_hooks(self) -> None:
         if self._sees_forward and not self._is_over:
-            self._forward.install(needs_outputs=self.evaluations.is_open or not self._microbatch.has_no_listeners)
+            self._forward.install(needs_outputs=self._evaluation.is_open or not self._microbatch.has_no_listeners)
 
     def _listen(self) -> None:
         self._install_forward_hooks()
@@ -513,7 +477,7 @@ class BareLoop(NotCopied):
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()
         self._in_forward = "eval"
-        is_first = not self.evaluations.is_open
+        is_first = not self._evaluation.is_open
         self.evaluations.begin_batch(batch)
         if is_first:
             self._install_forward_hooks()
@@ -529,7 +493,7 @@ class BareLoop(NotCopied):
             self.evaluations.end_batch(outputs)
 
     def _leave_evaluation(self) -> None:
-        if self.evaluations.is_open:
+        if self._evaluation.is_open:
             self.evaluations.end()
             self._stop_if_asked()
             self._install_forward_hooks()

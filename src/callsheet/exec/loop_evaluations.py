@@ -22,16 +22,11 @@ class LoopEvaluations:
         self._run = run
         self._evaluation = run.eval
         self.span = run.eval.driver.parts["eval_all"]
-        """The span of an evaluation. Code that runs in each step reads `span.is_open`, which is faster than `is_open`."""
+        """The span of an evaluation, which is open from its first batch to its end."""
         self.dataset = ""
         """The name of the dataset on which an evaluator of a framework runs now, or empty."""
         self.delayed: dict[str, Mapping[str, float]] = {}
         """The results of evaluations within the open step, by dataset. Their events are fired after the step."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an evaluation has begun and not ended."""
-        return self.span.is_open
 
     def begin_batch(self, batch: Any) -> None:
         """Begin a batch of an evaluation, because the model is called. If no evaluation is open, begin one."""

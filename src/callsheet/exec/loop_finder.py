@@ -75,7 +75,7 @@ class LoopFinder:
             self._wrap(owner, "clip_grad_norm_", self._clip)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """Stop recognizing loops, because the script has forked this process."""
         self._is_over, self._loop = True, None
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -98,9 +99,8 @@ class Observation:
         self._has_trained = False  # whether a trainer of a framework has trained
         self._frameworks = Frameworks(self)
         self._imports = ImportWatch({"torch": self._install, **self._frameworks.actions})
-        self._is_over = False
-        ours = weakref.WeakMethod(self._abandon)
-        os.register_at_fork(after_in_child=lambda: (abandon := ours()) and abandon())
+        self._is_in_fork = False  # whether this is a process that the script has forked
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def __enter__(self) -> Self:
         messages.begin()
@@ -108,7 +108,7 @@ class Observation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
-        if self._is_over:
+        if self._is_in_fork:
             return
         try:
             is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -122,13 +122,13 @@ class Observation:
         except Exception as fault:
             log_failure("the observation could not be ended in order", fault)
 
-    def _abandon(self) -> None:
+    def leave_to_parent(self) -> None:
         """Stop observing in a process that the script has forked. The parent process is still observed."""
-        self._is_over = True
+        self._is_in_fork = True
         if self.loop is not None:
-            self.loop.abandon()
+            self.loop.release()
         if self.finder is not None:
-            self.finder.abandon()
+            self.finder.stop()
 
     def make(self, pace: LogPace) -> list[Callback]:
         """Return the callbacks for a run with this log interval."""
@@ -248,6 +248,11 @@ class Observation:
             if run.folder is not None and run.folder.is_dir():
                 outcome = run.outcome_reason or run.outcome
                 warn(f"{run.name}: {steps:,} step{'s' if steps != 1 else ''}, {outcome}; {_page(run.folder)}")
+
+
+def _leave_to_parent(reference: weakref.ref[Observation]) -> None:
+    if (observation := reference()) is not None:
+        observation.leave_to_parent()
 
 
 def _page(folder: Path) -> str:

@@ -36,14 +36,14 @@ def observers_of(file: str | os.PathLike[str] | None) -> Observers:
         return lambda pace: _isolated(_default(pace))
     path, specs = Path(file), _specs(Path(file))
 
-    def make(pace: LogPace | None) -> list[Callback]:
+    def make() -> list[Callback]:
         from callsheet.loggers import JSONLLogger
 
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
         return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
-    make(None)  # called here only to find a mistake before the script runs
-    return make
+    make()  # called here only to find a mistake before the script runs
+    return lambda pace: make()
 
 
 def _isolated(made: list[Callback]) -> list[Callback]:

@@ -253,7 +253,7 @@ class LaneSet:
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:
-        """Return the callbacks whose attribute `state_is_ready` is true: they need not handle queued events first.
+        """Return the callbacks whose state can be saved at once, before they have handled their queued events (`state_is_ready`).
 
         A property is read on another thread, with a deadline, because it is code of the user.
         """

@@ -177,7 +177,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     # --- private methods ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Return the source of rows of each dataset. None stands for scikit-learn's digits, which are used if `train` is None."""
+        """Return the source of rows of each dataset. It is None for scikit-learn's digits, which are used if `train` is None."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)

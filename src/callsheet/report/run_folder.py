@@ -211,7 +211,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # in the subfolder of a logger that has a name, only an event names the run
+        if not is_marked(path):  # this is a subfolder that a logger with a `name` made, so take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(

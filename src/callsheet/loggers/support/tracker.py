@@ -121,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the id of the run in the tracker, and the run's name in callsheet, by which a fork is told from a resume."""
+        """Return the id of the run in the tracker, and the run's name in callsheet, which shows whether a run is resumed or forked."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -177,7 +177,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as table cells. If long values begin alike, cut that off, up to the word before the difference."""
+    """Return the values as table cells. If long values have the same beginning, leave it out, up to the word before the difference."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))

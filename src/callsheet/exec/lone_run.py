@@ -1,0 +1,51 @@
+"""The run of a loop of which only this rank is observed, and the callbacks that can observe it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
+from callsheet.core.background import inner
+from callsheet.core.callback import label_of
+from callsheet.core.context import Context
+from callsheet.core.ranks import read_ranks
+from callsheet.errors import NotSupported
+from callsheet.exec.log_pace import PacedRecords
+
+_GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
+"""Collective callbacks that call no other collective than `ctx.gather`, so that they can observe one rank."""
+
+
+class LoneContext(Context):
+    """The context of callbacks that run on one rank only, although the training has several."""
+
+    __slots__ = ()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value in a list, because the callbacks run on no other rank."""
+        return [value]
+
+
+class LoneRun(HostedRun):
+    """A run that is observed on this rank alone."""
+
+    CONTEXT = LoneContext
+    RECORDS = PacedRecords
+    records: PacedRecords
+
+
+def check_observers(run: LoneRun) -> None:
+    """Check that the callbacks of the run need no other rank, and nothing that the loop cannot do.
+
+    Raises:
+        NotSupported: the message names the callback and what it needs.
+    """
+    able, is_alone = run.control.able, read_ranks().world_size == 1
+    for each in run.manager.callbacks:
+        if each.collective and not is_alone and not isinstance(each, _GATHERING):
+            raise NotSupported(f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out")
+        if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in able):
+            raise NotSupported(
+                f"{label_of(each)} asks for {asked}, which a loop written by hand cannot carry out without a change; use callsheet.attach"
+            )
