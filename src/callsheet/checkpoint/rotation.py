@@ -53,7 +53,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Forget which callbacks keep which checkpoints, because the state that was loaded is that of another run."""
+    """Forget which callbacks keep which checkpoints, because the loaded checkpoint is not one of this run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 
