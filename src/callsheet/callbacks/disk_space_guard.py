@@ -60,7 +60,7 @@ class DiskSpaceGuard(Callback):
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
-        """Check the disk, and request a stop as long as there is room for a last checkpoint."""
+        """Check the disk, and request a stop while there is still room for a last checkpoint."""
         free = self._check_disk(ctx)
         if free is None or not self._stop_below or self._has_stopped:
             return

@@ -84,7 +84,7 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
 
 
 def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
-    """Return the folders of the runs that `given` lists by name, folder or pattern, without duplicates and in this order.
+    """Return the folders of the runs that `given` lists by name, folder or pattern, without duplicates and in the order of `given`.
 
     With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest. Archived runs are left
     out unless they are named.

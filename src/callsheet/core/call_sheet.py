@@ -244,7 +244,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the compiled event with one more handler, that of `mark`, which records when the event is fired.
+    """Return the compiled event with the handler of `mark` added. That handler notes the time at which the event is fired.
 
     The added handler is called last at the end of a span, and first at any other event.
     """

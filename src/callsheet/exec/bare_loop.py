@@ -111,7 +111,7 @@ class BareLoop(NotCopied):
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # why the model is being called now; empty if it is not
-        self._is_in_microbatch = False  # whether the model was called with gradients since the step began or a loss was computed
+        self._is_in_microbatch = False  # whether the model was called with gradients after the step's beginning and its last loss
         self._thread = get_ident()
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)

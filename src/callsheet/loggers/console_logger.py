@@ -73,7 +73,7 @@ class ConsoleLogger(Logger):
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # print the evaluation's other metrics at once, because its results were just printed
+        if known:  # print this record of an evaluation now, below the evaluation's results, which are not repeated
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)

@@ -363,7 +363,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether some rank has called `question`, to find out which ranks still run."""
+        """Return whether a rank wants to know which ranks still run, and has called `question` for that."""
         return self._get("who") is not None
 
     def answer(self) -> None:

@@ -357,7 +357,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation, and no later step reads the ranks' last message
+            if not self._may_be_interrupted:  # the user called this evaluation: finish the exchange with the other ranks here
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -244,7 +244,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the step, because its metrics are known now, and fire its metrics record."""
+        """End the step, because its metrics are known now, and make its metrics record."""
         run.driver.end_step()
         if not self._is_checked:
             self._reject_listeners_of_not_fired(run)

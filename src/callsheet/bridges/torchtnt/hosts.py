@@ -332,7 +332,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Carry out the actions after the last step or epoch, which have waited for the end of torchtnt's evaluation."""
+        """After torchtnt's evaluation, carry out what was due at the end of the step or epoch before it."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)

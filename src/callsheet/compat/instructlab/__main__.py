@@ -1,4 +1,4 @@
-"""Exits with an error: InstructLab starts its ranks with the option `--callbacks`, but callsheet's ranks have no command line."""
+"""Exits with an error: InstructLab starts its ranks with the option `--callbacks`, but callsheet does not use such a command."""
 
 import sys
 

@@ -21,7 +21,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 _lock = threading.Lock()
 _talking: list[int] = []  # the timeouts of all active `patience` contexts, in any thread
-_before: dict[Any, Any] = {}  # MLflow's variable -> its original default, restored after the last context
+_before: dict[Any, Any] = {}  # MLflow's variable -> its original default, restored when no logger needs another
 
 
 @contextmanager
