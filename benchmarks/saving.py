@@ -1,6 +1,6 @@
 """What a checkpoint costs training, through `Trainer(save_in_background=True)` and `CheckpointSaver`, with other copies of the state beside it.
 
-python benchmarks/saving.py [--runs 4] [--rounds 5] [--layers 32] [--device cuda] [--raw results/saving.jsonl] [--folder ...]
+python benchmarks/saving.py [--runs 8] [--rounds 5] [--layers 32] [--device cuda] [--raw results/saving.jsonl] [--folder ...]
 
 Every run is one `Trainer` over one model with AdamW, on one thread. In every round the same run saves a checkpoint in the background, and
 a few steps later copies the same state once, and then gives it to `dcp.async_save` with a stager that is reused. Blocked is the time
@@ -255,7 +255,7 @@ def tables(runs: list[dict[str, Any]], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=32, help=f"of {WIDTH} x {WIDTH} weights: 12 MiB of state each")
     parser.add_argument("--raw", type=Path, help="where every run's figures go, a line each")
