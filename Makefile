@@ -86,7 +86,7 @@ public-scripts: $(READY)  ## public training scripts, alone and under callsheet 
 	$(BIN)/python benchmarks/public_scripts.py $(PUBLIC) $(if $(ONLY),--only '$(ONLY)') $(if $(AGAIN),--again)
 
 test-gpu:  ## the tests that need CUDA devices, with the interpreter of your choice: make test-gpu PYTHON=python3; installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q -rs tests/gpu || test $$? = 5
+	PYTHONPATH=src:tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q -rs tests/gpu || test $$? = 5
 
 lint: $(READY)  ## format, lint, types, and that what is generated is fresh
 	$(BIN)/ruff format --check .

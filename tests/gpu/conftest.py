@@ -25,6 +25,9 @@ def _missing() -> str:
 
 MISSING = _missing()
 
+if not MISSING:
+    from built_ins import built_in, collector, subjects  # noqa: F401  # the fixtures; tests/conftest.py is not read here
+
 
 class SkippedModule(pytest.Module):
     """A test module that is not imported."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from callsheet import Callback, Context, Trainer
@@ -172,3 +173,41 @@ def test_ranks_meet_over_nccl(kind: str) -> None:
     first, second = run_ranks(over_nccl, 2, kind)
     assert first == second
     assert first
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_rank_over_nccl(kind: str) -> None:
+    assert all(run_ranks(over_nccl, 1, kind))
+
+
+class Weighs(Callback):
+    """Keeps the model's weights as they are when each checkpoint is saved."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None:
+        self.weights[ctx.step] = {name: tensor.clone() for name, tensor in ctx.model.state_dict().items()}
+
+
+def test_a_checkpoint_written_in_the_background_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    """The copy from the device overlaps the next steps, which change the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+    data = [(torch.randn(64, 2048, device="cuda"), torch.randn(64, 2048, device="cuda")) for _ in range(20)]
+    weighs = Weighs()
+    with Trainer(
+        model,
+        nn.functional.mse_loss,
+        data,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        callbacks=[CheckpointSaver(save_interval="5ba", keep=10), weighs],
+        save_in_background=True,
+        run_name="run",
+        runs_folder=tmp_path,
+    ) as trainer:
+        trainer.fit()
+    assert len(weighs.weights) >= 4
+    for step, expected in weighs.weights.items():
+        found = load_file(tmp_path / "run" / "checkpoints" / f"ep0-ba{step}" / "shard-00000.safetensors")
+        assert all(torch.equal(found[f"state.model.{name}"], tensor.cpu()) for name, tensor in expected.items()), step

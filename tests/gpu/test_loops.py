@@ -1,0 +1,318 @@
+"""On CUDA, in loops that are not our Trainer's: observing adds no wait for the device, and the losses stay what they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import callsheet
+from callsheet import Callback, Context
+from callsheet.callbacks import History, LRMonitor, SpeedMonitor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+STEPS, LOG_EVERY = 40, 10
+PER_RECORD = 4
+"""How many waits a record may cost: one for each stack of values that is read."""
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the waits for the device in the block, by the line that waited."""
+    places: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places.update(f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchronizing CUDA" in str(each.message))
+
+
+def check_waits(loop: Callable[[bool], list[str]]) -> None:
+    """Check that the loop has the same losses when it is observed, and waits no more often than its records need."""
+    loop(False)  # so that neither has to load kernels
+    with counted() as alone:
+        expected = loop(False)
+    with counted() as observed:
+        losses = loop(True)
+    assert losses == expected
+    assert len(losses) == STEPS
+    added = observed - alone
+    assert added.total() <= PER_RECORD * STEPS / LOG_EVERY, dict(added)
+
+
+def monitors() -> list[Callback]:
+    return [SpeedMonitor(), LRMonitor(), History()]
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+    data = [(torch.randn(32, 64, device="cuda"), torch.randn(32, 8, device="cuda")) for _ in range(STEPS)]
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), data
+
+
+def hexes(losses: list[Tensor]) -> list[str]:
+    return [float(loss).hex() for loss in torch.stack(losses).cpu()]
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_loop_written_by_hand(is_scaled: bool, tmp_path: Path) -> None:
+    def loop(is_observed: bool) -> list[str]:
+        model, optimizer, data = parts()
+        scaler = torch.amp.GradScaler("cuda", enabled=is_scaled)
+        losses = []
+
+        def train(batches: Any) -> None:
+            for inputs, targets in batches:
+                with torch.autocast("cuda", torch.float16, enabled=is_scaled):
+                    loss = nn.functional.mse_loss(model(inputs), targets)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+
+        if not is_observed:
+            train(data)
+            return hexes(losses)
+        watching = monitors()
+        with callsheet.attach(
+            model=model, optimizer=optimizer, scaler=scaler, callbacks=watching, log_interval=LOG_EVERY, runs_folder=tmp_path
+        ) as run:
+            train(run.steps(data))
+        history = watching[-1]
+        assert isinstance(history, History)
+        expected = torch.stack(losses).view(-1, LOG_EVERY).mean(1).tolist()
+        assert history["train/loss"] == pytest.approx(expected, rel=1e-5)
+        return hexes(losses)
+
+    check_waits(loop)
+
+
+def test_the_hugging_face_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    from callsheet.bridges.huggingface import host
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+            self.losses: list[Tensor] = []
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            loss = nn.functional.mse_loss(self.net(inputs), labels)
+            self.losses.append(loss.detach())
+            return {"loss": loss}
+
+    def loop(is_observed: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = Model()
+        rows = [{"inputs": torch.randn(64), "labels": torch.randn(8)} for _ in range(STEPS * 8)]
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=STEPS,
+            per_device_train_batch_size=8,
+            logging_steps=LOG_EVERY,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=1,
+        )
+        Trainer(model, arguments, train_dataset=rows, callbacks=[host(monitors())] if is_observed else []).train()  # type: ignore[arg-type]
+        return hexes(model.losses)
+
+    check_waits(loop)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from callsheet.bridges.lightning import host
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def loop(is_observed: bool) -> list[str]:
+        torch.manual_seed(0)
+        module = Module()
+        rows = torch.utils.data.TensorDataset(torch.randn(STEPS * 8, 64), torch.randn(STEPS * 8, 8))
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="gpu",
+            devices=1,
+            log_every_n_steps=LOG_EVERY,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[host(monitors())] if is_observed else [],
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=8))
+        return hexes(module.losses)
+
+    check_waits(loop)
+
+
+class Reads(Callback):
+    """Keeps the loss of each record."""
+
+    phase = "report"
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, ctx: Context) -> None:
+        self.losses.append(ctx.record.values["train/loss"])
+
+
+def test_a_loss_that_a_cuda_graph_overwrites(tmp_path: Path) -> None:
+    """With `mode="reduce-overhead"`, the next call of the compiled function writes its loss into the memory of the last loss."""
+    torch.compiler.reset()
+    model, optimizer, data = parts()
+
+    @torch.compile(mode="reduce-overhead")
+    def compute_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    seen, reads = [], Reads()
+    with callsheet.attach(
+        model=model, optimizer=optimizer, callbacks=[reads, *monitors()], log_interval=LOG_EVERY, runs_folder=tmp_path, strict=False
+    ) as run:
+        for inputs, targets in run.steps(data):
+            loss = compute_loss(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            seen.append(loss.item())
+    expected = torch.tensor(seen).view(-1, LOG_EVERY).mean(1).tolist()
+    assert reads.losses == pytest.approx(expected, rel=1e-5)
+
+
+SCRIPT = """
+import json, sys, warnings
+
+import torch
+from torch import nn
+
+caught = warnings.catch_warnings(record=True).__enter__()
+warnings.simplefilter("always")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+data = [(torch.randn(32, 64, device="cuda"), torch.randn(32, 8, device="cuda")) for _ in range(100)]
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+losses = []
+for step, (inputs, targets) in enumerate(data):
+    if step == 5:
+        torch.cuda.set_sync_debug_mode("warn")
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach())
+torch.cuda.set_sync_debug_mode("default")
+waits = [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing CUDA" in str(each.message)]
+with open(sys.argv[1], "w") as file:
+    json.dump({"losses": [float(each).hex() for each in losses], "waits": waits}, file)
+"""
+
+
+def test_a_script_under_exec(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    found = []
+    for number, start in enumerate(([], ["-m", "callsheet.exec", "--runs_folder", str(tmp_path / "runs")])):
+        result = tmp_path / f"{number}.json"
+        done = subprocess.run(
+            [sys.executable, *start, str(script), str(result)], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(result.read_text()))
+    alone, observed = found
+    assert observed["losses"] == alone["losses"]
+    assert alone["waits"] == []
+    assert len(observed["waits"]) <= PER_RECORD * 100 / LOG_EVERY, Counter(observed["waits"])
+    assert (next((tmp_path / "runs").iterdir()) / "report.html").exists()
+
+
+BROKEN = """
+import sys
+
+import torch
+from torch import nn
+
+import callsheet
+from callsheet import Trainer
+from callsheet.callbacks import CheckpointSaver, NaNMonitor, SpeedMonitor
+from callsheet.loggers import JSONLLogger
+
+model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+data = [(torch.randint(0, 8, (4, 3)), torch.randint(0, 8, (4, 3))) for _ in range(20)]
+data[12] = (torch.full((4, 3), 99), data[12][1])
+
+
+def compute_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+watching = [CheckpointSaver(save_interval="5ba"), SpeedMonitor(), NaNMonitor(), JSONLLogger()]
+options = {"callbacks": watching, "save_in_background": True, "run_name": "broken", "runs_folder": sys.argv[1]}
+if sys.argv[2] == "trainer":
+    with Trainer(model, compute_loss, data, optimizer=adamw, progress=False, **options) as trainer:
+        trainer.fit()
+else:
+    model.cuda()
+    optimizer = adamw(model.parameters())
+    with callsheet.attach(model=model, optimizer=optimizer, **options) as run:
+        for inputs, targets in run.steps(data):
+            compute_loss(model(inputs.cuda()), targets.cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("loop", ["trainer", "attach"])
+def test_an_error_after_which_the_device_answers_nothing(loop: str, tmp_path: Path) -> None:
+    """After a failed assertion in a kernel, every use of the device in this process fails; the run still ends with that error."""
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "runs"), loop], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    print(done.stderr)
+    assert "device-side assert triggered" in done.stderr
+    checkpoints = tmp_path / "runs" / "broken" / "checkpoints"
+    assert any((path / "manifest.json").exists() for path in checkpoints.iterdir())
