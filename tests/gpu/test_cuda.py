@@ -23,7 +23,7 @@ LOG_EVERY, STEPS = 10, 40
 
 
 class CountsWaits(Callback):
-    """Has torch warn of every wait for the device, and counts the warnings of each step by its number."""
+    """Has torch warn of every wait for the device, and keeps the warnings of each step by its number."""
 
     def __init__(self) -> None:
         self.waits: dict[int, list[str]] = {}
@@ -43,7 +43,8 @@ class CountsWaits(Callback):
     def _note(self, step: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
         if self._catching is not None:
-            self.waits[step] = [str(warning.message) for warning in self._caught if "synchroniz" in str(warning.message)]
+            found = [str(warning.message) for warning in self._caught if "synchroniz" in str(warning.message)]
+            self.waits.setdefault(step, []).extend(found)  # several batches may be fetched for one step
             self._catching.__exit__(None, None, None)
             self._catching = None
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import callsheet
 from callsheet import Callback, Context
-from callsheet.callbacks import History, LRMonitor, SpeedMonitor
+from callsheet.callbacks import History, LRMonitor, NaNMonitor, SpeedMonitor
+from callsheet.trainer import Task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -194,27 +195,72 @@ class Reads(Callback):
         self.losses.append(ctx.record.values["train/loss"])
 
 
-def test_a_loss_that_a_cuda_graph_overwrites(tmp_path: Path) -> None:
-    """With `mode="reduce-overhead"`, the next call of the compiled function writes its loss into the memory of the last loss."""
+class WithLoss(nn.Module):
+    """Returns its loss, as the models of transformers do; the loss is computed in what is compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.model(inputs), labels)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_losses_that_cuda_graphs_overwrite_in_attach(accumulate: int, tmp_path: Path) -> None:
+    """With `mode="reduce-overhead"`, the next call of the compiled model writes its loss into the memory of the last loss."""
     torch.compiler.reset()
     model, optimizer, data = parts()
-
-    @torch.compile(mode="reduce-overhead")
-    def compute_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(model(inputs), targets)
-
+    compiled = torch.compile(WithLoss(model), mode="reduce-overhead")
     seen, reads = [], Reads()
+    watching = [reads, NaNMonitor(), *monitors()]
     with callsheet.attach(
-        model=model, optimizer=optimizer, callbacks=[reads, *monitors()], log_interval=LOG_EVERY, runs_folder=tmp_path, strict=False
-    ) as run:
-        for inputs, targets in run.steps(data):
-            loss = compute_loss(inputs, targets)
+        model=model, optimizer=optimizer, callbacks=watching, log_interval=5, runs_folder=tmp_path, strict=False,
+        gradient_accumulation_steps=accumulate,
+    ) as run:  # fmt: skip
+        for number, (inputs, labels) in enumerate(run.steps(data), 1):
+            loss = compiled(inputs, labels)["loss"] / accumulate if accumulate > 1 else compiled(inputs, labels)["loss"]
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
             seen.append(loss.item())
-    expected = torch.tensor(seen).view(-1, LOG_EVERY).mean(1).tolist()
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    expected = torch.tensor(seen).view(-1, accumulate).sum(1).view(-1, 5).mean(1).tolist()
     assert reads.losses == pytest.approx(expected, rel=1e-5)
+
+
+class ModelsOwnLoss(Task):
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(*batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        loss: Tensor = outputs["loss"]
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_losses_that_cuda_graphs_overwrite_in_the_trainer(accumulate: int, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    found = []
+    for compiles in (False, {"mode": "reduce-overhead"}):
+        model, _, data = parts()
+        reads = Reads()
+        with callsheet.Trainer(
+            WithLoss(model),
+            ModelsOwnLoss(),
+            data,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            callbacks=[reads, NaNMonitor(), *monitors()],
+            log_interval="5ba",
+            compile=compiles,
+            gradient_accumulation_steps=accumulate,
+            runs_folder=tmp_path,
+        ) as trainer:
+            trainer.fit()
+        found.append(reads.losses)
+    plain, compiled = found
+    assert len(plain) == STEPS / accumulate / 5
+    assert compiled == pytest.approx(plain, rel=1e-4)
 
 
 SCRIPT = """

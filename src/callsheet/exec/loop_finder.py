@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from callsheet.exec.messages import log_failure, warn
+from callsheet.run.metrics import lasting
 from callsheet.trainer.tasks import counts_of
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LoopFinder:
         self._is_in_backward = True
         try:
             given(loss, *args, **options)
-            value = loss.detach().reshape(())
+            value = lasting(loss).reshape(())
             self._loss = value if self._loss is None else self._loss + value
             self._count()
         finally:

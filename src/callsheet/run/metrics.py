@@ -22,6 +22,7 @@ OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
 _FOLD = 256  # this many values are summed at a time, so that a loop that never makes a record does not fill the memory
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
 Schema = dict[str, tuple[Over, Across]]
@@ -293,6 +294,17 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
     return merged
 
 
+def lasting(tensor: Any) -> Any:
+    """Return the tensor, detached from its autograd graph, so that its value can be read after the step.
+
+    `torch.compile(mode="reduce-overhead")` records CUDA graphs. Each call of the compiled function then writes its outputs to the
+    same memory, and torch raises an error if an output of an earlier call is read. So if the process uses such graphs, a tensor
+    on a CUDA device is copied.
+    """
+    detached = tensor.detach()
+    return detached.clone() if _CUDA_GRAPHS in sys.modules and detached.is_cuda else detached
+
+
 def scalar(name: str, value: Any) -> Any:
     """Return the logged `value` as a number or a detached scalar tensor. `name` is for the error message."""
     if hasattr(value, "detach"):
@@ -302,7 +314,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return value.detach()  # detach any tensor, since it may require a gradient before the record is made
+        return lasting(value)  # detach any tensor, since it may require a gradient before the record is made
     try:
         if isinstance(value, str):
             raise TypeError
@@ -318,7 +330,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
         raise ConfigError(
             f"the {len(names)} metrics {names[:3]!r}, ... take a tensor of one dimension, as many numbers, not {what}"
         )
-    return value.detach()
+    return lasting(value)
 
 
 def _fetch(numbers: list[Any]) -> None:

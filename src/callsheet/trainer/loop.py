@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from callsheet.errors import ConfigError
+from callsheet.run.metrics import lasting
 from callsheet.run.run import Run
 from callsheet.trainer.batches import TrainBatches, to_device
 from callsheet.trainer.data import SharedBatches
@@ -148,7 +149,7 @@ class TrainLoop:
                             with spans.backward:
                                 precision.scaled(ctx.loss if plan is None else plan.weighed(ctx.loss, share)).backward()
                             if share is None and type(losses) is Tensor:
-                                means = {"loss": ctx.loss.detach()}
+                                means = {"loss": lasting(ctx.loss)}
                             else:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.errors import ConfigError
+from callsheet.run.metrics import lasting
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.batches import like
 from callsheet.trainer.tasks import Losses, Task
@@ -190,7 +191,7 @@ def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) ->
     `loss` was trained on; `losses` are all losses of the task.
     """
     if share is None and type(losses) is Tensor:
-        return {"loss": loss.detach()}
+        return {"loss": lasting(loss)}
     named = {**(losses if isinstance(losses, Mapping) else {}), "loss": loss}
-    parts = {name: value.detach() if share is None else value.detach() * share for name, value in named.items()}
+    parts = {name: lasting(value) if share is None else value.detach() * share for name, value in named.items()}
     return {name: means[name] + part for name, part in parts.items()} if means else parts

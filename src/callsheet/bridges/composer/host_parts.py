@@ -15,6 +15,7 @@ from torch import Tensor
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.run.metrics import lasting
 from callsheet.trainer.tasks import counts_of
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
@@ -131,7 +132,7 @@ class StepLosses:
 
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
         """Add the loss of a microbatch. `samples`, the number of samples in the step, shows whether it is the only microbatch."""
-        value = loss.detach()
+        value = lasting(loss)
         if isinstance(state.loss, dict):
             value = value.clone()  # copied, because Composer scales the total in place
         is_whole = state.device_train_microbatch_size >= samples  # a step's only microbatch gets weight 1
