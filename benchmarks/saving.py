@@ -37,8 +37,8 @@ from devices import add_device, check_device, wait_for
 from timing import machine
 
 WIDTH, BATCH = 1024, 16
-ROUND = 30  # steps
-COPY_AT, DCP_AT = 14, 16  # steps of a round, with the checkpoint at 0
+ROUND = {"cpu": 30, "cuda": 600}  # steps; a save is on disk before the next one, and the steps on CUDA are shorter
+COPY_AT, DCP_AT = (14, 30), (16, 30)  # the places in a round of what is compared, as fractions, with the checkpoint at 0
 SETTLING = 2  # steps after something is over that count as neither beside it nor without it
 
 
@@ -93,23 +93,28 @@ class Clock(Callback):
 
     def on_checkpoint_due(self, ctx: Context) -> None:
         """Run the alternatives, at a boundary too, unless a save is still being written."""
-        place = ctx.step % ROUND
+        length = ROUND[self._device]
+        place = ctx.step % length
         if place == 0 and self._future is not None:
             self._future.result()
-        elif place == COPY_AT and not self._is_saving:
+        elif place == place_in(length, COPY_AT) and not self._is_saving:
             tensors = list(tensors_of(state_of(ctx)))
             if not self._buffers:
                 self._buffers = [torch.zeros_like(tensor, device="cpu", pin_memory=self._device == "cuda") for tensor in tensors]
             began = now(self._device)
             torch._foreach_copy_(self._buffers, tensors, non_blocking=self._device == "cuda")
             self.copies[ctx.step] = since(began, self._device)
-        elif place == DCP_AT and not self._is_saving:
+        elif place == place_in(length, DCP_AT) and not self._is_saving:
             began, step = now(self._device), ctx.step
             found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
             self.dcp_blocked[step] = since(began, self._device)
             assert isinstance(found, Future)
             self._future = found
             found.add_done_callback(lambda _: self.dcp_saves.update({step: (began[0], time.time())}))
+
+
+def place_in(length: int, fraction: tuple[int, int]) -> int:
+    return length * fraction[0] // fraction[1]
 
 
 def state_of(ctx: Context) -> dict[str, Any]:
@@ -140,7 +145,7 @@ def run(layers: int, rounds: int, folder: Path, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     clock = Clock(folder, device)
-    steps = ROUND * (rounds + 1) - 1
+    steps = ROUND[device] * (rounds + 1) - 1
     with Trainer(
         model,
         nn.functional.mse_loss,
@@ -148,16 +153,16 @@ def run(layers: int, rounds: int, folder: Path, device: str) -> dict[str, Any]:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         max_duration=f"{steps}ba",
         save_in_background=True,
-        callbacks=[CheckpointSaver(save_interval=f"{ROUND}ba", keep=1, save_at_end=False), clock],
+        callbacks=[CheckpointSaver(save_interval=f"{ROUND[device]}ba", keep=1, save_at_end=False), clock],
         runs_folder=folder,
         run_name="saving",
         device=device,
     ) as trainer:
         trainer.fit()
-    return measured(clock)
+    return measured(clock, ROUND[device])
 
 
-def measured(clock: Clock) -> dict[str, Any]:
+def measured(clock: Clock, length: int) -> dict[str, Any]:
     steps = clock.steps
     gaps = {
         step: (steps[step + 1][0][0] - steps[step][1][0], steps[step + 1][0][1] - steps[step][1][1])
@@ -183,7 +188,7 @@ def measured(clock: Clock) -> dict[str, Any]:
         found = []
         for at, (begin, end) in spans.items():
             during = [lasted[step] for step in steps if begin <= steps[step][0][0] and steps[step][1][0] <= end]
-            near = range(max(SETTLING + 2, at - DCP_AT), at + ROUND)
+            near = range(max(SETTLING + 2, at - place_in(length, DCP_AT)), at + length)
             quiet = [lasted[step] for step in near if step in steps and is_undisturbed(step)]
             if during and quiet:
                 found.append({"during": during, "quiet": quiet})

@@ -26,7 +26,8 @@ def _missing() -> str:
 MISSING = _missing()
 
 if not MISSING:
-    from built_ins import built_in, collector, subjects  # noqa: F401  # the fixtures; tests/conftest.py is not read here
+    # The fixtures: tests/conftest.py is not read here.
+    from built_ins import built_in, collector, subjects  # type: ignore[import-not-found]  # noqa: F401
 
 
 class SkippedModule(pytest.Module):

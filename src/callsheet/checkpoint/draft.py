@@ -19,6 +19,7 @@ from callsheet.checkpoint.layout import SHARED, own
 from callsheet.checkpoint.plain import Json, flatten
 from callsheet.checkpoint.seal import plain_info
 from callsheet.checkpoint.tensors import check_storable, local_part
+from callsheet.core.page_locked import page_locked
 from callsheet.errors import CheckpointError
 
 
@@ -82,7 +83,7 @@ class Kind(NamedTuple):
 
     def buffer(self) -> Tensor:
         """Allocate a host buffer with this shape and dtype, page-locked or not."""
-        return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.is_pinned)
+        return page_locked(self.shape, self.dtype) if self.is_pinned else torch.empty(self.shape, dtype=self.dtype)
 
 
 class Staging:

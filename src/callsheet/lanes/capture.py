@@ -16,6 +16,7 @@ from callsheet.core.context import Context
 from callsheet.core.events import Event, as_event
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, FIELDS, fields_available
+from callsheet.core.page_locked import keep_if_device_failed, page_locked
 from callsheet.core.run_state import TrainState
 from callsheet.errors import FieldNotAvailable
 from callsheet.lanes.snapshot import ON_REQUEST, Inbox, LaneControl, Snapshot
@@ -87,7 +88,11 @@ class Pending:
 
     def read(self) -> Any:
         """Wait until the copy is complete, and return the scalar as a tensor on the host."""
-        self._arrived.synchronize()
+        try:
+            self._arrived.synchronize()
+        except Exception:
+            keep_if_device_failed()
+            raise
         return self._buffer[self._place].to(self._type)
 
 
@@ -98,7 +103,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
     for device in devices:
         here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
         stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
-        buffer = torch.empty(len(here), dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        buffer = page_locked(len(here), stacked.dtype).copy_(stacked, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
         found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}

@@ -13,6 +13,7 @@ from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
+from callsheet.core.page_locked import keep_if_device_failed
 from callsheet.core.run_state import Outcome
 from callsheet.core.spans import take_noted_span
 from callsheet.errors import RunEndedError, RunLockLostError, text_of
@@ -117,6 +118,7 @@ class Lifetime:
 
         Errors in the handlers of these events are added to `error` as notes.
         """
+        keep_if_device_failed()
         if self._ended:
             return
         if not self._started:

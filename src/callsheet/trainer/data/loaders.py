@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ _OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sam
 _REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
 _LONG = 1000
+_MOST = 1 << 20
+_FIRST = 8
 
 _OPTIONS = (
     "num_workers",
@@ -214,8 +217,8 @@ def _without_state(loader: Any) -> list[Any]:
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
     """Return a checksum of each attribute of these objects that has a plain type, so that `changed` can compare them later.
 
-    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
-    too.
+    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
+    pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
     """
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):
@@ -224,11 +227,46 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
                 continue
             if isinstance(value, (list, tuple)) and len(value) > _LONG:
                 value = (len(value), value[:_LONG], value[-_LONG:])
+            digest = _Digest()
             try:
-                found[f"{number}.{type(owner).__name__}.{name}"] = zlib.crc32(pickle.dumps(value))
+                _Pickler(digest).dump(value)
             except Exception:  # the code that pickles a value may raise any error
                 continue
+            found[f"{number}.{type(owner).__name__}.{name}"] = digest.value
     return found
+
+
+class _Digest:
+    """A file that keeps only the checksum of what is written. It raises OverflowError after `_MOST` bytes."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._size += view.nbytes
+        if self._size > _MOST:
+            raise OverflowError
+        self.value = zlib.crc32(view, self.value)
+        return view.nbytes
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors and arrays as their type, shape and first numbers, because copying them may take long.
+
+    The numbers of a tensor on a device are left out, because reading them would wait for the device.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            is_near = value.is_cpu and value.layout is torch.strided
+        elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
+            is_near = value.dtype != object
+        else:
+            return None
+        corner = (slice(_FIRST), *[slice(2)] * (value.ndim - 1))[: value.ndim]
+        return type(value).__name__, str(value.dtype), tuple(value.shape), value[corner].tolist() if is_near else None
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
