@@ -74,6 +74,7 @@ class Clock(Callback):
         self._buffers: list[Tensor] = []
         self._began = now(self._device)
         self._is_saving = False
+        self._has_failed = False  # whether `dcp.async_save` has
 
     def on_train_step_start(self, ctx: Context) -> None:
         self._began = now(self._device)
@@ -104,9 +105,14 @@ class Clock(Callback):
             began = now(self._device)
             torch._foreach_copy_(self._buffers, tensors, non_blocking=self._device == "cuda")
             self.copies[ctx.step] = since(began, self._device)
-        elif place == place_in(length, DCP_AT) and not self._is_saving:
+        elif place == place_in(length, DCP_AT) and not self._is_saving and not self._has_failed:
             began, step = now(self._device), ctx.step
-            found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
+            try:
+                found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
+            except Exception as error:  # such as the KeyError of its stager in torch 2.11 on CUDA, at the second save
+                self._has_failed = True
+                print(f"dcp.async_save failed and is left out: {type(error).__name__}: {error}", file=sys.stderr)
+                return
             self.dcp_blocked[step] = since(began, self._device)
             assert isinstance(found, Future)
             self._future = found

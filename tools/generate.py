@@ -160,6 +160,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "matrix": matrix.markdown,
     "matrix-built-on": matrix.markdown_of_derived,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
+    **{f"figures-cuda-{name}": figures(f"cuda/{name}") for name in ("pretraining", "monitors", "trainer")},
     **{
         f"figures-{name}": figures(name)
         for name in (

@@ -16,6 +16,7 @@ from callsheet import Callback, Context, Trainer
 from callsheet.errors import ConfigError
 from callsheet.testing import Recorder, check_events
 from callsheet.testing.ranks import run_ranks
+from callsheet.trainer.arguments import check_cuda_graphs
 
 HAS_COMPILER = shutil.which("c++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
@@ -151,6 +152,17 @@ def test_activations_are_computed_again_on_ranks(parallel: str) -> None:
     ):
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         assert found[1] == 2 * expected[1]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_with_several_microbatches_are_rejected(mode: str) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    with pytest.raises(ConfigError, match=rf"compile=\{{'mode': '{mode}'\}} records CUDA graphs.*max-autotune-no-cudagraphs"):
+        check_cuda_graphs({"mode": mode}, cuda, has_microbatches=True)
+    check_cuda_graphs({"mode": mode}, cuda, has_microbatches=False)
+    check_cuda_graphs({"mode": mode}, cpu, has_microbatches=True)
+    check_cuda_graphs({"mode": "default"}, cuda, has_microbatches=True)
+    check_cuda_graphs(True, cuda, has_microbatches=True)
 
 
 def test_a_model_that_offers_no_way_is_rejected() -> None:

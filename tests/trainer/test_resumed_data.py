@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+from callsheet.trainer.data.loaders import attributes
 
 from .resumed_data import BATCH_SAMPLERS, ORDERS, STEPS, STREAMS, Case, random_case, result_of
 
@@ -68,6 +72,27 @@ def test_an_iterable_that_counts_in_persistent_workers_is_warned_about_while_tra
     result = result_of(Case("counting stream", "", epoch=3, **PERSISTENT))
     assert result.outcome == "warned"
     assert "CountingStream has changed attributes of its own in persistent workers" in result.message
+
+
+class Holder:
+    """An iterable that holds its batches."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+def test_tensors_of_a_dataset_are_compared_without_copying_them() -> None:
+    small, large = torch.arange(6.0).view(2, 3), torch.ones(1).expand(1 << 40)  # a copy of it would have 4 TiB
+    checksums = attributes([Holder([small, large, np.arange(3)])])
+    assert list(checksums) == ["0.Holder.data"]
+    assert attributes([Holder([small.clone(), large, np.arange(3)])]) == checksums
+    assert attributes([Holder([large, small, np.arange(3)])]) != checksums
+    assert attributes([Holder([small + 1, large, np.arange(3)])]) != checksums
+    assert attributes([Holder([small, large, np.arange(3) + 1])]) != checksums
+
+
+def test_values_that_are_large_are_not_compared() -> None:
+    assert attributes([Holder("x" * 2_000_000)]) == {}
 
 
 @pytest.mark.test_all

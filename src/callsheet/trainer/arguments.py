@@ -133,6 +133,10 @@ def run_info(
     )
 
 
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of `torch.compile` that record CUDA graphs."""
+
+
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
     """Return the device that this rank uses.
 
@@ -154,6 +158,19 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(device)
     return device
+
+
+def check_cuda_graphs(compile: bool | Mapping[str, Any], device: torch.device, *, has_microbatches: bool) -> None:
+    """Raise ConfigError if the model is compiled with CUDA graphs and gradients are accumulated over several microbatches.
+
+    Each forward pass of a CUDA graph overwrites the gradients of the microbatch before it, and torch raises an error.
+    """
+    mode = compile.get("mode") if isinstance(compile, Mapping) else None
+    if device.type == "cuda" and has_microbatches and mode in _MODES_WITH_CUDA_GRAPHS:
+        raise ConfigError(
+            f"compile={{'mode': {mode!r}}} records CUDA graphs, with which gradients cannot be accumulated over several microbatches; "
+            "give the mode 'default' or 'max-autotune-no-cudagraphs', or leave out gradient_accumulation_steps and microbatch_size"
+        )
 
 
 def _check_usable(device: torch.device) -> None:

@@ -36,6 +36,7 @@ from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.run_names import check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
+    check_cuda_graphs,
     check_same_on_all_ranks,
     checked_optimizer,
     checked_scheduler,
@@ -94,7 +95,8 @@ class Trainer:
         shard_data: True if the dataloaders yield the same data on every rank; the Trainer then divides the batches among the
             ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. A
             `DistributedSampler` is detected.
-        compile: whether to compile the model's forward pass; a mapping is passed to `torch.compile`.
+        compile: whether to compile the model's forward pass; a mapping is passed to `torch.compile`. The modes that record CUDA graphs
+            (`reduce-overhead`, `max-autotune`) need one microbatch per step.
         gradient_checkpointing: recompute activations in the backward pass, if the model supports it.
         clip_grad_norm: the total gradient norm above which gradients are scaled down. None: the norm is not computed.
         eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`; an evaluation also runs when training ends. None: only
@@ -197,6 +199,8 @@ class Trainer:
         clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
         if positive("gradient_accumulation_steps", gradient_accumulation_steps, int) is None:
             raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
+        has_microbatches = gradient_accumulation_steps > 1 or microbatch_size is not None
+        check_cuda_graphs(compile, self.device, has_microbatches=has_microbatches)
         self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
