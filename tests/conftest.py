@@ -1,5 +1,9 @@
 """What all tests need."""
 
+import os
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported; tests/gpu has the tests for CUDA
+
 import signal
 import sys
 from pathlib import Path
