@@ -7,12 +7,16 @@
 `attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger. Each is counted
 three times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has their medians.
 
-`seconds` runs the script with steps of about ten milliseconds, in turn alone, alone in a larger process, and under `callsheet exec` with the
-default observers and the default log interval. Each round gives the differences between the CPU times of a step, on the thread that trains and
-in all threads, and between the wall times. The median step is one without a metrics record; it varies less from run to run. The first third of
-each run, with the imports and the recognition of the loop, is left out. The larger process has imported callsheet's modules and has a second
-thread that only waits; it observes nothing. Both make the script slower by themselves: so does a list of 60,000 small dicts, and so does a
-waiting thread without callsheet. A process that loads data with workers, or computes with several threads, has more than one thread anyway.
+`seconds` runs the script with steps of about ten milliseconds under `callsheet exec`, with the default observers and the default log interval.
+The script switches the observation off and on again every forty steps: off means that the functions of torch and the hooks of the model and the
+optimizer are as without callsheet. So both are measured in the same process; two processes with the same script differ by more than callsheet
+adds. A figure is the mean over pairs of neighboring stretches, without their outer quarters, and its standard error. All steps count but the
+first of each stretch, also those with a metrics record.
+
+What the switch cannot show is measured in rounds of two processes: the script alone, and alone in a larger process, which has imported
+callsheet's modules and has a second thread that only waits, as under `callsheet exec`. Both make the script slower by themselves: so does a list
+of 60,000 small dicts, and so does a waiting thread without callsheet. A process that loads data with workers, or computes with several threads,
+has more than one thread anyway.
 Instructions would say too much here: under valgrind the system's metrics, which are measured every five seconds, would be measured at each
 record.
 """
@@ -27,10 +31,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from instructions import COUNTED, RECORD_EVERY, WARM, Count, check_valgrind
-from timing import machine
+from timing import machine, middle_mean
 
+STRETCH = 40  # steps
 SCRIPT = f"""
 import gc, json, os, resource, subprocess, sys, time
 import torch
@@ -42,6 +48,7 @@ if os.environ.get("LARGER"):
     import callsheet.exec.bare_loop, callsheet.exec.default_observers, callsheet.exec.observation
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
+switches = os.environ.get("SWITCHES")
 width, steps, batch = (int(os.environ[name]) for name in ("WIDTH", "STEPS", "BATCH"))
 counts, results = os.environ.get("COUNTS"), os.environ.get("RESULTS")
 torch.set_num_threads(1)
@@ -67,7 +74,7 @@ class Net(nn.Sequential):
                 torch._C._valgrind_toggle()
             elif self.seen == {WARM + COUNTED}:
                 torch._C._valgrind_toggle_and_dump_stats()
-        elif self.seen >= steps // 3:
+        elif not switches and self.seen >= steps // 3:
             self.clocks.append(clocks())
         return super().forward(inputs)
 
@@ -78,15 +85,51 @@ data = TensorDataset(torch.randn(steps * batch, width), torch.randn(steps * batc
 loader = DataLoader(data, batch_size=batch)
 
 
+class Switch:  # switches the observation off and on, and measures each stretch without its first step
+    def __init__(self):
+        self.stretches, self.step, self.began, self.is_on = [], 0, None, True
+        self.observed = {{place: getattr(*place) for place in sys.functions_of_torch}}
+        self.hooks = []
+
+    def between_steps(self):
+        place = self.step % {STRETCH}
+        if place == 0:
+            if self.began is not None:
+                self.stretches.append((self.is_on, [(b - a) / ({STRETCH} - 1) for a, b in zip(self.began, clocks())]))
+            self.is_on = not self.is_on
+            for (owner, name), function in (self.observed if self.is_on else sys.functions_of_torch).items():
+                setattr(owner, name, function)
+            if self.is_on:
+                for owner, saved in self.hooks:
+                    owner.update(saved)
+            else:
+                owners = [value for part in (model, optimizer) for name, value in vars(part).items() if name.endswith("_hooks")]
+                owners.append(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)
+                self.hooks = [(owner, dict(owner)) for owner in owners]
+                for owner in owners:
+                    owner.clear()
+        elif place == 1:
+            self.began = clocks()
+        self.step += 1
+
+
 def train(batches):
     for inputs, targets in batches:
+        if switch is not None:
+            switch.between_steps()
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
 
 
-if os.environ.get("ATTACH"):
+switch = None
+if switches:
+    train(loader)  # the loop is recognized
+    switch = Switch()
+    while len(switch.stretches) < int(switches):
+        train(loader)
+elif os.environ.get("ATTACH"):
     import callsheet
     from callsheet.loggers import JSONLLogger
 
@@ -97,13 +140,31 @@ if os.environ.get("ATTACH"):
         train(run.steps(loader))
 else:
     train(loader)
-if results:
-    each = [[b - a for a, b in zip(before, after)] for before, after in zip(model.clocks, model.clocks[1:])]
-    taken = sorted(of_thread for of_thread, *_ in each)
+if results and switches:
     with open(results, "w") as file:
-        json.dump([taken[len(taken) // 2], *(sum(of_clock) / len(each) for of_clock in zip(*each))], file)
+        json.dump(switch.stretches, file)
+elif results:
+    each = [[b - a for a, b in zip(before, after)] for before, after in zip(model.clocks, model.clocks[1:])]
+    with open(results, "w") as file:
+        json.dump([sum(of_clock) / len(each) for of_clock in zip(*each)], file)
 """
 """The script. It counts its own steps from the forward of one to the forward of another, in the same way in all variants."""
+
+STARTER = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+places = [(torch.Tensor, "backward"), (DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"), (torch.amp.GradScaler, "step")]
+places += [(torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad")]
+sys.functions_of_torch = {place: getattr(*place) for place in places}
+
+from callsheet.exec.command import main
+
+main()
+"""
+"""Runs `callsheet exec` after it has kept the functions of torch for the script's switch."""
 
 SMALL = {"WIDTH": "64", "BATCH": "16", "STEPS": str(WARM + COUNTED + 8)}
 TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "192", "STEPS": "300"}
@@ -112,12 +173,8 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
 REPEATS = 3  # counts of each variant by valgrind
-CLOCKS = (
-    "median step, CPU time of the training thread",
-    "mean step, CPU time of the training thread",
-    "mean step, CPU time of the process",
-    "mean step, wall time",
-)
+STRETCHES = 160  # of each observed process
+CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
 ALONE, LARGER, ATTACHED, BARE, OBSERVED = (
     "alone",
     "alone in a larger process",
@@ -172,15 +229,39 @@ def count_of(variant: str) -> Count:
         return Count.read(path)
 
 
+def result_of(variant: str, folder: Path, **variables: str) -> Any:
+    """Run the script with steps of about ten milliseconds, and return what it has measured."""
+    words, more = command(variant, folder, None)
+    if "SWITCHES" in variables:
+        starter = folder / "starter.py"
+        starter.write_text(STARTER, encoding="utf-8")
+        words = [str(starter), *words[2:]]  # instead of `-m callsheet.exec`
+    results = folder / "results.json"
+    run([sys.executable, *words], environment(TEN_MILLISECONDS, {"RESULTS": str(results)}, more, variables))
+    return json.loads(results.read_text())
+
+
 def seconds_of(variant: str) -> list[float]:
     """Return the seconds of a step of the variant, in the order of `CLOCKS`."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words, variables = command(variant, folder, None)
-        results = folder / "results.json"
-        run([sys.executable, *words], environment(TEN_MILLISECONDS, {"RESULTS": str(results)}, variables))
-        seconds: list[float] = json.loads(results.read_text())
+        seconds: list[float] = result_of(variant, Path(name))
         return seconds
+
+
+def added_by_observing(stretches: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Return, for each of `CLOCKS`, what observing adds to a step in each stretch with it, compared with the stretches before and
+    after, and the seconds of a step in the stretches without it."""
+    with tempfile.TemporaryDirectory() as name:
+        found = result_of(OBSERVED, Path(name), SWITCHES=str(stretches))
+        (records,) = Path(name, "runs").glob("*/metrics.jsonl")
+        observed = json.loads(records.read_text().splitlines()[-1])["step"]
+    if observed < STRETCH * stretches / 2:
+        raise RuntimeError(f"only {observed} steps of {stretches} stretches were observed")
+    on = [each for is_on, each in found if is_on]
+    off = [each for is_on, each in found if not is_on]
+    clocks = range(len(CLOCKS))
+    added = [[b[clock] - (a[clock] + c[clock]) / 2 for a, b, c in zip(off, on, off[1:], strict=False)] for clock in clocks]
+    return added, [[each[clock] for each in off] for clock in clocks]
 
 
 def print_instructions() -> None:
@@ -195,32 +276,49 @@ def print_instructions() -> None:
         print(f"| {variant} | {added.instructions:,.0f} | {added.cycles:,.0f} |", flush=True)
 
 
-def print_seconds(rounds: int) -> None:
-    """Print what a larger process adds to a step of the script alone, and what observing it adds to that."""
-    variants = (ALONE, LARGER, OBSERVED)
-    found: dict[str, list[list[float]]] = {variant: [] for variant in variants}
-    for at in range(rounds):
-        for variant in variants[:: -1 if at % 2 else 1]:
-            found[variant].append(seconds_of(variant))
-        if sys.stderr.isatty():
-            print(f"\r{at + 1} of {rounds} rounds ", end="" if at + 1 < rounds else "\r", file=sys.stderr, flush=True)
-    print(f"{machine()}; {rounds} rounds; medians, and in brackets the middle half of the rounds\n")
-    print("| clock | a step alone, ms | added by the larger process | added to that by observing, ms | share of the step |")
-    print("| --- | --- | --- | --- | --- |")
-    for place, clock in enumerate(CLOCKS):
-        alone, larger, observed = ([each[place] for each in found[variant]] for variant in variants)
-        process = statistics.median(b / a - 1 for a, b in zip(alone, larger, strict=True))
-        added = statistics.median(b - a for a, b in zip(larger, observed, strict=True))
-        low, middle, high = statistics.quantiles([b / a - 1 for a, b in zip(larger, observed, strict=True)], n=4)
+def print_seconds(processes: int, rounds: int) -> None:
+    """Print what observing adds to a step, and what a larger process adds to a step of the script alone."""
+    added: list[list[float]] = [[] for _ in CLOCKS]
+    without: list[list[float]] = [[] for _ in CLOCKS]
+    for at in range(processes):
+        for clock, (more, plain) in enumerate(zip(*added_by_observing(STRETCHES), strict=True)):
+            added[clock] += more
+            without[clock] += plain
+        progress(at, processes, "processes")
+    print(f"{machine()}; {processes} processes with {STRETCHES} stretches of {STRETCH} steps each\n")
+    print("| clock | a step that is not observed, ms | added by observing, ms | share of the step |\n| --- | --- | --- | --- |")
+    for name, more, plain in zip(CLOCKS, added, without, strict=True):
+        step = statistics.median(plain)
+        mean, error = middle_mean(more)
         print(
-            f"| {clock} | {1e3 * statistics.median(alone):.2f} | {process:.2%} | {1e3 * added:.3f} | {middle:.2%} ({low:.2%} to {high:.2%}) |"
+            f"| {name} | {1e3 * step:.2f} | {1e3 * mean:.3f} ± {1e3 * error:.3f} | {mean / step:.2%} ± {error / step:.2%} |",
+            flush=True,
         )
+    found: dict[str, list[list[float]]] = {ALONE: [], LARGER: []}
+    for at in range(rounds):
+        for variant in (ALONE, LARGER)[:: -1 if at % 2 else 1]:
+            found[variant].append(seconds_of(variant))
+        progress(at, rounds, "rounds")
+    print(
+        f"\nThe script alone, in two processes of different size; {rounds} rounds; medians, and in brackets the middle half of the rounds\n"
+    )
+    print("| clock | a step, ms | added by the larger process |\n| --- | --- | --- |")
+    for place, name in enumerate(CLOCKS):
+        alone, larger = ([each[place] for each in found[variant]] for variant in (ALONE, LARGER))
+        low, middle, high = statistics.quantiles([b / a - 1 for a, b in zip(alone, larger, strict=True)], n=4)
+        print(f"| {name} | {1e3 * statistics.median(alone):.2f} | {middle:.2%} ({low:.2%} to {high:.2%}) |")
+
+
+def progress(at: int, total: int, what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{at + 1} of {total} {what} ", end="" if at + 1 < total else "\r", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("instructions", "seconds"))
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of runs for `seconds`; two or more")
+    parser.add_argument("--processes", type=int, default=4, help="observed processes for `seconds`")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the script alone for `seconds`; two or more")
     options = parser.parse_args()
     if options.what == "instructions":
         check_valgrind(parser)
@@ -228,7 +326,7 @@ def main() -> None:
     elif options.rounds < 2:
         parser.error("--rounds must be 2 or more")
     else:
-        print_seconds(options.rounds)
+        print_seconds(options.processes, options.rounds)
 
 
 if __name__ == "__main__":

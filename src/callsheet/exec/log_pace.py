@@ -8,14 +8,14 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
-_MIN_SECONDS = 0.5  # of training, from one record to the next
+_MIN_SECONDS = 1.0  # of training, from one record to the next
 
 
 class LogPace:
     """The number of steps from one metrics record of a run to the next, which may grow during the run.
 
     Args:
-        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than half a second
+        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than a second
             after the one before, so that records take a small share of the time even if steps are short.
     """
 
