@@ -167,7 +167,7 @@ main()
 """Runs `callsheet exec` after it has kept the functions of torch for the script's switch."""
 
 SMALL = {"WIDTH": "64", "BATCH": "16", "STEPS": str(WARM + COUNTED + 8)}
-TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "192", "STEPS": "300"}
+TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "160", "STEPS": "300"}
 _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 """Lets glibc keep freed memory. Otherwise the script alone returns the gradients' memory to the system in each step and gets it anew, and any
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""

@@ -35,9 +35,9 @@ def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, 
     return RunFolder.read(folder / "runs" / "a"), done.stderr
 
 
-def test_the_interval_doubles_while_records_come_less_than_half_a_second_apart() -> None:
+def test_the_interval_doubles_while_records_come_less_than_a_second_apart() -> None:
     pace = LogPace(None)
-    assert [(pace.adapt(seconds), pace.steps) for seconds in (0.4, 0.9, 1.3, 1.7, 60.0)] == [
+    assert [(pace.adapt(seconds), pace.steps) for seconds in (0.8, 1.8, 2.6, 3.4, 60.0)] == [
         (True, 20),
         (False, 20),
         (True, 40),
@@ -54,7 +54,7 @@ def test_an_interval_that_is_given_stays() -> None:
 
 def test_records_of_short_steps_come_less_often(tmp_path: Path) -> None:
     run, _ = run_of(tmp_path)
-    # What is expected is computed from the measured times, because a busy machine may take half a second for ten steps.
+    # What is expected is computed from the measured times, because a busy machine may take a second for ten steps.
     pace, expected = LogPace(None), [10]
     for record in run.records[:-1]:
         pace.adapt(record.elapsed_seconds)
