@@ -64,7 +64,7 @@ class Callback(Hooks):
     for an inline callback, `isolate` for one in a lane.
     """
     collective: bool = False
-    """Whether the callback calls collectives (torch.distributed), or must act alike on all ranks. It must run inline and on every rank."""
+    """Whether the callback calls collectives (torch.distributed), or must do the same on all ranks. It must run inline and on every rank."""
     draws_random: bool = False
     """Whether the callback draws random numbers.
 

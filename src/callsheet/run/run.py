@@ -124,7 +124,7 @@ class Run:
             payload = {"values": without_secrets(payload["values"])}
         self.manager.notify_loggers(method, ctx, **payload)
 
-    def tell_loggers(self, settings: Mapping[str, Any]) -> None:
+    def notify_loggers_of_settings(self, settings: Mapping[str, Any]) -> None:
         """Pass the configuration, the call sheet and the settings of the run to the loggers, without credentials."""
         if self.ctx.run.config:
             self.ctx.log_hyperparameters(self.ctx.run.config)
@@ -168,5 +168,5 @@ class Run:
         options = {"max_duration": self.state.max_duration, **(options or {})}
         settings = settings_of(self.ctx.model, optimizer, scheduler, self.manager.callbacks, options)
         self.checkpoints.load(resume)
-        self.tell_loggers(settings)
+        self.notify_loggers_of_settings(settings)
         self.ctx.step, self.ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch

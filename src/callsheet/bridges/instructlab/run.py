@@ -140,7 +140,7 @@ class HookedRun(Run):
             ctx.checkpoint = self._load(context)
         ctx.close("on_checkpoint_load_end")
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
-        self.tell_loggers(settings_of(None, None, None, self.manager.callbacks, {}))
+        self.notify_loggers_of_settings(settings_of(None, None, None, self.manager.callbacks, {}))
         self.eval_ctx.muting = ctx.muting
         for each in (ctx, self.eval_ctx):
             each.user_state = self.manager.user_state

@@ -51,7 +51,16 @@ class _AfterEpoch:
         """Whether Ultralytics has written a checkpoint, on rank 0."""
 
 
-_OF_A_RUN = ("_trainer", "_outer_error", "_watch", "_model_hooks", "_optimizer_hooks", "_eval_hooks", "_hooks", "_carried")
+_OF_A_RUN = (
+    "_trainer",
+    "_outer_error",
+    "_watch",
+    "_model_hooks",
+    "_optimizer_hooks",
+    "_eval_hooks",
+    "_hooks",
+    "_from_last_epoch",
+)
 """The attributes of a host that refer to the training of the current run."""
 
 
@@ -182,7 +191,8 @@ class UltralyticsHost(HostBase):
         self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
         self._has_unscaled = False  # whether the loop has unscaled the gradients, which comes just before the optimizer's step
-        self._carried: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
+        # The loss and the counts of batches after the last step of an epoch; they belong to the first step of the next epoch.
+        self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._begin_run(run, hooks, NOT_FIRED)
         run.driver.start("round")
@@ -219,7 +229,7 @@ class UltralyticsHost(HostBase):
         if run.driver.is_open("epoch"):  # memory ran out, and Ultralytics begins the epoch again with smaller batches
             self._watch.is_on = False
             run.drop_step()
-            self._carried = None, (0, 0)
+            self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
         # Carry out what is due after the previous epoch, in case Ultralytics has not reported its end, because it has reloaded
         # last.pt after a loss that was not finite.
@@ -240,7 +250,7 @@ class UltralyticsHost(HostBase):
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
             # The next step of the optimizer, which is in the next epoch, uses these batches too.
-            self._carried = self._watch.total, run.counted
+            self._from_last_epoch = self._watch.total, run.counted
             run.drop_step()
         after = self._after_epoch
         after.is_waiting, after.is_whole = True, self._batches >= self._epoch_length
@@ -319,8 +329,8 @@ class UltralyticsHost(HostBase):
             driver.end("fetch")
             batch = ctx.batch
             driver.start_step()
-            watch.total, run.counted = self._carried
-            self._carried = None, (0, 0)
+            watch.total, run.counted = self._from_last_epoch
+            self._from_last_epoch = None, (0, 0)
             self._optimizer_hooks.has_stepped = self._has_unscaled = False
         run.counted = run.counted[0] + len(batch["img"]), 0
         watch.is_on = True

@@ -159,7 +159,7 @@ class BaseRecipe:
         theirs = [callback for callback in given if not isinstance(callback, Callback)]
         self.callback_runner = CallbackRunner(theirs)
         self._as_scheduled = _AsScheduled(schedule) if schedule is not None else None
-        self._guest = _TellsRecipe(self, schedule.constants if schedule is not None else {})
+        self._guest = _RecipeGuest(self, schedule.constants if schedule is not None else {})
         self._callbacks: list[Callback] = [each for each in (self._as_scheduled,) if each is not None]
         self._callbacks += [self._guest] if theirs else []
         self._callbacks += [callback for callback in given if isinstance(callback, Callback)]
@@ -222,7 +222,7 @@ class BaseRecipe:
         return self._facade.lr_scheduler
 
 
-class _TellsRecipe(AutoModelGuest):
+class _RecipeGuest(AutoModelGuest):
     """A guest adapter that calls AutoModel's callbacks with the AutoModel recipe itself as the argument."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:

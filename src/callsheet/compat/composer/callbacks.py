@@ -79,7 +79,7 @@ class CheckpointSaver(callbacks.CheckpointSaver):
                 "latest_filename": (str(latest_filename), "latest-rank{rank}.pt", _CHECKPOINTS),
                 "latest_remote_file_name": (str(latest_remote_file_name), f"{prefix}/latest-rank{{rank}}.pt", _CHECKPOINTS),
                 "overwrite": (overwrite, False, "give the run a name of its own, or Trainer(autoresume=True)"),
-                "weights_only": (weights_only, False, "export the weights; a checkpoint is to go on from"),
+                "weights_only": (weights_only, False, "export the weights; a checkpoint has everything that a resume needs"),
                 "ignore_keys": (ignore_keys, None, "leave keys out when loading"),
                 "num_concurrent_uploads": (num_concurrent_uploads, 1, _CHECKPOINTS),
                 "upload_timeout_in_seconds": (upload_timeout_in_seconds, 3600, _CHECKPOINTS),
@@ -341,7 +341,11 @@ class LoadCheckpoint(callbacks.LoadCheckpoint):
             "LoadCheckpoint",
             {
                 "event": (named, "before_load", "it is loaded when the Trainer is made"),
-                "load_weights_only": (load_weights_only, True, "give it to the Trainer, as load_path, to go on with all of it"),
+                "load_weights_only": (
+                    load_weights_only,
+                    True,
+                    "to resume with the whole state, give the path to the Trainer as load_path",
+                ),
             },
         )
         super().__init__(path=load_path, leave_out=ignore_keys or (), strict=strict_model_weights)

@@ -60,7 +60,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
     from callsheet.compat.instructlab.job import rows_of
 
     rows = rows_of(train_args)
-    callbacks = [each if isinstance(each, Callback) else Carried.of(each) for each in train_args.callbacks or ()]
+    callbacks = [each if isinstance(each, Callback) else _SentCallback.of(each) for each in train_args.callbacks or ()]
     results = launch(
         train_on_rank,
         (replace(train_args, callbacks=None), *rows),
@@ -72,19 +72,19 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
     return found
 
 
-class Carried(Callback):
+class _SentCallback(Callback):
     """Wraps one of InstructLab's callbacks for sending to a rank, as its class and its constructor's arguments."""
 
     def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.foreign = kind(*args, **kwargs)
 
     @classmethod
-    def of(cls, foreign: Any) -> Carried:
+    def of(cls, foreign: Any) -> _SentCallback:
         """Wrap a callback, with its current state. The preflight check compares the rebuilt callback's state with it."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
-        carried = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
-        carried.foreign, carried.name = foreign, type(foreign).__name__
-        return carried
+        wrapper = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
+        wrapper.foreign, wrapper.name = foreign, type(foreign).__name__
+        return wrapper
 
     def state_dict(self) -> Mapping[str, Any]:
         state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
@@ -100,7 +100,7 @@ def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callba
     from callsheet.compat.instructlab.job import job_of  # imported here because that module imports all recipes
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
-    job = job_of(args, train, validation, [each.foreign if isinstance(each, Carried) else each for each in callbacks])
+    job = job_of(args, train, validation, [each.foreign if isinstance(each, _SentCallback) else each for each in callbacks])
     job.setup()
     job.run()
     return {name: found["loss"] for name, found in job.evaluated.items()}
