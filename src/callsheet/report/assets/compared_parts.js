@@ -243,7 +243,7 @@ function anatomySection() {
 
 function problemsSection() {
   const shown = data.problems.map((problem) => ({ ...problem, runs: problem.runs.filter(([run]) => isShown(run)) })).filter((problem) => problem.runs.length);
-  if (!shown.length) return el("p", { class: "well" }, "✓ No problems in these runs.");
+  if (!shown.length) return el("p", { class: "no-problems" }, "✓ No problems in these runs.");
   const words = { error: "Error", warning: "Warning", note: "Note" };
   const serious = shown.filter(({ level }) => level !== "note"), notes = shown.filter(({ level }) => level === "note");
   const list = (problems) => el("ul", { class: "problems" }, problems.map(({ level, title, runs: where }) => el("li", { class: `problem ${level}` },
@@ -252,7 +252,7 @@ function problemsSection() {
       ? collapsible(`problem/${title}/${run}`, {}, el("span", { class: "run-name" }, swatch(runs[run].group), nameOf(runs[run].name)), false, () => el("div", { class: "detail" }, detail))
       : runName(run)))))));
   return [
-    serious.length ? list(serious) : el("p", { class: "well" }, "✓ No errors and no warnings in these runs."),
+    serious.length ? list(serious) : el("p", { class: "no-problems" }, "✓ No errors and no warnings in these runs."),
     notes.length ? collapsible("notes", { class: "fold-card more" }, plural(notes.length, "note"), false, () => list(notes)) : "",
   ];
 }

@@ -1,7 +1,7 @@
 // The layout of a page: its header, the links to its sections, and the sections. An update renders only the sections whose data has changed.
 
 const outcomes = {
-  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", gone: "warn", failed: "bad", lost: "bad", running: "going",
+  finished: "good", stopped: "warn", preempted: "warn", interrupted: "warn", gone: "warn", failed: "bad", lost: "bad", running: "running",
 };
 
 const pill = (outcome, more = {}) => el("span", { class: `pill ${outcomes[outcome] ?? ""}`, ...more }, outcome);
@@ -80,7 +80,7 @@ function enlarge(image) {
   if (factor >= 2) { image.classList.add("tiny"); image.style.width = `${image.naturalWidth * factor}px`; }
 }
 
-/** The URL of an image: a data URI in a page that is a file, a relative path in a live page; null if there is none. */
+/** The URL of an image: a relative path in a live page, otherwise a data URI; null if there is none. */
 function imageSource(file) {
   if (!pageData.live) return Object.hasOwn(pageData.pixels, file) ? pageData.pixels[file] : null;
   const [, run, path] = /^(?:(\d+)\/)?(images\/.*)$/s.exec(file) ?? []; // in a comparison, a file's path begins with the number of its run

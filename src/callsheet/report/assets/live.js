@@ -45,7 +45,7 @@ function updateStatus() {
   if (!dot) return;
   const [isRunning, text] = liveStatus();
   dot.classList.toggle("off", !reachable);
-  dot.classList.toggle("over", reachable && !isRunning);
+  dot.classList.toggle("ended", reachable && !isRunning);
   document.getElementById("status-text").textContent = reachable ? text : `no answer since ${dateTime(lastAnswer / 1000)}`;
 }
 

@@ -26,7 +26,7 @@ function tiles() {
 }
 
 function problemsList() {
-  if (!data.problems.length) return el("p", { class: "well" }, "✓ Nothing failed, nothing was dropped, and every value is finite.");
+  if (!data.problems.length) return el("p", { class: "no-problems" }, "✓ Nothing failed, nothing was dropped, and every value is finite.");
   const words = { error: "Error", warning: "Warning", note: "Note" };
   return el("ul", { class: "problems" }, data.problems.map((problem) => el("li", { class: `problem ${problem.level}` },
     el("div", { class: "title" }, el("span", { class: "hidden-text" }, `${words[problem.level]}: `), problem.title), problem.detail ? el("div", { class: "detail" }, problem.detail) : null)));
