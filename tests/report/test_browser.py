@@ -363,7 +363,7 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     assert page.locator("#settings details[open]").count() == 0
     page.locator("summary", has_text="config.yaml").click()
     page.locator("#settings pre").get_by_text("batch_size: 8").wait_for()
-    assert "Of this run there is nothing on: logs." in page.locator("footer").inner_text()
+    assert "This run has no data for: logs." in page.locator("footer").inner_text()
 
 
 def test_a_run_of_which_nothing_is_known_has_a_page(seen: Seen, tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
     class Handler(BaseHTTPRequestHandler):
         asked: list[dict[str, Any]] = []
         tokens: set[str | None] = set()
-        no_acts = ""
+        disabled_reason = ""
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
@@ -543,10 +543,10 @@ def server(tmp_path: Path) -> Iterator[Any]:
                 self.answer(page(run, live=Live("secret", seconds=0.1)).encode(), "text/html")
             elif parts.path == "/data.json":
                 self.tokens.add(self.headers["X-Callsheet-Token"])
-                if parse_qs(parts.query)["since"] == [run.version] and not self.no_acts:
+                if parse_qs(parts.query)["since"] == [run.version] and not self.disabled_reason:
                     self.answer(b"", "application/json", 204)
                 else:
-                    self.answer(json.dumps({**data(run), "no_acts": self.no_acts}).encode(), "application/json")
+                    self.answer(json.dumps({**data(run), "disabled_reason": self.disabled_reason}).encode(), "application/json")
             else:
                 content = image_bytes(tmp_path, parts.path.removeprefix("/"))
                 self.answer(content or b"", "image/png", 200 if content else 404)
@@ -601,21 +601,21 @@ def test_a_live_page_follows_the_run_and_asks_for_things(chromium: Any, server: 
     page.locator("#act-save").click()
     page.get_by_text("the run will do so").wait_for()
     page.locator("#act-stop").click()
-    page.get_by_role("button", name="Go on training").click()
+    page.get_by_role("button", name="Continue training").click()
     page.locator("dialog").wait_for(state="detached")
     page.locator("#act-stop").click()
     page.locator("#confirm-stop").click()
     page.locator("dialog").wait_for(state="detached")
-    until(page, "document.getElementById('said').textContent !== ''")
+    until(page, "document.getElementById('request-message').textContent !== ''")
     page.wait_for_timeout(200)
     assert handler.asked == [{"act": "save"}, {"act": "stop"}]
 
-    assert page.locator("#life-said").inner_text() == "live"
-    handler.no_acts = "the run has ended"
+    assert page.locator("#status-text").inner_text() == "live"
+    handler.disabled_reason = "the run has ended"
     page.get_by_text("the run has ended").wait_for()
     assert page.locator("#act-save").is_disabled()
     (tmp_path / "events.jsonl").write_text('{"event": "run_end", "step": 30, "time": 1e9, "outcome": "finished"}\n')
-    page.locator("#life-said").get_by_text("ended 2001-09-").wait_for()
+    page.locator("#status-text").get_by_text("ended 2001-09-").wait_for()
     assert seen.faults == []
     seen.context.close()
 

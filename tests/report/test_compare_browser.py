@@ -178,7 +178,7 @@ def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
         if boxes.nth(place).is_checked():
             boxes.nth(place).uncheck()
     for section in ("results", "problems", "anatomy", "values"):
-        expect(page.locator(f"#{section}")).to_contain_text("All runs are switched off.")
+        expect(page.locator(f"#{section}")).to_contain_text("All runs are hidden.")
         expect(page.locator(f"#{section} table")).to_have_count(0)
 
 

@@ -805,7 +805,7 @@ def test_the_page_of_a_run_without_times(tmp_path: Path, chromium: Any) -> None:
     assert (shown["axis"]["seconds"], shown["run"]["started"], shown["run"]["seconds"]) == ([], None, None)
     seen = Seen(chromium, offline=True)
     page = seen.open(write_report(result.folder).as_uri())
-    assert "in all" not in page.locator("header").inner_text()
+    assert "in total" not in page.locator("header").inner_text()
     axes = page.get_by_role("group", name="Horizontal axis").get_by_role("button")
     assert axes.all_inner_texts() == ["Step"]
     assert [len(line["y"]) for line in seen.drawn("loss")][:2] == [2, 1]

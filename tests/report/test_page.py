@@ -96,14 +96,14 @@ def test_a_name_with_half_a_character_can_be_written(tmp_path: Path) -> None:
 
 
 def test_a_live_page_may_ask_its_own_server_and_holds_no_images(folder: Path) -> None:
-    html = page(RunFolder.read(folder), live=Live("the-token", nonce="abc", no_acts="it has ended"))
+    html = page(RunFolder.read(folder), live=Live("the-token", nonce="abc", disabled_reason="it has ended"))
     assert embedded(html)["pixels"] == {}
     assert embedded(html)["live"] == {
         "token": "the-token",
         "poll": "data.json",
         "act": "act",
         "seconds": 2.0,
-        "no_acts": "it has ended",
+        "disabled_reason": "it has ended",
         "nonce": "abc",
     }
     assert html.count('<script nonce="abc">') == 2

@@ -474,7 +474,7 @@ def test_idle_asking_is_cheap_and_news_come(going: Path, serve: Callable[[Path],
 
     first = news("")
     assert first is not None
-    assert first["no_acts"] == ""
+    assert first["disabled_reason"] == ""
     assert news(first["version"]) is None
     metrics = going / "metrics.jsonl"
     status = metrics.stat()
@@ -487,7 +487,7 @@ def test_idle_asking_is_cheap_and_news_come(going: Path, serve: Callable[[Path],
     assert second["run"]["steps"] == 8
     end(going)
     third = eventually(lambda: news(second["version"]))
-    assert third["no_acts"] == "the run has ended: finished"
+    assert third["disabled_reason"] == "the run has ended: finished"
 
 
 def eventually(ask: Callable[[], Any], *, seconds: float = 60.0) -> Any:
@@ -517,7 +517,7 @@ def test_a_folder_that_is_set_aside_is_reported(going: Path, serve: Callable[[Pa
     visitor = Client(serve(going))
     going.rename(going.with_name("run.1"))
     sent = json.loads(visitor.ask("GET", "/data.json?since=x")[2])
-    assert sent["no_acts"] == f"the folder {going} is gone"
+    assert sent["disabled_reason"] == f"the folder {going} is gone"
     assert visitor.act("stop") == (409, f"the folder {going} is gone\n")
     assert visitor.get("/") == 200
 
@@ -579,7 +579,7 @@ def test_the_page_says_why_nothing_can_be_asked(going: Path, sheet: str, listene
     (going / "call_sheet.txt").write_text(sheet)
     (going / LISTENERS).write_text(listeners)
     run = LiveRun(going)
-    said = json.loads(run.news("") or b"")["no_acts"]
+    said = json.loads(run.news("") or b"")["disabled_reason"]
     assert (why in said) if why else said == ""
     if why:
         with pytest.raises(RequestRejected, match=re.escape(said)):
@@ -658,11 +658,11 @@ def test_a_run_that_has_fallen_silent_is_asked_nothing(going: Path) -> None:
 def test_a_request_that_the_run_does_not_read_is_reported(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LiveRun(going)
     run.ask("save")
-    assert json.loads(run.news("") or b"")["no_acts"] == ""
+    assert json.loads(run.news("") or b"")["disabled_reason"] == ""
     monkeypatch.setattr(live_run, "_PENDING_WARN_SECONDS", 0.0)
-    assert "still pending in" in json.loads(run.news("") or b"")["no_acts"]
+    assert "still pending in" in json.loads(run.news("") or b"")["disabled_reason"]
     (going / "trigger").unlink()
-    assert json.loads(run.news("") or b"")["no_acts"] == ""
+    assert json.loads(run.news("") or b"")["disabled_reason"] == ""
 
 
 def test_the_token_is_in_no_log(
@@ -828,7 +828,7 @@ def test_a_run_is_watched_and_asked_in_a_browser(
         wait_until_after(before + 20)
         assert page.query_selector("#checkpoints") is None
         page.click("#act-save")
-        page.wait_for_selector("#said:has-text('requested through')")
+        page.wait_for_selector("#request-message:has-text('requested through')")
         page.wait_for_selector("#checkpoints")  # without loading the page again
         (saved,) = find_checkpoints(folder / "checkpoints").checkpoints
         assert saved.step > before

@@ -506,7 +506,7 @@ def test_news_keep_what_the_reader_has_chosen(
     run = opened.value
     expect(run.locator("h1")).to_have_text("lr-3")
     run.locator("#act-save").click()
-    expect(run.locator("#said")).to_contain_text(f"requested through {runs[2] / 'trigger'}")
+    expect(run.locator("#request-message")).to_contain_text(f"requested through {runs[2] / 'trigger'}")
     assert (runs[2] / "trigger").read_text() == "save asked for in the browser\n"
     runs[2].rename(folder / "set-aside")
     expect(page.locator("#table-runs")).to_contain_text("its folder is gone", timeout=30_000)

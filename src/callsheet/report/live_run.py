@@ -74,20 +74,20 @@ class LiveRun:
     def news(self, since: str) -> bytes | None:
         """Return the page's current data as JSON; None if the page's version, `since`, is the current one."""
         with self._lock:
-            no_acts = self._refresh()
+            disabled_reason = self._refresh()
             if self._run.version == since:
                 return None
             if self._run.version != self._body_version:
                 with self.budget.spend():
-                    self._body = json.dumps({**data(self._run), "no_acts": no_acts}, allow_nan=False).encode()
+                    self._body = json.dumps({**data(self._run), "disabled_reason": disabled_reason}, allow_nan=False).encode()
                 self._body_version = self._run.version
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
         """Return the whole page as HTML; `Live` describes the arguments."""
         with self._lock:
-            no_acts = self._refresh()
-            return page(self._run, live=Live(token, no_acts=no_acts, nonce=nonce)).encode()
+            disabled_reason = self._refresh()
+            return page(self._run, live=Live(token, disabled_reason=disabled_reason, nonce=nonce)).encode()
 
     def ask(self, act: str) -> str:
         """Send a request to the running job (`save`, `evaluate` or `stop`), and return a message for the page.
@@ -99,8 +99,8 @@ class LiveRun:
         """
         one_of("act", act, WORDS)
         with self._lock:
-            if no_acts := self._refresh():
-                raise RequestRejected(no_acts)
+            if disabled_reason := self._refresh():
+                raise RequestRejected(disabled_reason)
             trigger = trigger_of(self._run)
             line = leave_request(trigger, act, "asked for in the browser")
             self._pending[line] = (trigger, time.monotonic())
@@ -114,7 +114,7 @@ class LiveRun:
         """
         with self._lock:
             is_there = self._read_new()
-            self._update_acts(is_there)
+            self._update_disabled_reason(is_there)
             return self._run, is_there
 
     def _refresh(self) -> str:
@@ -127,16 +127,16 @@ class LiveRun:
         else:
             with self.budget.spend():
                 is_there = self._read_new()
-        return self._update_acts(is_there)
+        return self._update_disabled_reason(is_there)
 
-    def _update_acts(self, is_there: bool) -> str:
+    def _update_disabled_reason(self, is_there: bool) -> str:
         """Return why the run accepts no requests, or an empty string, and change the page's version if that has changed.
 
         Remove requests that the run had not read when it ended.
         """
-        no_acts = self._no_acts() if is_there else f"the folder {self.folder} is gone"
-        self._run.version = f"{self._read_version}-{zlib.crc32(no_acts.encode()):x}"
-        return no_acts
+        disabled_reason = self._disabled_reason() if is_there else f"the folder {self.folder} is gone"
+        self._run.version = f"{self._read_version}-{zlib.crc32(disabled_reason.encode()):x}"
+        return disabled_reason
 
     def _read_new(self) -> bool:
         """Read the run's folder if it has changed. Return whether the folder exists."""
@@ -150,7 +150,7 @@ class LiveRun:
             self._read_version = self._run.version
         return True
 
-    def _no_acts(self) -> str:
+    def _disabled_reason(self) -> str:
         if reason := why_not(self._run):
             self._withdraw()
             return reason

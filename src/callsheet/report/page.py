@@ -20,7 +20,7 @@ from callsheet.report.contents import contents
 from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
-_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "acts.js", "main.js")  # fmt: skip
+_SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "live_controls.js", "main.js")  # fmt: skip
 _MOST_IMAGE_BYTES = 24 * 2**20  # most bytes of images in one page
 
 
@@ -32,7 +32,7 @@ class Live:
     the JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to
     the page and to the run's folder (`image_bytes` reads one). A button sends `POST act` with the JSON `{"act": "save" |
     "evaluate" | "stop"}`; the answer is JSON with a `message`, or another status with a text. Each request sends `token` in the
-    header `X-Callsheet-Token`, in addition to the page's cookies. The JSON of `data` may contain `no_acts`, a sentence that the
+    header `X-Callsheet-Token`, in addition to the page's cookies. The JSON of `data` may contain `disabled_reason`, a sentence that the
     page shows and that says why the buttons are disabled. If `nonce` is set, the page's scripts have it as an attribute, for the
     header `Content-Security-Policy: script-src 'nonce-...'`. Styles are inline.
     """
@@ -41,7 +41,7 @@ class Live:
     poll: str = "data.json"
     act: str = "act"
     seconds: float = 2.0
-    no_acts: str = ""
+    disabled_reason: str = ""
     nonce: str = ""
 
 

@@ -1,12 +1,12 @@
-// Elements, and numbers as people read them. Whatever comes from a run becomes text, never markup.
+// Functions that create elements and format numbers. Texts from a run are added as text nodes, never as markup.
 
 const pageData = JSON.parse(document.getElementById("page-data").textContent);
 let data = pageData.data;
 
-/** What the reader has chosen; it stays when news come in. */
+/** The reader's choices, which are kept when the data is updated. */
 const view = {
   axis: "step", log: false, marks: true, smooth: 0, search: "", range: null, hidden: new Set(), open: new Map(), shown: new Map(), logCharts: new Set(), largeCharts: new Set(),
-  window: null, from: 0, to: 0, same: null, sort: new Map(), unfolded: new Set(), picked: new Map(),
+  window: null, from: 0, to: 0, highlighted: null, sort: new Map(), unfolded: new Set(), picked: new Map(),
 };
 
 function fill(element, attributes, children) {
@@ -51,9 +51,9 @@ function count(value) {
 function bytes(value) {
   if (!isNumber(value)) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let place = 0;
-  while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
-  return `${place ? Number(value.toPrecision(3)) : value} ${units[place]}`;
+  let index = 0;
+  while (value >= 1024 && index < units.length - 1) { value /= 1024; index += 1; }
+  return `${index ? Number(value.toPrecision(3)) : value} ${units[index]}`;
 }
 
 function duration(seconds) {
@@ -77,29 +77,29 @@ function percent(share) {
   return share < 0.0001 ? "< 0.01 %" : `${Number((share * 100).toPrecision(share < 0.01 ? 2 : 3))} %`;
 }
 
-function moment(seconds) {
+function dateTime(seconds) {
   if (!isNumber(seconds)) return "–";
   const date = new Date(seconds * 1000);
   if (Number.isNaN(date.getTime())) return "–";
-  const two = (value) => String(value).padStart(2, "0");
-  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  const twoDigits = (value) => String(value).padStart(2, "0");
+  return `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())} ${twoDigits(date.getHours())}:${twoDigits(date.getMinutes())}:${twoDigits(date.getSeconds())}`;
 }
 
-const several = (value, what) => `${number(value)} ${what}${value === 1 ? "" : "s"}`;
-const named = (name) => (name === "" ? "(no name)" : name);
+const plural = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+const displayName = (name) => (name === "" ? "(no name)" : name);
 
-/** A row of buttons of which one is chosen. */
+/** A row of buttons of which one is pressed. */
 function choice(label, options, chosen, choose) {
   const buttons = options.map(([value, text]) =>
     el("button", { type: "button", "aria-pressed": String(value === chosen), on: { click: () => {
-      buttons.forEach((button, place) => button.setAttribute("aria-pressed", String(options[place][0] === value)));
+      buttons.forEach((button, index) => button.setAttribute("aria-pressed", String(options[index][0] === value)));
       choose(value);
     } } }, text));
   return el("span", { class: "choice", role: "group", "aria-label": label }, buttons);
 }
 
-/** A `details` that stays as the reader left it. */
-function folding(key, attributes, summary, open, make) {
+/** A `details` element that remembers by its key whether it is open. `make` creates its content when it is first opened. */
+function collapsible(key, attributes, summary, open, make) {
   const body = el("div");
   const element = el("details", { ...attributes, open: view.open.get(key) ?? open }, el("summary", {}, summary), body);
   const build = () => { if (element.open && !body.hasChildNodes()) body.append(...[make()].flat()); };

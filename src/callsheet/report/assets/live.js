@@ -1,22 +1,22 @@
-// A page that is served live asks for news. The script of the page says in `lifeOf` what is known of the runs: whether one is running, and a few words.
+// A live page polls its server. Each page defines `liveStatus`, which returns whether a run is running, and a text to show.
 
-let answered = Date.now();
-let reachable = true;
+let lastAnswer = Date.now(); // when the server last answered
+let reachable = true; // whether it answered the latest poll
 
 function request(path, options = {}) {
   return fetch(path, { ...options, cache: "no-store", credentials: "same-origin", headers: { ...options.headers, "X-Callsheet-Token": pageData.live.token } });
 }
 
-/** Whether the reader is dragging or pressing something, which must not be made again now. */
+/** Whether the reader is pressing or dragging something in the page, which an update would replace. */
 const isBusy = () => main.matches(":active");
 
-/** Renders news without moving what the reader looks at, whatever grows above it. */
+/** Renders new data and keeps the scroll position of what the reader looks at, even if the content above it grows. */
 function renderInPlace() {
-  const seen = document.elementFromPoint(innerWidth / 2, innerHeight / 3)?.closest(".chart-card, section");
-  const before = seen?.getBoundingClientRect().top;
+  const anchor = document.elementFromPoint(innerWidth / 2, innerHeight / 3)?.closest(".chart-card, section");
+  const before = anchor?.getBoundingClientRect().top;
   render(true);
-  const now = seen?.isConnected ? seen : document.getElementById(seen?.id);
-  if (now) scrollBy({ top: now.getBoundingClientRect().top - before, behavior: "instant" });
+  const current = anchor?.isConnected ? anchor : document.getElementById(anchor?.id); // the section may have been replaced
+  if (current) scrollBy({ top: current.getBoundingClientRect().top - before, behavior: "instant" });
 }
 
 async function poll() {
@@ -24,33 +24,34 @@ async function poll() {
     const answer = await request(`${pageData.live.poll}?since=${encodeURIComponent(data.version)}`);
     reachable = answer.ok || answer.status === 304;
     if (answer.status === 200) {
-      const news = await answer.json();
-      if (!isBusy()) { data = news; renderInPlace(); } // otherwise they come again, as `data` keeps its version
+      const newData = await answer.json();
+      if (!isBusy()) { data = newData; renderInPlace(); } // if busy, `data` keeps its version, so the next poll gets the new data again
     }
-    if (reachable) answered = Date.now();
+    if (reachable) lastAnswer = Date.now();
   } catch {
     reachable = false;
   }
-  showLife();
+  updateStatus();
+  // Poll less often while the page is hidden or the server does not answer.
   const pause = pageData.live.seconds * (document.hidden ? 5 : reachable ? 1 : 2);
   setTimeout(poll, 1000 * pause);
 }
 
-/** The element for the life of the runs; a page that is a file has none. */
-const lifeSigns = () => [el("span", { class: "dot", id: "life", "aria-hidden": "true" }), el("span", { class: "soft small", id: "life-said" })];
+/** The elements that show the status of a live page: a dot and a text. */
+const statusIndicator = () => [el("span", { class: "dot", id: "status-dot", "aria-hidden": "true" }), el("span", { class: "soft small", id: "status-text" })];
 
-function showLife() {
-  const dot = document.getElementById("life");
+function updateStatus() {
+  const dot = document.getElementById("status-dot");
   if (!dot) return;
-  const [isLive, text] = lifeOf();
+  const [isRunning, text] = liveStatus();
   dot.classList.toggle("off", !reachable);
-  dot.classList.toggle("over", reachable && !isLive);
-  document.getElementById("life-said").textContent = reachable ? text : `no answer since ${moment(answered / 1000)}`;
+  dot.classList.toggle("ended", reachable && !isRunning);
+  document.getElementById("status-text").textContent = reachable ? text : `no answer since ${dateTime(lastAnswer / 1000)}`;
 }
 
-/** Starts to ask for news, if the page has a server. */
-function goLive() {
+/** Starts polling if the page has a server. */
+function startPolling() {
   if (pageData.live === null) return;
-  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` does it, in all browsers
+  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` does the same, in all browsers
   setTimeout(poll, 1000 * pageData.live.seconds);
 }

@@ -1,18 +1,18 @@
-// The parts of the page that are words, tables and pictures.
+// The sections of a run's page other than its charts and timeline.
 
 function header() {
   const { run } = data;
-  const over = isNumber(run.started) ? (isNumber(run.ended) ? run.ended : data.generated) - run.started : null;
+  const total = isNumber(run.started) ? (isNumber(run.ended) ? run.ended : data.generated) - run.started : null;
   const facts = [
-    several(run.steps, "step"), isNumber(run.epochs) && run.epochs > 0 && several(run.epochs, "epoch"),
+    plural(run.steps, "step"), isNumber(run.epochs) && run.epochs > 0 && plural(run.epochs, "epoch"),
     isNumber(run.seconds) && `${duration(run.seconds)} of training`,
-    isNumber(over) && over > 0 && `${duration(over)} in all`,
-    isNumber(run.started) && `began ${moment(run.started)}`, isNumber(run.ended) && `ended ${moment(run.ended)}`,
-    run.device && `on ${run.device}`, run.ranks && several(Number(run.ranks), "rank"), run.starts > 1 && `${run.starts} starts`, run.host && `host ${run.host}`,
+    isNumber(total) && total > 0 && `${duration(total)} in total`,
+    isNumber(run.started) && `began ${dateTime(run.started)}`, isNumber(run.ended) && `ended ${dateTime(run.ended)}`,
+    run.device && `on ${run.device}`, run.ranks && plural(Number(run.ranks), "rank"), run.starts > 1 && `${run.starts} starts`, run.host && `host ${run.host}`,
     ...run.versions.map(([name, value]) => `${name} ${value}`),
   ];
   return el("div", {},
-    el("div", { class: "name" }, el("h1", {}, named(run.name)), pill(run.outcome, { id: "outcome" })),
+    el("div", { class: "name" }, el("h1", {}, displayName(run.name)), pill(run.outcome, { id: "outcome" })),
     run.reason ? el("p", { class: "about", id: "reason" }, run.reason) : null,
     run.note || run.tags.length ? el("p", { class: "about", id: "note" }, [...run.tags.map((tag) => `#${tag}`), run.note].filter(Boolean).join(" ")) : null,
     el("div", { class: "facts" }, facts.filter(Boolean).map((fact) => el("span", {}, fact))));
@@ -26,7 +26,7 @@ function tiles() {
 }
 
 function problemsList() {
-  if (!data.problems.length) return el("p", { class: "well" }, "✓ Nothing failed, nothing was dropped, and every value is finite.");
+  if (!data.problems.length) return el("p", { class: "no-problems" }, "✓ Nothing failed, nothing was dropped, and every value is finite.");
   const words = { error: "Error", warning: "Warning", note: "Note" };
   return el("ul", { class: "problems" }, data.problems.map((problem) => el("li", { class: `problem ${problem.level}` },
     el("div", { class: "title" }, el("span", { class: "hidden-text" }, `${words[problem.level]}: `), problem.title), problem.detail ? el("div", { class: "detail" }, problem.detail) : null)));
@@ -39,7 +39,7 @@ function costsSection() {
   const bar = (row) => el("span", { class: "bar", "aria-hidden": "true" }, el("i", { style: { width: `${Math.min(100, (100 * (row.of_step + row.of_run)) / most)}%` } }));
   const share = (value) => (value ? percent(value) : "");
   const columns = [
-    { title: "callback", value: (row) => row.callback, cell: (row, isInner) => (isInner ? el("span", { class: "mono" }, row.event) : el("span", { class: "whole-line" }, named(row.callback))) },
+    { title: "callback", value: (row) => row.callback, cell: (row, isInner) => (isInner ? el("span", { class: "mono" }, row.event) : el("span", { class: "whole-line" }, displayName(row.callback))) },
     column("calls", (row) => row.calls, (row) => number(row.calls), "how many were timed"),
     column("total", (row) => row.seconds, (row) => duration(row.seconds), "of those that were timed"),
     column("mean", (row) => row.seconds / row.calls, (row) => duration(row.seconds / row.calls)),
@@ -51,10 +51,10 @@ function costsSection() {
   ];
   const sum = (name) => costs.rows.reduce((total, row) => total + row[name], 0);
   const foot = ["all", number(sum("calls")), duration(sum("seconds")), "", "", duration(sum("per_step")), percent(sum("of_step")), percent(sum("of_run")), ""]
-    .map((text, place) => el("td", { class: place ? "numeric" : null, "data-title": columns[place].title }, text || null));
-  const timed = costs.window_steps ? `${several(costs.window_steps, "step")} of ${number(costs.steps)} were timed, ${duration(costs.window_seconds / costs.window_steps)} each. ` : "";
+    .map((text, index) => el("td", { class: index ? "numeric" : null, "data-title": columns[index].title }, text || null));
+  const timed = costs.window_steps ? `${plural(costs.window_steps, "step")} of ${number(costs.steps)} were timed, ${duration(costs.window_seconds / costs.window_steps)} each. ` : "";
   return [
-    el("p", { class: "about" }, `${timed}The shares "of the step" are of the events that fire at every step; records, evaluations and checkpoints are rare, all timed, and have their share "of the run".`
+    el("p", { class: "about" }, `${timed}The shares "of the step" are those of events that fire at every step. The shares "of the run" are those of all other events, such as records, evaluations and checkpoints; all of these are timed.`
       + `${costs.processes > 1 ? ` Summed over ${costs.processes} processes.` : ""}${costs.mode === "sampled" || !costs.mode ? "" : ` Mode: ${costs.mode}.`}`),
     el("div", { class: "card" }, table("costs", columns, costs.rows, { sort: [8, true], key: (row) => row.callback, inner: (row) => row.events, foot, caption: "What each callback cost" })),
   ];
@@ -62,12 +62,12 @@ function costsSection() {
 
 function evaluationsSection() {
   const { columns: names, rows } = data.evaluations;
-  const best = names.map((name, place) => (name.split("/").at(-1).includes("loss") ? Math.min(...rows.map((row) => row.values[place] ?? Infinity)) : null));
+  const best = names.map((name, index) => (name.split("/").at(-1).includes("loss") ? Math.min(...rows.map((row) => row.values[index] ?? Infinity)) : null));
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
-    ...names.map((name, place) => ({ title: name, numeric: true, value: (row) => row.values[place],
-      cell: (row) => (isNumber(row.values[place]) && row.values[place] === best[place] ? el("b", { title: "the least" }, metric(name, row.values[place])) : metric(name, row.values[place])) })),
-    { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
+    ...names.map((name, index) => ({ title: name, numeric: true, value: (row) => row.values[index],
+      cell: (row) => (isNumber(row.values[index]) && row.values[index] === best[index] ? el("b", { title: "the lowest" }, metric(name, row.values[index])) : metric(name, row.values[index])) })),
+    { title: "time", value: (row) => row.time, cell: (row) => dateTime(row.time), numeric: true },
   ];
   return el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" }));
 }
@@ -75,12 +75,12 @@ function evaluationsSection() {
 function resultsSection() {
   const { unit, rows, samples, step } = data.results;
   const columns = [
-    { title: "result", value: ([name]) => name, cell: ([name]) => named(name) },
+    { title: "result", value: ([name]) => name, cell: ([name]) => displayName(name) },
     { title: "value", value: ([, value]) => value, cell: ([, value]) => number(value), numeric: true },
   ];
   const found = [el("p", { class: "about" }, `At step ${number(step)}${unit ? `, in ${unit}` : ""}.`)];
   if (rows.length) found.push(el("div", { class: "card" }, table("results", columns, rows, { caption: "Results" })));
-  if (samples.length) found.push(folding("samples", { class: "card fold-card" }, `Samples (${samples.length})`, samples.length <= 4, () => el("pre", { tabindex: 0 }, samples.join("\n\n"))));
+  if (samples.length) found.push(collapsible("samples", { class: "card fold-card" }, `Samples (${samples.length})`, samples.length <= 4, () => el("pre", { tabindex: 0 }, samples.join("\n\n"))));
   return found;
 }
 
@@ -88,21 +88,21 @@ function checkpointsSection() {
   const column = (title, value, cell) => ({ title, value, cell, numeric: true });
   const state = (row) => [row.is_gone && "deleted since", row.is_undone && "undone by a resume", !row.is_finite && "not finite"].filter(Boolean).join(", ");
   const columns = [
-    { title: "checkpoint", value: (row) => row.name, cell: (row) => el("span", { class: "mono", title: row.path }, named(row.name)) },
+    { title: "checkpoint", value: (row) => row.name, cell: (row) => el("span", { class: "mono", title: row.path }, displayName(row.name)) },
     column("step", (row) => row.step, (row) => number(row.step)),
     { title: "kind", value: (row) => row.kind, cell: (row) => [row.kind, state(row) && el("span", { class: "below" }, state(row))] },
     column("size", (row) => row.size, (row) => bytes(row.size)),
     column("train/loss", (row) => row.train_loss, (row) => number(row.train_loss)),
-    { title: "losses of evaluations", value: (row) => row.val_losses[0]?.[1], cell: (row) => row.val_losses.map(([name, value]) => el("div", {}, `${name} ${number(value)}`)) },
+    { title: "evaluation losses", value: (row) => row.val_losses[0]?.[1], cell: (row) => row.val_losses.map(([name, value]) => el("div", {}, `${name} ${number(value)}`)) },
     { title: "best by", value: (row) => row.best, cell: (row) => row.best },
-    { title: "asked for by", value: (row) => row.requested_by, cell: (row) => el("span", { class: "below wrap" }, row.requested_by) },
-    column("time", (row) => row.time, (row) => moment(row.time)),
+    { title: "requested by", value: (row) => row.requested_by, cell: (row) => el("span", { class: "below wrap" }, row.requested_by) },
+    column("time", (row) => row.time, (row) => dateTime(row.time)),
   ];
   return el("div", { class: "card" }, table("checkpoints", columns, data.checkpoints, { tall: true, sort: [8, true], rowClass: (row) => (row.is_gone || row.is_undone ? "faded" : null), caption: "Checkpoints" }));
 }
 
 function imagesSection() {
-  const left = data.images_left_out ? [el("p", { class: "about" }, `${several(data.images_left_out, "image")} are not in this page: it would be too large, or they are no PNG files of this run.`)] : [];
+  const left = data.images_left_out ? [el("p", { class: "about" }, `${plural(data.images_left_out, "image")} are not in this page, because it would be too large or they are not PNG files of this run.`)] : [];
   const cards = Object.entries(data.images).map(([name, logged]) => {
     const key = `image/${name}`;
     const pictures = el("div", { class: "pictures" });
@@ -114,11 +114,11 @@ function imagesSection() {
       label.textContent = `step ${number(shownStep.step)}`;
       range.setAttribute("aria-valuetext", label.textContent);
       const sources = shownStep.files.map(imageSource).filter(Boolean);
-      pictures.replaceChildren(...sources.map((source, place) => el("img", { src: source, alt: `${name}, step ${shownStep.step}, image ${place + 1}`, on: { load: (event) => enlarge(event.target) } })));
+      pictures.replaceChildren(...sources.map((source, index) => el("img", { src: source, alt: `${name}, step ${shownStep.step}, image ${index + 1}`, on: { load: (event) => enlarge(event.target) } })));
       if (!sources.length) pictures.replaceChildren(el("span", { class: "soft" }, "not in this page"));
     }
     show();
-    return el("div", { class: "card" }, el("h3", {}, named(name)), el("div", { class: "slider" }, range, label), pictures);
+    return el("div", { class: "card" }, el("h3", {}, displayName(name)), el("div", { class: "slider" }, range, label), pictures);
   });
   return [...left, ...cards];
 }
@@ -127,8 +127,8 @@ function tablesSection() {
   return Object.entries(data.tables).map(([name, logged]) => {
     const key = `table/${name}`;
     const shown = el("div");
-    const show = (place) => {
-      const found = logged[place] ?? logged[0];
+    const show = (index) => {
+      const found = logged[index] ?? logged[0];
       const width = Math.max(found.columns.length, ...found.rows.map((row) => row.length));
       const columns = Array.from({ length: width }, (_, at) => ({
         title: found.columns[at] ?? "", numeric: found.rows.every((row) => typeof row[at] === "number"), value: (row) => row[at],
@@ -138,11 +138,11 @@ function tablesSection() {
       if (found.in_all > found.rows.length) shown.append(el("p", { class: "soft small" }, `${number(found.rows.length)} of ${number(found.in_all)} rows`));
     };
     const select = el("select", { "aria-label": `Step of the table ${name}`, on: { change: () => { view.picked.set(key, logged[Number(select.value)].step); show(Number(select.value)); } } },
-      logged.map((each, place) => el("option", { value: place }, `step ${number(each.step)}`)));
+      logged.map((each, index) => el("option", { value: index }, `step ${number(each.step)}`)));
     const chosen = Math.max(0, logged.findIndex((each) => each.step === view.picked.get(key)));
     select.value = String(chosen);
     show(chosen);
-    return el("div", { class: "card" }, el("div", { class: "tools" }, el("h3", {}, named(name)), logged.length > 1 ? select : el("span", { class: "soft" }, `step ${number(logged[0].step)}`)), shown);
+    return el("div", { class: "card" }, el("div", { class: "tools" }, el("h3", {}, displayName(name)), logged.length > 1 ? select : el("span", { class: "soft" }, `step ${number(logged[0].step)}`)), shown);
   });
 }
 
@@ -152,8 +152,8 @@ function settingsSection() {
     { title: "value", value: ([, value]) => value, cell: ([, value]) => el("div", { class: "cell mono" }, value) },
   ];
   const found = data.settings.map(([title, rows]) =>
-    folding(`settings-${title}`, { class: "card fold-card" }, `${title} (${rows.length})`, false, () => table(`settings-${title}`, columns, rows, { caption: title })));
-  if (data.config) found.push(folding("config", { class: "card fold-card" }, "config.yaml", false, () => el("pre", { tabindex: 0 }, data.config)));
+    collapsible(`settings-${title}`, { class: "card fold-card" }, `${title} (${rows.length})`, false, () => table(`settings-${title}`, columns, rows, { caption: title })));
+  if (data.config) found.push(collapsible("config", { class: "card fold-card" }, "config.yaml", false, () => el("pre", { tabindex: 0 }, data.config)));
   return found;
 }
 
@@ -163,14 +163,14 @@ function eventsSection() {
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
     { title: "event", value: (row) => row.event, cell: (row) => [el("b", {}, row.event.replaceAll("_", " ")), row.text && el("span", { class: "below wrap" }, row.text)] },
-    { title: "time", value: (row) => row.time, cell: (row) => moment(row.time), numeric: true },
+    { title: "time", value: (row) => row.time, cell: (row) => dateTime(row.time), numeric: true },
   ];
   const left = data.events_in_all > data.events.length ? [el("p", { class: "about" }, `The last ${number(data.events.length)} of ${number(data.events_in_all)}.`)] : [];
   return [...left, el("div", { class: "card" }, table("events", columns, data.events, { sort: [2, true], tall: true, caption: "What happened" }))];
 }
 
 function logsSection() {
-  return Object.entries(data.logs).map(([name, text]) => folding(`log/${name}`, { class: "card fold-card" }, name, false, () => {
+  return Object.entries(data.logs).map(([name, text]) => collapsible(`log/${name}`, { class: "card fold-card" }, name, false, () => {
     const shown = el("pre", { tabindex: 0 }, text);
     requestAnimationFrame(() => { shown.scrollTop = shown.scrollHeight; });
     return shown;
