@@ -128,7 +128,7 @@ def on_each_rank(turns: int) -> dict[str, list[float]]:
     }
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(turns):
-        # Every other round runs in the opposite order: the loop after the sleeping steps is faster, because the processor was idle.
+        # Every other round runs in the opposite order, because the loop after the sleeping steps is faster: the cores were idle.
         for name in list(subjects)[:: -1 if turn % 2 else 1]:
             figures[name].append(subjects[name]())
     groups.close()

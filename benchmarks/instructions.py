@@ -123,7 +123,7 @@ def run_a_framework(name: str) -> None:
 def start_instrumentation() -> None:
     """Let valgrind instrument the program from here on, because it would only make the imports slow.
 
-    Also switch off garbage collection: one collection of all objects has more instructions than forty steps, and starts at a random time.
+    Also switch off garbage collection: one collection has more instructions than forty steps, and starts at a random time.
     """
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The tests' short trainings in each framework, as the benchmarks run them: without evaluation, and with a function called in each forward."""
+"""The tests' trainings in each framework, as the benchmarks run them: long, without evaluation, with a hook in each forward."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def ours(device: str, steps: int, folder: Path, monitors: Sequence[Callback] = (
 
 
 def mfu(device: str, steps: int, folder: Path) -> float | None:
-    """Return the model FLOPs utilization of the last record in a run with `SpeedMonitor`, or None if the device's peak is not known."""
+    """Return the MFU in the last record of a run with `SpeedMonitor`, or None if the device's peak is unknown."""
     history = History()
     ours(device, steps, folder, [SpeedMonitor(), history])
     return history.records[-1][1].get("throughput/device/mfu")

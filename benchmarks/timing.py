@@ -49,8 +49,8 @@ def winsorized_mean(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def middle_mean(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the middle half and its standard error (Tukey and McLaughlin). The values of the outer quarters do not matter,
-    such as minutes in which other work stopped a process."""
+    """Return the mean of the middle half and its standard error (Tukey and McLaughlin). The values of the outer quarters do not
+    matter, such as minutes in which other work stopped a process."""
     ordered = sorted(differences)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
