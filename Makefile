@@ -1,4 +1,4 @@
-# Every target sets up what it needs on a fresh machine: a .venv with the project and the versions of constraints.txt in it.
+# Each target installs what it needs: the project and the versions in constraints.txt, in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,15 +11,15 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) an
 
 .PHONY: demo test test-all slow matrix ranks oracle resume restarts versions behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
-help:  ## this list
+help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch  # first, and pinned: later packages take the one that is there
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch  # first and pinned, so that the packages below do not install another version
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps instructlab-training==0.16.2 megatron-bridge==0.3.1  # of which only the callbacks are used
+	$(BIN)/python -m pip install --quiet --no-deps instructlab-training==0.16.2 megatron-bridge==0.3.1  # only their callbacks are used
 	touch $@
 
 RESUME ?= auto
@@ -31,7 +31,7 @@ $(DEMO): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	touch $@
 
-demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes with its install; RESUME=new starts again
+demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes including the installation; RESUME=new starts a new run
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 $(TEST): pyproject.toml constraints.txt
@@ -44,11 +44,11 @@ $(TEST): pyproject.toml constraints.txt
 FRAMEWORKS := tests/bridges tests/compat tests/exec
 ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
 
-test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, and about six with its install
+test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, about six including the installation
 	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
 	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
 
-test-all: test $(READY)  ## make test, and then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
+test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
 	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" $(FRAMEWORKS:%=--ignore %)
@@ -58,7 +58,7 @@ test-all: test $(READY)  ## make test, and then every framework in its pinned ve
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow
 
-matrix: $(READY)  ## which callback works in which loop, measured again; about five minutes
+matrix: $(READY)  ## test again which callback works in which loop, and write the matrix; about five minutes
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
 	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer or ultralytics or built_on" -m "slow or not slow" -p no:randomly
@@ -67,51 +67,51 @@ matrix: $(READY)  ## which callback works in which loop, measured again; about f
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md
 	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks
 
-oracle: $(READY)  ## runs that are killed again and again, compared with undisturbed ones; the table goes to benchmarks/results/resume.md
+oracle: $(READY)  ## runs that are killed repeatedly, compared with uninterrupted runs; the table goes to benchmarks/results/resume.md
 	cd tests && ../$(BIN)/python -m trainer.oracle ../benchmarks/results/resume.md
 
 restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and launch, about ten minutes; the table goes to benchmarks/results/restarts.md
 	cd tests && ../$(BIN)/python -m trainer.restarts ../benchmarks/results/restarts.md
 
-versions: $(READY)  ## several versions of torch and of each framework, those without a result; about an hour; the table goes to docs/bridges/versions.md
+versions: $(READY)  ## test the versions of torch and of each framework that have no result yet; about an hour; the table goes to docs/bridges/versions.md
 	$(BIN)/python tools/versions.py
 
 resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in the Trainer and in attach; the tables go to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
-behavior: $(READY)  ## what a user can observe, compared with another checkout: make behavior OLD=DIR; about fifteen minutes
+behavior: $(READY)  ## compare the behavior that users can observe with that of another checkout: make behavior OLD=DIR; about fifteen minutes
 	$(BIN)/python tools/behavior.py $(OLD)
 
 public-scripts: $(READY)  ## public training scripts, alone and under callsheet exec: make public-scripts PUBLIC=DIR; about half an hour; the table goes to benchmarks/results/public-scripts.md
 	$(BIN)/python benchmarks/public_scripts.py $(PUBLIC) $(if $(ONLY),--only '$(ONLY)') $(if $(AGAIN),--again)
 
-test-gpu:  ## the tests that need CUDA devices, with the interpreter of your choice: make test-gpu PYTHON=python3; installs nothing
+test-gpu:  ## the tests that need CUDA devices, with an interpreter of your choice: make test-gpu PYTHON=python3; installs nothing
 	PYTHONPATH=src:tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q -rs tests/gpu || test $$? = 5
 
-lint: $(READY)  ## format, lint, types, and that what is generated is fresh
+lint: $(READY)  ## check format, lint, types and generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/generate.py --check
 	$(BIN)/mypy
 
-format: $(READY)  ## fix format and lint where a tool can
+format: $(READY)  ## format the code and apply automatic lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(READY)  ## regenerate what is derived from the lifecycle's table
+generate: $(READY)  ## write the generated parts of the source and the docs
 	$(BIN)/python tools/generate.py
 
-# Without the variable, every build prints that Material for MkDocs is maintained until May 2027.
+# Without this variable, each build prints a notice that Material for MkDocs is maintained until May 2027.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-docs: generate  ## the documentation as a site in site/; open site/index.html, no server is needed
+docs: generate  ## build the documentation in site/; open site/index.html, no server is needed
 	$(MKDOCS) build --strict
 
-docs-serve: generate  ## the documentation at http://127.0.0.1:8000, built again when a file changes
+docs-serve: generate  ## serve the documentation at http://127.0.0.1:8000, and rebuild it when a file changes
 	$(MKDOCS) serve --strict
 
-bench: $(READY)  ## the figures of benchmarks/, ratios to a floor or a peer in the same run
+bench: $(READY)  ## run all benchmarks; results go to benchmarks/results/, and `make generate` copies them to the docs
 	$(BIN)/python benchmarks/run.py
 
-clean:  ## everything that the other targets made, but not runs/
+clean:  ## delete everything that the other targets made, except runs/
 	rm -rf $(VENV) .venv-composer .venv-ultralytics .venv-versions site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

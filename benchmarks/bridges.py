@@ -1,21 +1,24 @@
-"""What a host adds to a step, beside one empty callback of its own framework that hears the same events in the same loop.
+"""What a host adds to a training step, compared with one empty callback of the host's framework in the same loop.
 
-The loops are those of the tests (`tests/bridges/loops`): a small model, no evaluation. Five trainings stand side by side, each in a process of
-its own, and pass a baton: a bare loop, the same in Ignite's engine without handlers, the framework with its empty callback, with a host that nobody
-listens to, and with a host of ten callbacks. Whoever has the baton trains twenty steps, from one forward of the model to the next, and the others
-wait: so all have the same weather. The first three steps with the baton do not count. The time is the training thread's own, and all five are on
-one core.
+The loops are those of the tests (`tests/bridges/loops`): a small model, without evaluation. A set is five trainings, each in its
+own process: a bare loop, the same loop in Ignite's engine without handlers, the framework with an empty callback of its own, with
+a host without listeners, and with a host of ten callbacks. The five take turns: one trains twenty steps, from one forward of the
+model to the next, while the others wait. So other work on the machine disturbs all of them equally. The first three steps of a
+turn do not count. The time is the processor time of the training thread, and the five training threads share one core.
 
-Other work on a machine makes most steps slower, by more than a host does, and none faster. So what a step takes is what the fastest
-two-hundredth of them take: in the quiet moments that all five had. A process is faster or slower than another for its whole life too, by where its memory
-came to lie. So those that are compared are forked from one that has imported all that they have in common, and all are started again and again, in an
-order of chance; the errors are those that other sets of five would have given (a bootstrap over sets, Efron 1979).
+Other work on the machine makes most steps slower, by more than a host does, and never makes a step faster. So the time of a step
+is the 0.5 % quantile of all steps: a time from the moments without disturbance, which all five had. The memory layout of a
+process also makes all of its steps faster or slower. So the processes that are compared are forked from one that has imported
+everything that they have in common, and each set starts new processes, in random order. The errors are the standard deviations
+over bootstrap samples of the sets (Efron 1979).
 
-Machines differ, and five processes on one core are slower than one: a bare step takes more than twice what it took where the promises were made. So
-what is added is held against a peer that is slowed down in the same way: what Ignite's engine adds to the bare loop, in the mean of all hosts' sets,
-with which it has nothing to do. That took 10 µs a step where the promises were made: 20 µs are 2 of it, and 50 µs are 5.
+Machines differ, and five processes on one core are slower than one: a bare step takes more than twice as long as on the machine
+on which the targets were set. So the time that a host adds is divided by a time that slows down in the same way: what Ignite's
+engine adds to the bare loop, averaged over the sets of all hosts. On the machine on which the targets were set, Ignite added 10
+µs per step, so 20 µs are a ratio of 2 and 50 µs a ratio of 5.
 
-Sets are kept in a file as they end: what was interrupted goes on from there, and `--sets 0` only shows what there is. It runs on Linux, which can hold a thread to a core.
+Each set is written to a file when it ends. An interrupted run continues with the next set, and `--sets 0` only prints the table
+of the sets in the file. The benchmark runs only on Linux, because it binds threads to a core.
 
     python benchmarks/bridges.py [--sets 10] [--rounds 80] [--loops lightning,ignite] [--raw FILE [--restart]]
 """
@@ -49,42 +52,44 @@ import trainer as peers
 from loops import EMPTY, NOBODY, TEN
 from timing import machine
 
-MISSING = 3  # a child's status, where the framework is not installed
-STRETCH, COLD = 20, 3  # steps with the baton, and those of them that do not count
-WARM = 70  # steps before the first; records are in the midst of stretches
+MISSING = 3  # the exit status of a child process if the framework is not installed
+STRETCH, COLD = 20, 3  # the steps of a turn, and how many of them, from the first one on, do not count
+WARM = 70  # steps before the first turn; it is no multiple of STRETCH, so metrics records are made in the middle of turns
 BARE, PEER = "bare", "peer"
 PEERS = (BARE, PEER)
 RUNNERS = (*PEERS, *loops.WITH)
-PROMISED = {NOBODY: 2, TEN: 5}  # of what the peer adds
-FLOORS = {PEER: BARE, NOBODY: EMPTY, TEN: EMPTY}
-FASTEST = 0.005  # of all steps of a host's sets: what a step takes
-KEPT = 0.1  # of a set's steps: enough for twenty sets, if all of the fastest were in one
+TARGETS = {NOBODY: 2, TEN: 5}  # relative to what the peer adds
+BASELINES = {PEER: BARE, NOBODY: EMPTY, TEN: EMPTY}
+QUANTILE = 0.005  # the time of a step is this quantile of all steps of a host's sets
+KEPT = 0.1  # the share of a set's steps that is written: enough for twenty sets, even if one set has all of the fastest steps
 
 
-# --- one who runs ---
+# --- in a training process ---
 
 
-class Baton:
-    """Waits at a forward for its turn, takes the time of its stretch, and passes on. Who has failed passes on nothing: see `raced`.
+class TurnTimer:
+    """Waits for the turn of this process in a forward, measures the steps of the turn, and passes the turn to the next process.
+
+    A process that fails does not pass its turn on; `run_set` then raises an error.
 
     Args:
-        turn: the descriptor from which the baton comes.
-        following: that to which it goes.
-        ready: where to say that the first stretch may begin.
-        rounds: stretches.
-        core: on which to run from the first stretch on.
+        turn: the file descriptor from which a byte is read when it is this process's turn.
+        following: the file descriptor to which a byte is written for the next process.
+        ready: the file descriptor to which a byte is written when the process is ready for its first turn.
+        rounds: the number of turns.
+        core: the core on which the training thread runs from the first turn on.
     """
 
     def __init__(self, turn: int, following: int, ready: int, rounds: int, core: int) -> None:
         self.took: list[float] = []
-        """Microseconds of each step that counts."""
+        """The microseconds of each step that counts."""
         self._turn, self._following, self._ready, self._last, self._core = turn, following, ready, rounds * STRETCH, core
         self.steps = WARM + self._last + 2
-        """That the training has to have."""
+        """The number of steps that the training needs."""
         self._place, self._began = -WARM, 0.0
 
-    def forward(self) -> None:
-        """The model's forward begins."""
+    def on_forward(self) -> None:
+        """Measure the step that ends here, and wait if a turn ends here. Called when a forward of the model begins."""
         place, self._place = self._place, self._place + 1
         if not 0 <= place <= self._last:
             return
@@ -95,7 +100,7 @@ class Baton:
             if place:
                 os.write(self._following, b".")
             else:
-                os.sched_setaffinity(0, {self._core})  # this thread alone
+                os.sched_setaffinity(0, {self._core})  # only this thread
                 os.write(self._ready, b".")
             if place < self._last:
                 os.read(self._turn, 1)
@@ -103,28 +108,28 @@ class Baton:
         self._began = now
 
 
-def be_a_runner(runner: str, name: str, baton: Baton) -> list[float]:
-    """A child's whole life; what it took."""
+def run_training(runner: str, name: str, timer: TurnTimer) -> list[float]:
+    """Train in a forked process, and return the microseconds of the steps that count."""
     torch.set_num_threads(1)
     if runner in loops.WITH:
-        loops.train(name, runner, baton.forward, steps=baton.steps, log_every=STRETCH)
+        loops.train(name, runner, timer.on_forward, steps=timer.steps, log_every=STRETCH)
     else:
-        loops.train_a_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], baton.forward, steps=baton.steps)
-    return baton.took
+        loops.train_peer({BARE: peers.bare, PEER: lambda: peers.ignite(0)}[runner], timer.on_forward, steps=timer.steps)
+    return timer.took
 
 
 def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: int) -> None:
-    """Import what these runners have in common, fork them, and print what they took, in one line.
+    """Import what these trainings have in common, fork a process for each, and print the times of their steps as JSON.
 
     Args:
-        descriptors: `Baton`'s, of each runner.
+        descriptors: for each training, the file descriptors `turn`, `following` and `ready` of its `TurnTimer`.
         name: the name of the loop.
-        rounds: as for `Baton`.
-        core: as for `Baton`.
+        rounds: as for `TurnTimer`.
+        core: as for `TurnTimer`.
     """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    said, sys.stdout = sys.stdout, sys.stderr  # frameworks print
+    stdout, sys.stdout = sys.stdout, sys.stderr  # frameworks print to stdout, which is only for the result
     host = None
     if set(descriptors) <= set(PEERS):
         importlib.import_module("ignite.engine")
@@ -134,53 +139,53 @@ def start(descriptors: Mapping[str, list[int]], name: str, rounds: int, core: in
         except ModuleNotFoundError:
             sys.exit(MISSING)
         host = f"{loop.NAME} {loop.VERSION}"
-    batons = [Baton(turn, following, ready, rounds, core) for turn, following, ready in descriptors.values()]
-    with ProcessPoolExecutor(len(batons), get_context("fork")) as pool:  # all at once, one each
-        took = dict(zip(descriptors, pool.map(be_a_runner, descriptors, [name] * len(batons), batons), strict=True))
-    print(json.dumps({"host": host, "took": took}), file=said)
+    timers = [TurnTimer(turn, following, ready, rounds, core) for turn, following, ready in descriptors.values()]
+    with ProcessPoolExecutor(len(timers), get_context("fork")) as pool:  # all trainings at the same time, one in each process
+        took = dict(zip(descriptors, pool.map(run_training, descriptors, [name] * len(timers), timers), strict=True))
+    print(json.dumps({"host": host, "took": took}), file=stdout)
 
 
-# --- around them ---
+# --- a set of five trainings ---
 
 
 class Set(NamedTuple):
-    """What a set of five says."""
+    """The times of a set of five trainings. The fields are the keys of the file of `--raw`."""
 
     loop: str
     host: str
     steps: int
-    """Of each of the five."""
+    """The number of steps of each training that count."""
     fastest: dict[str, list[int]]
-    """Microseconds of the fastest of them, in order."""
+    """By training: the microseconds of the fastest steps, in ascending order."""
 
 
-def raced(name: str, rounds: int, number: int) -> Set:
-    """Five trainings, from their start to their end.
+def run_set(name: str, rounds: int, number: int) -> Set:
+    """Run five trainings, and return their times.
 
     Args:
         name: the name of the loop.
-        rounds: how often each has the baton.
-        number: of the set; says on which core, and in which order.
+        rounds: the number of turns of each training.
+        number: the number of the set, which determines the core and the order of the trainings.
 
     Raises:
         ModuleNotFoundError: the framework is not installed.
-        RuntimeError: one of them has failed; with the end of what it said.
+        RuntimeError: a training has failed. The message has the last 2,000 characters of the error output.
     """
     order = random.Random(f"{name} {number}").sample(RUNNERS, len(RUNNERS))
     cores = sorted(os.sched_getaffinity(0))
     pipes, (is_ready, ready) = [os.pipe() for _ in order], os.pipe()
     descriptors = {runner: [pipes[place][0], pipes[(place + 1) % len(pipes)][1], ready] for place, runner in enumerate(order)}
-    starters, said = list[subprocess.Popen[bytes]](), tempfile.TemporaryFile()  # noqa: SIM115  # gone with this call
-    printed = [tempfile.TemporaryFile() for _ in (PEERS, loops.WITH)]  # noqa: SIM115  # more than a pipe holds
+    starters, stderr = list[subprocess.Popen[bytes]](), tempfile.TemporaryFile()  # noqa: SIM115  # deleted when this call ends
+    printed = [tempfile.TemporaryFile() for _ in (PEERS, loops.WITH)]  # noqa: SIM115  # the output is larger than a pipe's buffer
 
-    def look() -> bool:
-        """Whether all are done."""
+    def are_done() -> bool:
+        """Return whether all processes have ended without an error; raise the error if one has failed."""
         ended = [each.poll() for each in starters]
         if MISSING in ended:
             raise ModuleNotFoundError(name)
         if any(ended):
-            said.seek(0)
-            raise RuntimeError(f"{name}: {said.read().decode()[-2000:]}")
+            stderr.seek(0)
+            raise RuntimeError(f"{name}: {stderr.read().decode()[-2000:]}")
         return None not in ended
 
     try:
@@ -189,15 +194,15 @@ def raced(name: str, rounds: int, number: int) -> Set:
             command = [python, __file__, "--start", json.dumps(own), "--loops", name, "--rounds", str(rounds)]
             command += ["--core", str(cores[number % len(cores)])]
             passed = {descriptor for each in own.values() for descriptor in each}
-            starter = subprocess.Popen(command, pass_fds=passed, stdout=file, stderr=said, start_new_session=True)
+            starter = subprocess.Popen(command, pass_fds=passed, stdout=file, stderr=stderr, start_new_session=True)
             starters.append(starter)
         waiting = 0
         while waiting < len(order):
             if select.select([is_ready], [], [], 1.0)[0]:
                 waiting += len(os.read(is_ready, len(order)))
-            look()
+            are_done()
         os.write(pipes[0][1], b".")
-        while not look():
+        while not are_done():
             time.sleep(0.2)
     finally:
         for each in starters:
@@ -208,27 +213,27 @@ def raced(name: str, rounds: int, number: int) -> Set:
             os.close(descriptor)
     for file in printed:
         file.seek(0)
-    of_peers, of_host = (json.loads(file.read().splitlines()[-1]) for file in printed)
-    took = of_peers["took"] | of_host["took"]
+    from_peers, from_host = (json.loads(file.read().splitlines()[-1]) for file in printed)
+    took = from_peers["took"] | from_host["took"]
     steps = len(took[BARE])
     fastest = {runner: sorted(round(each) for each in took[runner])[: round(steps * KEPT)] for runner in RUNNERS}
-    return Set(name, of_host["host"], steps, fastest)
+    return Set(name, from_host["host"], steps, fastest)
 
 
-# --- and around all of them ---
+# --- all sets ---
 
 
-def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
-    """Return the sets of the loops. Sets that the file has are not run again.
+def run_sets(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
+    """Return the sets of the loops. Sets that are in the file `raw` are not run again.
 
     Raises:
-        ValueError: the file has something else.
+        ValueError: a line of the file is not a set of this benchmark.
     """
     try:
         found = [Set(**json.loads(line)) for line in raw.read_text().splitlines()] if raw.exists() else []
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{raw} has lines that are no sets of this benchmark: move it away, or name another with --raw"
+            f"{raw} has lines that are not sets of this benchmark. Move the file away, or name another one with --raw."
         ) from error
     missing = set[str]()
     with raw.open("a", buffering=1) as file:
@@ -239,7 +244,7 @@ def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
                 if sys.stderr.isatty():
                     print(f"\rset {number + 1} of {sets}, {name}" + " " * 20, end="\r", file=sys.stderr, flush=True)
                 try:
-                    found.append(raced(name, rounds, number))
+                    found.append(run_set(name, rounds, number))
                 except (ModuleNotFoundError, FileNotFoundError):
                     missing.add(name)
                     print(f"{name} is not installed here.", file=sys.stderr)
@@ -249,21 +254,21 @@ def raced_all(names: list[str], sets: int, rounds: int, raw: Path) -> list[Set]:
 
 
 def microseconds(sets: Sequence[Set]) -> dict[str, float]:
-    """What a step of each of the five takes, and what it adds to its floor's."""
-    place = round(FASTEST * sum(each.steps for each in sets))
+    """Return the time of a step of each training, and the difference to the training that it is compared with."""
+    place = round(QUANTILE * sum(each.steps for each in sets))
     took = {runner: float(sorted(step for each in sets for step in each.fastest[runner])[place]) for runner in RUNNERS}
-    return took | {f"{runner} adds": took[runner] - took[floor] for runner, floor in FLOORS.items()}
+    return took | {f"{runner} adds": took[runner] - took[baseline] for runner, baseline in BASELINES.items()}
 
 
 def errors(sets: Sequence[Set]) -> dict[str, float]:
-    """The standard error of each of them, over other sets that might have been."""
-    chance = random.Random(0)
-    again = [microseconds(chance.choices(sets, k=len(sets))) for _ in range(1000)]
+    """Return the standard errors of `microseconds`, from a bootstrap over the sets."""
+    generator = random.Random(0)
+    again = [microseconds(generator.choices(sets, k=len(sets))) for _ in range(1000)]
     return {name: statistics.stdev(each[name] for each in again) for name in again[0]}
 
 
 def show(sets: list[Set]) -> None:
-    """The table."""
+    """Print the table."""
     of_hosts = [[each for each in sets if each.loop == name] for name in sorted({each.loop for each in sets})]
     found = [(microseconds(of_host), errors(of_host)) for of_host in of_hosts]
     peer = statistics.fmean(took[f"{PEER} adds"] for took, _ in found)
@@ -286,11 +291,11 @@ def show(sets: list[Set]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", type=int, default=10, help="of five processes, for every host")
-    parser.add_argument("--rounds", type=int, default=80, help="of the baton, in a set")
-    parser.add_argument("--loops", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--sets", type=int, default=10, help="the number of sets of five processes, for each host")
+    parser.add_argument("--rounds", type=int, default=80, help="the number of turns of each process in a set")
+    parser.add_argument("--loops", default="", help="such as lightning,ignite; by default all that are installed")
     parser.add_argument(
-        "--raw", type=Path, help="where sets are kept, a line each; benchmarks/results/bridges.jsonl is the published"
+        "--raw", type=Path, help="the file of the sets, one a line; the published one is benchmarks/results/bridges.jsonl"
     )
     parser.add_argument(
         "--restart", action="store_true", help="discard the sets in the file; without this an interrupted run continues"
@@ -305,12 +310,12 @@ def main() -> None:
         given.raw.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         names = given.loops.split(",") if given.loops else loops.names()
-        sets = raced_all(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
+        sets = run_sets(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
     if not sets:
-        sys.exit("there is no set to show")
+        sys.exit("There is no set to show. Run at least one, with --sets 1.")
     print(f"# {machine()}; one thread, processor time of the thread\n")
     print(
-        f"Targets, relative to what Ignite adds: at most {PROMISED[NOBODY]} without listeners, {PROMISED[TEN]} with ten callbacks.\n"
+        f"Targets, relative to what Ignite adds: at most {TARGETS[NOBODY]} without listeners, {TARGETS[TEN]} with ten callbacks.\n"
     )
     show(sets)
 

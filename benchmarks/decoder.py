@@ -1,4 +1,4 @@
-"""A GPT-2-like decoder in plain torch, for machines that have no transformers."""
+"""A decoder like GPT-2 in plain torch, for machines without transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
     "cpu": Shape(layers=2, width=64, heads=4, vocabulary=256, sequences=4, tokens=64),
     "cuda": Shape(layers=12, width=768, heads=12, vocabulary=50304, sequences=8, tokens=1024),
 }
-"""Small enough for a CPU, and the shape of GPT-2 small."""
+"""By device: a shape that is small enough for a CPU, and the shape of GPT-2 small for CUDA."""
 
 
 class Block(nn.Module):
@@ -45,12 +45,12 @@ class Block(nn.Module):
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
         )
         x = x + self.output(attended.transpose(1, 2).flatten(2))
-        made: Tensor = x + self.feed_forward(self.norm_feed_forward(x))
-        return made
+        output: Tensor = x + self.feed_forward(self.norm_feed_forward(x))
+        return output
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Computes logits from token ids."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class RandomTokens:
-    """Batches of random tokens and their successors, which are on the device already."""
+    """Batches of random tokens and, as targets, the tokens that follow them. All are on the device from the start."""
 
     def __init__(self, shape: Shape, steps: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The device of a benchmark: its option, waiting for it, timing, and counting its synchronizations."""
+"""The device of a benchmark: its command-line option, waiting for it, timing, and counting its synchronizations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add `--device`."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device of the models")
 
 
 def check_device(device: str) -> None:
     """End the program with one line if there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"--device cuda: torch {torch.__version__} finds no CUDA device; leave the option out to measure on the CPU"
+            f"--device cuda: torch {torch.__version__} finds no CUDA device. Leave the option out to measure on the CPU."
         )
 
 
@@ -29,10 +29,10 @@ def wait_for(device: str) -> None:
 
 
 class Section:
-    """A measured section: the seconds until the device has finished or, with `counts`, the number of device synchronizations in it.
+    """Measures a section: its seconds until the device has finished or, with `counts`, the number of its device synchronizations.
 
-    Synchronizations are counted by torch's warnings about synchronizing CUDA operations, such as `.item()`. An explicit
-    `torch.cuda.synchronize()` gives no such warning. Other warnings in a section that counts are dropped.
+    Synchronizations are counted by torch's warnings about synchronizing CUDA operations, such as `.item()`. torch does not warn
+    about an explicit `torch.cuda.synchronize()`. If `counts` is true, other warnings in the section are not shown.
     """
 
     def __init__(self, device: str, *, counts: bool = False) -> None:

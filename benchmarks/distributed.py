@@ -1,7 +1,8 @@
 """What the Trainer adds to bare DDP and FSDP2 loops on two gloo ranks, and what agreement and records cost a step of 1 ms.
 
-Every loop does the same forward, loss, backward, clipping-free SGD step and zeroing. The long step is one of about 20 ms, in which the
-ranks compute; the short one sleeps, so that two ranks on two cores do not disturb each other.
+Every loop runs the same forward, loss, backward, SGD step and zeroing of gradients, without gradient clipping. The steps that the
+Trainer is compared in compute for about 20 ms. The steps of 1 ms sleep instead, so that two ranks on two cores do not disturb
+each other.
 
     python benchmarks/distributed.py [--turns 8]
 """
@@ -44,12 +45,12 @@ def parts() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [batch] * STEPS
 
 
-def made_optimizer(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 def bare(kind: str) -> float:
-    """Milliseconds a step of the loop that a person would write."""
+    """Return the milliseconds per step of a hand-written loop."""
     model, batches = parts()
     module: nn.Module = model
     if kind == "ddp":
@@ -59,7 +60,7 @@ def bare(kind: str) -> float:
         for block in model.children():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = made_optimizer(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     model.train()
     distributed.barrier()
     began = time.perf_counter()
@@ -71,13 +72,13 @@ def bare(kind: str) -> float:
 
 
 def ours(kind: str) -> float:
-    """The same through the Trainer, which deals out the batches of both ranks."""
+    """Return the milliseconds per step of the Trainer. It gets the batches of both ranks and distributes them."""
     model, batches = parts()
     with Trainer(
         model,
         loss_function,
         batches * 2,
-        optimizer=made_optimizer,
+        optimizer=make_optimizer,
         max_duration="1ep",
         device="cpu",
         parallel=kind,
@@ -90,7 +91,7 @@ def ours(kind: str) -> float:
 
 
 def short(agreement: Agreement | None, metrics: MetricLog | None) -> float:
-    """Microseconds a step of 1 ms, with the exchange of requests and a record every tenth step."""
+    """Return the microseconds of a step that sleeps 1 ms, with agreement on requests and a record every tenth step, if given."""
     loss = torch.ones(())
     distributed.barrier()
     began = time.perf_counter()
@@ -109,11 +110,12 @@ def short(agreement: Agreement | None, metrics: MetricLog | None) -> float:
 
 
 def on_each_rank(turns: int) -> dict[str, list[float]]:
+    """Measure everything on this rank, and return the figures of each round."""
     distributed.init_process_group("gloo")
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), 60)
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), 60)
 
-    def agreed() -> Agreement:
-        return Agreement(world, Control(is_shared=True), SignalWatch(()))
+    def new_agreement() -> Agreement:
+        return Agreement(groups, Control(is_shared=True), SignalWatch(()))
 
     subjects: dict[str, Callable[[], float]] = {
         "ddp, bare": lambda: bare("ddp"),
@@ -121,15 +123,15 @@ def on_each_rank(turns: int) -> dict[str, list[float]]:
         "fsdp, bare": lambda: bare("fsdp"),
         "fsdp": lambda: ours("fsdp"),
         "short": lambda: short(None, None),
-        "short, agreement": lambda: short(agreed(), None),
-        "short, records": lambda: short(None, MetricLog(world)),
+        "short, agreement": lambda: short(new_agreement(), None),
+        "short, records": lambda: short(None, MetricLog(groups)),
     }
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(turns):
-        # Every other round runs backwards, because what runs after the steps that sleep is faster on a machine that has rested.
+        # Every other round runs in the opposite order, because the loop after the sleeping steps is faster: the cores were idle.
         for name in list(subjects)[:: -1 if turn % 2 else 1]:
             figures[name].append(subjects[name]())
-    world.close()
+    groups.close()
     distributed.destroy_process_group()
     return figures
 
@@ -142,7 +144,7 @@ def main() -> None:
     middle = {name: statistics.median(several) for name, several in figures.items()}
 
     def more(name: str, floor: str) -> str:
-        """Return the median of the rounds' differences in per cent, and in brackets their middle half."""
+        """Return the median of the differences per round in per cent, and their quartiles in brackets."""
         differences = [a / b - 1 for a, b in zip(figures[name], figures[floor], strict=True)]
         low, median, high = statistics.quantiles(differences, n=4)
         return f"{median:+.1%} ({low:+.1%} to {high:+.1%})".replace("%", " %")

@@ -1,8 +1,9 @@
-"""What a callback of another framework costs a step here, as a guest, beside what its own framework's dispatch takes for it.
+"""What a callback of another framework costs per step as a guest, compared with its own framework's dispatch.
 
-Each foreign callback does nothing at the hooks of a step that are named. At own: that framework's own dispatcher, called with what its
-loop gives it, for ten such callbacks. Here: every event of a step, fired during a run with ten guests, minus the same in a run
-without them; what the guests keep together is in it. In both, one call stands after the other, with nothing between them.
+The callbacks do nothing, and handle the hooks of a step that the table names. In the framework: its own dispatcher is called for
+ten such callbacks with the arguments that its training loop passes. As a guest: all events of a step are fired during a run with
+ten guests, and the time of the same run without guests is subtracted; this includes what the guests share. In both, the calls
+follow each other without any training work between them.
 
     python benchmarks/guests.py [--turns 15] [--frameworks lightning,ignite]
 """
@@ -29,7 +30,7 @@ from torch import nn
 
 from callsheet import Callback, CallbackManager, Context
 from callsheet.testing import FakeLoop
-from timing import in_turns, least, machine
+from timing import fastest, in_turns, machine
 
 TESTS = str(Path(__file__).resolve().parent.parent / "tests")
 STEPS, GUESTS = 1000, 10
@@ -44,7 +45,7 @@ STEP = [
     *(f"on_{name}" for name in ("forward_backward_end", "clip_gradients_start", "clip_gradients_end", "optimizer_step_start")),
     *(f"on_{name}" for name in ("optimizer_step_end", "train_step_end")),
 ]
-"""The events of a step, in their order."""
+"""The events of a step, in the order in which they are fired."""
 
 
 class Framework(NamedTuple):
@@ -52,22 +53,23 @@ class Framework(NamedTuple):
 
     name: str
     hooks: str
-    made: Callable[[], Any]
-    """A callback that does nothing."""
+    make_callback: Callable[[], Any]
+    """Returns a new callback that does nothing."""
     dispatch: Callable[[list[Any]], Callable[[], Any]]
-    """Tells these callbacks one step, as its loop does."""
+    """Returns a function that calls these callbacks for one step, as the framework's loop does."""
     guest: Callable[[Any], Any]
+    """Makes a guest of a callback."""
 
 
-class Drives(Callback):
-    """Tells the events of many steps at the end of a run's first, and takes the time."""
+class FireSteps(Callback):
+    """Fires the events of `STEPS` steps at the end of a run's first step, and measures the time."""
 
     phase = "report"
 
     def __init__(self) -> None:
         self.manager: Any = None
         self.microseconds = 0.0
-        """A step."""
+        """The time of one step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if self.microseconds:
@@ -89,7 +91,7 @@ def does_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def doing_nothing(base: type, *hooks: str) -> Callable[[], Any]:
-    """Makes an instance of a class that overrides these hooks."""
+    """Return a class that overrides these hooks with a function that does nothing."""
     return type("DoesNothing", (base,), dict.fromkeys(hooks, does_nothing))
 
 
@@ -219,7 +221,7 @@ def keras() -> Framework:
 
 def composer() -> Framework:
     sys.path.insert(0, TESTS)
-    importlib.import_module("bridges.loops.composer")  # which declares operators that torchvision asks for
+    importlib.import_module("bridges.loops.composer")  # it declares operators that torchvision needs
     from composer.core import Callback, Engine, Event, State
     from composer.loggers import Logger
 
@@ -248,9 +250,8 @@ def composer() -> Framework:
 
 def megatron_bridge() -> Framework:
     sys.path.insert(0, TESTS)
-    package: Any = importlib.import_module(
-        "bridges.loops.megatron_bridge"
-    ).interface()  # alone: what stands around it needs a GPU
+    # Only the module of the callbacks is loaded, because the rest of the package needs a GPU.
+    package: Any = importlib.import_module("bridges.loops.megatron_bridge").interface()
     if package is None:
         raise ModuleNotFoundError(name="megatron.bridge")
 
@@ -274,7 +275,7 @@ def megatron_bridge() -> Framework:
     return Framework("Megatron Bridge", ", ".join(hooks), doing_nothing(package.Callback, *hooks), dispatch, guest)
 
 
-# The first declares what torchvision asks for.
+# Composer is first, because its loop declares operators that torchvision needs.
 FRAMEWORKS = (
     composer,
     huggingface,
@@ -287,7 +288,7 @@ FRAMEWORKS = (
 
 
 def in_framework(step: Callable[[], Any]) -> Callable[[], float]:
-    """Microseconds a step."""
+    """Return a turn that measures the microseconds per step of this function."""
 
     def turn() -> float:
         began = time.thread_time()
@@ -298,22 +299,22 @@ def in_framework(step: Callable[[], Any]) -> Callable[[], float]:
     return turn
 
 
-def here(guests: Callable[[], list[Any]], folder: str) -> Callable[[], float]:
-    """The same, of a run with these; guests are made for one run."""
+def in_callsheet(guests: Callable[[], list[Any]], folder: str) -> Callable[[], float]:
+    """Return a turn that measures the microseconds per step of a run with these guests. `guests` makes new ones for each run."""
 
     def turn() -> float:
-        drives = Drives()
-        drives.manager = CallbackManager([*guests(), drives], costs="off")
-        FakeLoop(drives.manager, [1.0] * 2, log_interval=2, folder=folder).run()
-        return drives.microseconds
+        fires = FireSteps()
+        fires.manager = CallbackManager([*guests(), fires], costs="off")
+        FakeLoop(fires.manager, [1.0] * 2, log_interval=2, folder=folder).run()
+        return fires.microseconds
 
     return turn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--frameworks", default="", help="such as lightning,ignite; all that are installed")
+    parser.add_argument("--frameworks", default="", help="such as lightning,ignite; by default all that are installed")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -329,23 +330,23 @@ def main() -> None:
             missing.append(f"{describe.__name__} (no module {error.name})")
             continue
         print(framework.name, file=sys.stderr, flush=True)
-        made = [framework.made() for _ in range(GUESTS)]
+        made = [framework.make_callback() for _ in range(GUESTS)]
         with tempfile.TemporaryDirectory() as folder:
             figures = in_turns(
                 {
                     "framework": in_framework(framework.dispatch(made)),
-                    "none": here(list, folder),
-                    "guests": here(
+                    "none": in_callsheet(list, folder),
+                    "guests": in_callsheet(
                         lambda framework=framework: [  # type: ignore[misc]
-                            framework.guest(framework.made(), name=str(i)) for i in range(GUESTS)
+                            framework.guest(framework.make_callback(), name=str(i)) for i in range(GUESTS)
                         ],
                         folder,
                     ),
                 },
                 given.turns,
             )
-        own = least(figures, "framework") / GUESTS
-        guest = (least(figures, "guests") - least(figures, "none")) / GUESTS
+        own = fastest(figures, "framework") / GUESTS
+        guest = (fastest(figures, "guests") - fastest(figures, "none")) / GUESTS
         lines.append(f"| {framework.name} | {framework.hooks} | {own:.2f} | {guest:.2f} | {guest / own:.2f} x |")
     print(
         f"# {machine()}; the best of {given.turns} rounds of {STEPS} steps, ten callbacks, one thread, processor time of the thread\n"

@@ -1,12 +1,13 @@
-"""What hosts, guests and trainers add to a step, in instructions and estimated cycles. Other work on the machine does not disturb them.
+"""The instructions and estimated cycles that hosts, guests and trainers add to a step.
 
-Valgrind counts the instructions that the training thread executes in forty steps, two metrics records among them. It also simulates the
-machine's caches: Python code that runs once a step finds them full of the operations' data. A cycle for each instruction, ten more for each
-miss of the first cache and a hundred for each miss of the last one are the cycles that KCachegrind estimates.
+Other work on the machine does not change these counts. Valgrind counts the instructions that the training thread executes in
+forty steps, two metrics records among them. It also simulates the machine's caches, because Python code that runs once per step
+finds the caches full of the operations' data. The cycles are estimated as KCachegrind does: one for each instruction, ten more
+for each miss of the first-level cache and a hundred more for each miss of the last-level cache.
 
-What a host adds is what its run takes more than the same loop with one empty callback of the host's framework. It is given as a multiple of
-what Ignite's engine without handlers adds to a bare loop, counted in the same way. That took 10 µs a step on the machine on which the targets
-were set: 20 µs are 2 of it, 50 µs are 5, and the Trainer's target is what Ignite adds.
+What a host adds is the difference between its run and the same loop with one empty callback of the host's framework. It is
+divided by what Ignite's engine without handlers adds to a bare loop, counted in the same way. Ignite added 10 µs per step on the
+machine on which the targets were set: 20 µs are a ratio of 2, 50 µs a ratio of 5, and the Trainer's target is what Ignite adds.
 
 A guest is compared with its own framework's dispatch: see `guests.py`.
 
@@ -38,7 +39,10 @@ import loops
 import trainer as peers
 from timing import machine
 
-MISS, LAST_MISS = 10, 100  # cycles: <https://valgrind.org/docs/manual/cg-manual.html>, and KCachegrind's formula
+MISS, LAST_MISS = (
+    10,
+    100,
+)  # cycles per cache miss: <https://valgrind.org/docs/manual/cg-manual.html>, and KCachegrind's formula
 WARM, COUNTED = 30, 40  # steps before the count, and steps whose instructions are counted
 RECORD_EVERY = 20
 HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
@@ -54,7 +58,8 @@ class Forwards:
     def __init__(self, warm: int = WARM) -> None:
         self.seen, self._warm = 0, warm
 
-    def noted(self) -> None:
+    def on_forward(self) -> None:
+        """Count a forward, and start or stop the count of instructions. Called in each forward."""
         self.seen += 1
         if self.seen == self._warm:
             torch._C._valgrind_toggle()
@@ -63,22 +68,22 @@ class Forwards:
 
 
 def run_a_loop(name: str) -> None:
-    """Train with an empty callback of the framework's own, with a host without callbacks, and with a host of ten."""
+    """Train with an empty callback of the framework, with a host without callbacks, and with a host of ten callbacks."""
     loops.loop_of(name)
-    collecting()
+    start_instrumentation()
     for having in loops.WITH:
-        loops.train(name, having, Forwards().noted, steps=WARM + COUNTED + 8, log_every=RECORD_EVERY)
+        loops.train(name, having, Forwards().on_forward, steps=WARM + COUNTED + 8, log_every=RECORD_EVERY)
 
 
 def run_peers() -> None:
-    """Train with the bare loop, and with the trainers."""
-    collecting()
+    """Train with the bare loop, and with Ignite and callsheet's Trainer without and with ten callbacks."""
+    start_instrumentation()
     for loop in (peers.bare, lambda: peers.ignite(0), lambda: peers.ignite(10), lambda: peers.ours(0), lambda: peers.ours(10)):
-        loops.train_a_peer(loop, Forwards().noted, steps=WARM + COUNTED + 8)
+        loops.train_peer(loop, Forwards().on_forward, steps=WARM + COUNTED + 8)
 
 
-class Clock:
-    """Replaces a clock that is read at the start and the end of what is counted."""
+class CountingClock:
+    """Replaces a clock: each first read starts the count of instructions, and each second read stops it."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -93,37 +98,39 @@ class Clock:
 
 
 def run_a_framework(name: str) -> None:
-    """Dispatch to ten of its callbacks as the framework does; then train in our loop without guests, and with ten."""
+    """Call ten callbacks as their framework does; then run our loop without guests, and with the callbacks as ten guests."""
     import guests
 
     framework = getattr(guests, name)()
-    made = [framework.made() for _ in range(guests.GUESTS)]
+    made = [framework.make_callback() for _ in range(guests.GUESTS)]
     dispatch = framework.dispatch(made)
 
     def all_three() -> None:
         with tempfile.TemporaryDirectory() as folder:
             guests.in_framework(dispatch)()
-            guests.here(list, folder)()
-            guests.here(lambda: [framework.guest(framework.made(), name=str(place)) for place in range(guests.GUESTS)], folder)()
+            guests.in_callsheet(list, folder)()
+            guests.in_callsheet(
+                lambda: [framework.guest(framework.make_callback(), name=str(number)) for number in range(guests.GUESTS)], folder
+            )()
 
     guests.STEPS = COUNTED
     all_three()
-    vars(guests)["time"] = SimpleNamespace(thread_time=Clock())
-    collecting()
+    vars(guests)["time"] = SimpleNamespace(thread_time=CountingClock())
+    start_instrumentation()
     all_three()
 
 
-def collecting() -> None:
-    """Let valgrind instrument the program from here on. Before this it would only have been slow.
+def start_instrumentation() -> None:
+    """Let valgrind instrument the program from here on, because it would only make the imports slow.
 
-    Also switch off garbage collection: one collection of all objects has more instructions than forty steps, and falls into them by chance.
+    Also switch off garbage collection: one collection has more instructions than forty steps, and starts at a random time.
     """
     gc.collect()
     gc.disable()
     subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
 
 
-# --- around it ---
+# --- in the parent process ---
 
 
 class Count(NamedTuple):
@@ -133,11 +140,11 @@ class Count(NamedTuple):
     cycles: float
 
     def over(self, floor: Count) -> Count:
-        """Return how much more it is than `floor`."""
+        """Return the difference to `floor`."""
         return Count(self.instructions - floor.instructions, self.cycles - floor.cycles)
 
     def shown(self, unit: Count) -> str:
-        """Return both as text, also as multiples of a unit."""
+        """Return four cells of a table: instructions and cycles, each with its ratio to that of `unit`."""
         return f"{self.instructions:,.0f} | {self.instructions / unit.instructions:.1f} | {self.cycles:,.0f} | {self.cycles / unit.cycles:.1f}"
 
     @classmethod
@@ -152,12 +159,12 @@ class Count(NamedTuple):
 
 
 def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> list[Count]:
-    """Return what every training of a child process takes.
+    """Return the counts per step of each training in a child process.
 
     Args:
-        whose: a loop of `loops.py`, whose interpreter runs the child, or any other word.
-        script: the child's file.
-        arguments: the child's.
+        whose: the name of a loop of `loops.py`, whose interpreter runs the child process, or any other name for this interpreter.
+        script: the file that the child process runs.
+        arguments: the arguments of the child process.
         caches: whether valgrind simulates the caches, which takes twice as long.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +177,7 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # with other hashes, dicts and sets take other instructions
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # the hashes of strings change the number of instructions of dicts and sets
         )
         if done.returncode:
             raise RuntimeError(f"{whose}: {done.stderr[-2000:]}")
@@ -178,7 +185,7 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
 
 
 def prepare_child() -> None:
-    """Leave out of a child what would disturb its counts."""
+    """Switch off logging, warnings and additional threads of torch, which would change the counts."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -242,8 +249,8 @@ def print_guests(wanted: list[str]) -> None:
     for name in wanted or FRAMEWORKS:
         own, none, ten = counted(name, __file__, GUESTS, "--child", name)
         shown = [
-            f"{there / 10:,.0f} | {here / 10:,.0f} | {here / there:.2f} x"
-            for there, here in zip(own, ten.over(none), strict=True)
+            f"{in_framework / 10:,.0f} | {as_guest / 10:,.0f} | {as_guest / in_framework:.2f} x"
+            for in_framework, as_guest in zip(own, ten.over(none), strict=True)
         ]
         print(f"| {name} | {' | '.join(shown)} |", flush=True)
 

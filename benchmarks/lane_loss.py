@@ -1,7 +1,8 @@
-"""What a callback in a lane that reads the loss costs the training thread, per event, through the Trainer.
+"""What a callback in a lane that reads the loss costs the training thread per event, in a run of the Trainer.
 
-The manager times the handing over of each event (`CallbackManager(costs="all")`). Beside it, in the same run: a callback in a lane that reads plain
-fields only, one that reads a tensor that the snapshot has to copy (`loss_dict`), and a clone of the loss alone.
+The manager measures the time to enqueue each event (`CallbackManager(costs="all")`). The same run measures, for comparison, a
+callback in a lane that reads only plain fields, one that reads tensors that the snapshot has to copy (`loss_dict`), and a
+callback that only clones the loss.
 
     python benchmarks/lane_loss.py [--steps 4000]
 """
@@ -70,13 +71,13 @@ def main() -> None:
         }
     print(f"{machine()}; one thread, {steps:,} steps of {(time.perf_counter() - began) / steps * 1e6:.0f} µs\n")
     print("| on the training thread, per event | µs | relative to a clone |\n| --- | --- | --- |")
-    for name, said in (
+    for name, label in (
         ("Plain", "plain fields"),
         ("Loss", "the loss"),
         ("LossDict", "the losses, which are copied"),
         ("Clone", "only a clone of the loss, inline"),
     ):
-        print(f"| {said} | {costs[name]:.1f} | {costs[name] / costs['Clone']:.2f} |")
+        print(f"| {label} | {costs[name]:.1f} | {costs[name] / costs['Clone']:.2f} |")
 
 
 if __name__ == "__main__":

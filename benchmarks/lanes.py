@@ -1,16 +1,17 @@
-"""What handing events to lanes costs the training thread, beside InstructLab's way, and that slow lanes hold nothing up.
+"""What an event that goes to a lane costs the training thread, compared with InstructLab's callbacks, and what slow lanes cost.
 
-A step is torch's work of about 200 µs or 1 ms in small pieces, as a small model's is. InstructLab's callbacks are measured where its package
-is installed, `pip install --no-deps instructlab-training`; of it only the file with the callbacks is loaded.
+A step is about 200 µs or 1 ms of small torch operations, as in a small model. InstructLab's callbacks are measured if the package
+is installed (`pip install --no-deps instructlab-training`); only its file of callbacks is loaded.
 
-Microseconds move with the machine, so an event is held against two peers in the same run: InstructLab's whole way, and the copies of the
-context that it makes, which wake no other thread. These took 8 µs of a step where 3 µs for an event were promised.
+Microseconds depend on the machine, so the cost of an event is divided by two costs of the same run: that of InstructLab's
+manager, and that of the two copies of the context that the manager makes, which wake no other thread. On the machine on which the
+targets were set, the two copies took 8 µs, and the target for an event was 3 µs.
 
-What an event takes of the training thread is read off the clock at every step, and the median taken; what it takes of its lane's thread, off the
-processor's clock of that thread: it takes the interpreter from the step. What whole steps add up to is beside it, and
-changes with the machine's weather.
+The time of an event on the training thread is measured at every step; the result is the median. The time of an event on its
+lane's thread is the processor time of that thread, during which it holds the interpreter that the training thread needs too. A
+further table has the differences of whole steps, which vary more with the load of the machine.
 
-    python benchmarks/lanes.py [--turns 20]
+    python benchmarks/lanes.py [--turns 40]
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from callsheet import Background, Callback, CallbackManager, Context, RunInfo
 from timing import Turn, difference, in_turns, machine
 
 STEPS = 1000
-CLOCKED_STEPS = 4000  # beside which it weighs little that a lane looks at its queue a few times more when they are over
-LONG_STEPS = 300  # of those of 1 ms: many short turns, since the weather changes within a second
+CLOCKED_STEPS = 4000  # so many that the few checks of an empty queue after the last step do not matter
+LONG_STEPS = 300  # the steps of 1 ms in a turn: turns are short, because the load of the machine changes within a second
 MILLION = 1_000_000
-SETTLE_SECONDS = 0.3  # in which a lane has looked at its queue, and worked it off
+SETTLE_SECONDS = 0.3  # long enough for a lane to deliver all events in its queue
 OURS = "one callback in a lane"
 SLEEPING, IDLE = "one that sleeps 50 ms per step, drop_oldest", "ten idle lanes"
 THEIRS = "one callback in InstructLab's manager"
-COPIES_PROMISED, THEIRS_PROMISED = 3 / 8, 1 / 20  # of what these take
+COPIES_TARGET, THEIRS_TARGET = 3 / 8, 1 / 20  # relative to the two copies, and to InstructLab's manager
 
 
-class Given(Callback):
-    """Hears every step's end, is given ten plain fields, and makes nothing of them."""
+class ReceiveFields(Callback):
+    """Handles the end of every step. Its snapshot has ten plain fields, which it does not read."""
 
     snapshot_fields = ("learning_rate", "step_skipped")
 
     def on_train_step_end(self, ctx: Context) -> None: ...
 
 
-class TenFields(Given):
-    """Reads them as well."""
+class ReadFields(ReceiveFields):
+    """Reads the ten fields of the snapshot."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         now = ctx.state.timestamp
@@ -64,7 +65,7 @@ class TenFields(Given):
 
 
 class Sleeps(Callback):
-    """Takes 50 ms a step."""
+    """Takes 50 ms for each step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         time.sleep(0.05)
@@ -77,12 +78,12 @@ class Idle(Callback):
 
 
 def sleeping() -> list[Callback]:
-    """One that is too slow for its events."""
+    """Return a callback in a lane that is too slow for its events."""
     return [Background(Sleeps(), queue=100, overflow="drop_oldest", deadline=0.2)]
 
 
 def ten_idle() -> list[Callback]:
-    """Lanes in which nothing happens."""
+    """Return ten callbacks in lanes that receive no events."""
     lanes: list[Callback] = []
     for number in range(10):
         lane = Background(Idle())
@@ -91,8 +92,8 @@ def ten_idle() -> list[Callback]:
     return lanes
 
 
-def work_of(seconds: float) -> Callable[[], None]:
-    """A step's work."""
+def work_for(seconds: float) -> Callable[[], None]:
+    """Return a function that does about this many seconds of small torch operations."""
     matrix = torch.randn(48, 48)
 
     def work(pieces: int) -> None:
@@ -106,7 +107,7 @@ def work_of(seconds: float) -> Callable[[], None]:
 
 
 def ours(work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = STEPS) -> float:
-    """Microseconds a step, with these callbacks on the call sheet."""
+    """Return the microseconds per step with these callbacks."""
     manager = CallbackManager(made(), costs="off")
     ctx = Context(RunInfo("benchmark"))
     manager.open(ctx)
@@ -155,25 +156,31 @@ def instructlabs(work: Callable[[], None], module: Any) -> float:
             world_size=1,
         )
     took = time.perf_counter() - began
-    while len(asyncio.all_tasks(manager._loop)) or manager._loop._ready:  # else it drops them, and others pay for the rubbish
+    while (
+        len(asyncio.all_tasks(manager._loop)) or manager._loop._ready
+    ):  # otherwise close() would leave tasks behind, and other turns would pay for their deletion
         time.sleep(0.01)
     manager.close()
     return took / STEPS * 1e6
 
 
-def edges(
+def event_times(
     work: Callable[[], None], made: Callable[[], list[Callback]], steps: int = CLOCKED_STEPS, *, waits: bool = True
 ) -> tuple[float, float]:
-    """Return the median microseconds that firing a step's end takes on the training thread, and the time of the lanes' threads.
+    """Return the median microseconds of the end of a step on the training thread, and the lanes' processor time per step.
 
-    `waits`: wait until the lanes are idle; otherwise only their work during the steps counts.
+    Args:
+        work: the work of a step.
+        made: makes the callbacks.
+        steps: the number of steps.
+        waits: whether to wait until the lanes are idle. If False, only the lanes' work during the steps counts.
     """
     manager = CallbackManager(made(), costs="off")
     ctx = Context(RunInfo("benchmark"))
     manager.open(ctx)
     span = manager.spans(ctx).train_step
     ctx.learning_rate, ctx.step_skipped = 0.1, False
-    manager.fire("on_train_step_end", ctx)  # from here on it has a thread
+    manager.fire("on_train_step_end", ctx)  # the first event starts the lane's thread
     time.sleep(SETTLE_SECONDS)
     before = _lanes_seconds()
     took: list[int] = []
@@ -191,13 +198,13 @@ def edges(
 
 
 def _lanes_seconds() -> float:
-    """That the lanes' threads, and the one that looks at all of them, have had of the processor."""
+    """Return the processor time of the lanes' threads, and of the thread that checks all lanes."""
     ours = [thread.ident for thread in threading.enumerate() if thread.name.startswith("callsheet-lane")]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in ours if ident is not None)
 
 
 def copying(work: Callable[[], None], module: Any) -> float:
-    """Microseconds that it takes to copy InstructLab's context twice after a step, as it is for one callback, the median."""
+    """Return the median microseconds of two copies of InstructLab's context. Its manager makes two for one callback."""
     context = module.TrainingContext()
     took: list[int] = []
     for context.step in range(1, STEPS + 1):
@@ -209,7 +216,7 @@ def copying(work: Callable[[], None], module: Any) -> float:
 
 
 def instructlab() -> Any:
-    """InstructLab's module of callbacks, or None where it is not installed."""
+    """Return InstructLab's module of callbacks, or None if the package is not installed."""
     try:
         files = importlib.metadata.files("instructlab-training") or []
     except importlib.metadata.PackageNotFoundError:
@@ -224,22 +231,22 @@ def instructlab() -> Any:
     return module
 
 
-def growth() -> tuple[float, int]:
-    """Megabytes that the process grew by while a million events went into a lane that is too slow for them, and how many it dropped."""
+def memory_growth() -> tuple[float, int]:
+    """Return the growth of the process in megabytes during a million events for a slow lane, and the number of dropped events."""
     manager = CallbackManager([Background(Sleeps(), queue=1024, overflow="drop_oldest", deadline=0.1)], costs="off")
     ctx = Context(RunInfo("benchmark"))
     manager.open(ctx)
 
-    def tell(times: int) -> None:
+    def fire(times: int) -> None:
         for ctx.step in range(times):
             manager.fire("on_train_step_end", ctx)
 
-    tell(MILLION // 20)  # until everything that is kept is there
+    fire(MILLION // 20)  # fills the queue, and allocates what is allocated only once
     before = psutil.Process().memory_info().rss
-    tell(MILLION)
+    fire(MILLION)
     after = psutil.Process().memory_info().rss
     dropped = sum(each.dropped for each in manager.cost_report(1).failures)
-    logging.getLogger("callsheet").setLevel(logging.CRITICAL)  # that it leaves something undelivered is the point
+    logging.getLogger("callsheet").setLevel(logging.CRITICAL)  # the warning about undelivered events is expected here
     manager.close()
     return (after - before) / 1e6, dropped
 
@@ -250,31 +257,31 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("callsheet").setLevel(logging.CRITICAL)
-    short, long, module = work_of(200e-6), work_of(1e-3), instructlab()
+    short, long, module = work_for(200e-6), work_for(1e-3), instructlab()
 
     theirs: dict[str, Turn] = {THEIRS: lambda: instructlabs(short, module)} if module is not None else {}
     copies: list[float] = []
     measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def clocked() -> float:
-        """What is read off the clocks; all of it in one turn."""
-        measured["nobody"].append(edges(short, list))
-        measured["given"].append(edges(short, lambda: [Background(Given())]))
-        measured["reads"].append(edges(short, lambda: [Background(TenFields())]))
-        measured["nobody, long"].append(edges(long, list, LONG_STEPS, waits=False))
-        measured[SLEEPING].append(edges(long, sleeping, LONG_STEPS, waits=False))
-        measured[IDLE].append(edges(long, ten_idle, LONG_STEPS, waits=False))
+        """Measure the times of single events, all of them in one turn."""
+        measured["no lanes"].append(event_times(short, list))
+        measured["receives"].append(event_times(short, lambda: [Background(ReceiveFields())]))
+        measured["reads"].append(event_times(short, lambda: [Background(ReadFields())]))
+        measured["no lanes, long"].append(event_times(long, list, LONG_STEPS, waits=False))
+        measured[SLEEPING].append(event_times(long, sleeping, LONG_STEPS, waits=False))
+        measured[IDLE].append(event_times(long, ten_idle, LONG_STEPS, waits=False))
         if module is not None:
             copies.append(copying(short, module))
         return 0.0
 
     def clocked_median(what: str) -> tuple[float, float]:
-        return statistics.median(edge for edge, _ in measured[what]), statistics.median(lanes for _, lanes in measured[what])
+        return statistics.median(event for event, _ in measured[what]), statistics.median(lanes for _, lanes in measured[what])
 
     figures = in_turns(
         {
             "short": lambda: ours(short, list),
-            OURS: lambda: ours(short, lambda: [Background(TenFields())]),
+            OURS: lambda: ours(short, lambda: [Background(ReadFields())]),
             **theirs,
             "clocked": clocked,
             "long": lambda: ours(long, list, LONG_STEPS),
@@ -284,40 +291,40 @@ def main() -> None:
         arguments.turns,
     )
     short_step, long_step = statistics.median(figures["short"]), statistics.median(figures["long"])
-    (nobody, _), (given, building), (_, reading) = map(clocked_median, ("nobody", "given", "reads"))
+    (no_lanes, _), (receives, building), (_, reading) = map(clocked_median, ("no lanes", "receives", "reads"))
     print(f"{machine()}; medians over {arguments.turns} rounds of {STEPS} short or {LONG_STEPS} long steps, one thread\n")
     print(
         f"| enqueueing and delivering an event, in a step of {short_step:.0f} µs | µs | relative to two copies of InstructLab's context | target |"
     )
     print("| --- | --- | --- | --- |")
     whole = statistics.median(copies) if copies else float("nan")
-    for name, took, promised in (
-        ("copying and enqueueing, on the training thread", given - nobody, ""),
+    for name, took, target in (
+        ("copying and enqueueing, on the training thread", receives - no_lanes, ""),
         ("building the snapshot and delivering it, on the lane's thread", building, ""),
-        ("both", given - nobody + building, f"{COPIES_PROMISED:.3f}"),
+        ("both", receives - no_lanes + building, f"{COPIES_TARGET:.3f}"),
         ("the callback's reading of ten fields", reading - building, ""),
-        ("both, and that reading", given - nobody + reading, ""),
+        ("both, and that reading", receives - no_lanes + reading, ""),
         ("two copies of InstructLab's context", whole, ""),
     ):
-        print(f"| {name} | {took:.1f} | {took / whole:.3f} | {promised} |")
+        print(f"| {name} | {took:.1f} | {took / whole:.3f} | {target} |")
     print("\n| by whole steps | µs added | the lane's callback relative to it | target |\n| --- | --- | --- | --- |")
     added = difference(figures, OURS, "short")
     print(f"| {OURS}, which reads its fields | {added:+.1f} | | |")
     for name in theirs:
         beside = difference(figures, name, "short")
-        print(f"| {name} | {beside:+.1f} | {added / beside:.3f} | {THEIRS_PROMISED:.3f} |")
+        print(f"| {name} | {beside:+.1f} | {added / beside:.3f} | {THEIRS_TARGET:.3f} |")
     print(
         f"\n| lanes, with a step of {long_step:.0f} µs | µs on the training thread | on the lanes' threads | share of the step | by whole steps |"
     )
     print("| --- | --- | --- | --- | --- |")
-    nobody, _ = clocked_median("nobody, long")
+    no_lanes, _ = clocked_median("no lanes, long")
     for name in (SLEEPING, IDLE):
-        edge, lanes = clocked_median(name)
+        event, lanes = clocked_median(name)
         added = difference(figures, name, "long")
         print(
-            f"| {name} | {edge - nobody:+.1f} | {lanes:+.1f} | {(edge - nobody + lanes) / long_step:+.2%} | {added / long_step:+.2%} |"
+            f"| {name} | {event - no_lanes:+.1f} | {lanes:+.1f} | {(event - no_lanes + lanes) / long_step:+.2%} | {added / long_step:+.2%} |"
         )
-    grown, dropped = growth()
+    grown, dropped = memory_growth()
     print(
         f"\nA million events for a lane that sleeps, with a queue of 1024: {grown:+.1f} MB resident, {dropped:,} dropped and counted."
     )

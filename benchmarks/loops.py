@@ -1,4 +1,4 @@
-"""The tests' short trainings in each framework, as the benchmarks run them: long, without evaluation, and with a function that is called in every forward."""
+"""The tests' trainings in each framework, as the benchmarks run them: long, without evaluation, with a hook in each forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMPTY, NOBODY, TEN = WITH = ("empty", "nobody", "ten")
 OnForward = Callable[[], None]
 
 
-class Nothing(Callback):
+class EmptyHandlers(Callback):
     """Listens to four events of a step, and does nothing."""
 
     def on_train_step_start(self, ctx: Context) -> None: ...
@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 
 def python_of(name: str) -> str:
-    """Return the interpreter that has its framework. Composer has its own venv, which tools/composer_venv.py creates."""
+    """Return the interpreter that has the framework of this loop. Composer has its own, made by tools/composer_venv.py."""
     return str(ROOT / ".venv-composer" / "bin" / "python") if name == "composer" else sys.executable
 
 
@@ -50,7 +50,7 @@ def loop_of(name: str) -> Any:
     """Return the module of the loop.
 
     Raises:
-        ModuleNotFoundError: its framework is not installed.
+        ModuleNotFoundError: the framework is not installed.
     """
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
@@ -60,25 +60,25 @@ def loop_of(name: str) -> Any:
 def train(
     name: str, having: str, on_forward: OnForward, *, steps: int, log_every: int, model: Callable[[], nn.Module] | None = None
 ) -> None:
-    """Train in a framework; `on_forward` is called at the beginning of each forward.
+    """Train in a framework.
 
     Args:
         name: the name of the loop.
         having: one of `WITH`.
         on_forward: called at the beginning of each forward.
-        steps: the least number of steps; whole epochs of the tests' data are six.
+        steps: the minimum number of steps. It is rounded up to a multiple of six, the length of an epoch of the tests' data.
         log_every: steps between two records.
-        model: the class of the model, from four numbers to one; by default the one of the tests.
+        model: the class of the model, which has four inputs and one output; by default that of the tests.
     """
     where, job = loop_of(name), loop_of("job")
-    callbacks = {EMPTY: job.EMPTY, NOBODY: [], TEN: [Nothing() for _ in range(10)]}[having]
+    callbacks = {EMPTY: job.EMPTY, NOBODY: [], TEN: [EmptyHandlers() for _ in range(10)]}[having]
     points = replace(job.POINTS, model=counting(model or job.POINTS.model, on_forward), log_every=log_every)
     with tempfile.TemporaryDirectory() as folder:
         where.train(points, Path(folder), callbacks, strict=False, epochs=1, steps_an_epoch=-(-steps // 6) * 6, evaluate=False)
 
 
-def train_a_peer(loop: Callable[[], float], on_forward: OnForward, *, steps: int) -> None:
-    """One of the loops of trainer.py, with `on_forward` called at every forward of its model."""
+def train_peer(loop: Callable[[], float], on_forward: OnForward, *, steps: int) -> None:
+    """Run one of the loops of `trainer.py` with this number of steps. `on_forward` is called at the beginning of each forward."""
     made = peers.parts
 
     def parts(device: str = "cpu") -> Any:
@@ -94,7 +94,7 @@ def train_a_peer(loop: Callable[[], float], on_forward: OnForward, *, steps: int
 
 
 def counting(kind: Any, on_forward: OnForward) -> Any:
-    """Return a subclass of the model that calls `on_forward` in each forward."""
+    """Return a subclass of this class of models that calls `on_forward` at the beginning of each forward."""
 
     class Counting(kind):  # type: ignore[misc]  # any class of models
         def forward(self, *args: Any) -> Any:

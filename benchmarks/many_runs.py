@@ -1,7 +1,8 @@
-"""Listing 1,000 runs and comparing 50, as whole commands, beside processes that only parse the same files.
+"""Listing 1,000 runs and comparing 50 with callsheet's commands, compared with processes that only parse the same files.
 
-A small run is trained once and copied. Each copy has other settings; in the comparison each has a longer history. Times are wall time of
-whole processes, the fastest of some turns; the targets are 1 s for a list from the index, and 10 s and 10 MB for a comparison.
+A small run is trained once and copied. Each copy has other settings; in the comparison, each copy also has a longer history.
+Times are the wall times of whole processes, the fastest of several turns. The targets are 1 s for a list from the index, and 10 s
+and 10 MB for a comparison.
 
     python benchmarks/many_runs.py [--turns 5]
 """
@@ -32,7 +33,7 @@ PARSE = "import json, sys, pathlib\nfor path in pathlib.Path(sys.argv[1]).glob('
 
 
 def train(folder: Path) -> Path:
-    """Train a small run of 100 steps with a record of each, and return its folder."""
+    """Train a small run of 100 steps with a record for each step, and return its folder."""
     data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(20)]
     trainer = Trainer(
         nn.Linear(4, 1), nn.functional.mse_loss, data, data[:2], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -44,8 +45,8 @@ def train(folder: Path) -> Path:
     return folder / "first"
 
 
-def copies(first: Path, folder: Path, count: int, records: int) -> None:
-    """Copy the run `count` times with other settings. With `records`, each copy gets a history of so many records with noise of its own."""
+def copy_runs(first: Path, folder: Path, count: int, records: int) -> None:
+    """Copy the run `count` times with other settings. If `records` is not 0, each copy has that many records with noise."""
     line = json.loads((first / "metrics.jsonl").read_text().splitlines()[50])
     for number in range(count):
         rng, to = random.Random(number), folder / f"run-{number:04}"
@@ -73,17 +74,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         many, some, page = Path(place) / "many", Path(place) / "some", Path(place) / "page.html"
         first = train(Path(place))
-        copies(first, many, LISTED, 0)
-        copies(first, some, COMPARED, RECORDS)
+        copy_runs(first, many, LISTED, 0)
+        copy_runs(first, some, COMPARED, RECORDS)
         runs, index = ("-m", "callsheet", "runs", many), many / ".index.sqlite"
 
-        def anew() -> float:
+        def without_index() -> float:
             index.unlink(missing_ok=True)
             return seconds(*runs)
 
         found = {
             "parse": min(seconds("-c", PARSE, many) for _ in range(turns)),
-            "anew": min(anew() for _ in range(turns)),
+            "anew": min(without_index() for _ in range(turns)),
             "again": min(seconds(*runs) for _ in range(turns)),
             "filtered": min(seconds(*runs, "--where", "lr = 0.01", "--sort", "lowest") for _ in range(turns)),
             "parse some": min(seconds("-c", PARSE, some) for _ in range(turns)),

@@ -1,15 +1,19 @@
-"""What all the built-in monitors together add to a step of about 10 ms, and what timing the callbacks adds.
+"""What all built-in monitors together add to a step of about 10 ms, and what timing the callbacks adds.
 
-The step is that of a small Llama-shaped model on bytes, from forward to optimizer step. Microseconds depend on the machine, so its length is
-counted in steps of the bare loop of `benchmarks/trainer.py`: one of those took 350 µs where the target of 1 % of a 10 ms step was set, and so
-this one is as long as 28.6 of them take here, or a little less. Everything is measured within one run, since two runs are never disturbed
-equally: every ten steps, which is the log interval, the monitors are muted or unmuted, or timing is switched on or off, and the time of a
-stretch is compared with its neighbours'. Every stretch has a record. The step after each change is left out, and an ordinary one counts for
-it; so are the first stretches, in which the FLOPs of a step are counted.
+The step is that of a small Llama model on bytes, from forward to optimizer step. Microseconds depend on the machine, so the
+length of the step is chosen relative to a step of the bare loop of `benchmarks/trainer.py`. The target was 1 % of a step of 10
+ms, on a machine on which a step of the bare loop took 350 µs. So the step is at most as long as 28.6 steps of the bare loop take
+here.
 
-With `--device cuda` the model is the decoder of `benchmarks/pretraining.py`, which needs no further package, and the time of a step is that
-between two CUDA events, so that nothing waits for the device. Two further runs, without and with the monitors, and a bare loop count
-the device synchronizations per step. Monitors whose packages are not installed are left out and named.
+Everything is measured within one run, because the load of the machine differs between runs. Every ten steps, which is the log
+interval, the monitors are muted or unmuted, or timing is switched on or off. The time of each group of ten steps is compared with
+that of its neighbors. Each group has one metrics record. The first step after each change is left out, and the mean of the
+ordinary steps is used for it. The first groups, in which the FLOPs of a step are counted, are left out too.
+
+With `--device cuda` the model is the decoder of `benchmarks/pretraining.py`, which needs no further package. The time of a step
+is the time between two CUDA events, so that nothing waits for the device. Two further runs, without and with the monitors, and a
+bare loop count the device synchronizations per step. Monitors whose packages are not installed are left out, and their names are
+printed.
 
     python benchmarks/monitors.py [--stretches 300] [--device cuda]
 """
@@ -39,11 +43,11 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import MissingPackage
 from decoder import SHAPES, Decoder, RandomTokens, next_token_loss
 from devices import Section, add_device, check_device
-from timing import held_mean, machine
+from timing import machine, winsorized_mean
 
-STRETCH = 10
-SETTLING = 3  # stretches of each state that are left out at the beginning
-TARGET = 10_000 / 350  # steps of the bare loop
+STRETCH = 10  # the steps of a group between two changes of the state
+SETTLING = 3  # the number of groups of each state that are left out at the beginning
+TARGET = 10_000 / 350  # the length of a step, in steps of the bare loop
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 96,
@@ -74,7 +78,7 @@ MONITORS = (
     "SpeedMonitor",
     "SystemMetricsMonitor",
 )
-"""All callbacks that watch and log. Those that change or stop training, or write pictures, are not among them."""
+"""The built-in callbacks that watch a run and log."""
 STATES = MUTED, UNMUTED, TIMED = "muted", "all monitors", "all monitors, timed"
 STEP_EVENTS = [event for event in EVENTS if event in PATH_EVENTS or event == "on_log"]
 
@@ -114,11 +118,15 @@ class Switch(Callback):
 
     @property
     def stretches(self) -> list[tuple[str, list[float]]]:
-        """The state of each complete stretch, and the microseconds of its steps but the first; the last step has a record. On the CPU
-        this is the training thread's time, on CUDA the time between two events on the device."""
+        """The state of each complete group of steps, and the microseconds of its steps except the first. The last has a record.
+
+        On the CPU the time is that of the training thread, on CUDA that between two events on the device.
+        """
         if self._is_on_cuda:
             torch.cuda.synchronize()
-        return [(state, [_microseconds(*step) for step in steps]) for state, steps in self._marks[:-1]]  # the last has only begun
+        return [
+            (state, [_microseconds(*step) for step in steps]) for state, steps in self._marks[:-1]
+        ]  # the last group is not complete
 
     def _mark(self) -> Mark:
         if not self._is_on_cuda:
@@ -137,12 +145,12 @@ class Switch(Callback):
             self._marks.append((state, []))
             self.manager.costs.mode = "all" if state == TIMED else "off"
             for registration in self.manager._registrations:
-                if registration.thing in self.monitors:  # what a monitor has muted itself stays muted
+                if registration.thing in self.monitors:  # handlers that a monitor has muted by itself stay muted
                     registration.is_off = state == MUTED
             self.manager._table.changed()
 
     def on_log(self, ctx: Context) -> None:
-        """Listen, so that records are made in every state."""
+        """Do nothing. The handler makes the manager make records even if all monitors are muted."""
 
 
 def _microseconds(began: Mark, ended: Mark) -> float:
@@ -174,7 +182,7 @@ def fit(
     *,
     section: Section | None = None,
 ) -> Switch:
-    """Train for the given number of stretches. `section` measures `fit` alone."""
+    """Train for the given number of groups of steps. `section` measures only `fit`."""
     torch.manual_seed(0)
     switch = Switch(watching, states, device)
     switch.manager = CallbackManager([switch, *watching], costs="off")
@@ -228,15 +236,17 @@ def synchronizations(folder: Path, watching: list[Callback], device: str) -> dic
     return found
 
 
-def a_step(stretch: list[float]) -> float:
+def mean_step(stretch: list[float]) -> float:
     """Return the mean time of a step of the stretch. One step in ten has a record."""
     *ordinary, last = stretch
     return statistics.fmean(ordinary) * (1 - 1 / STRETCH) + last / STRETCH
 
 
-def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
-    """Return the largest of these models and batches whose step is no longer than the target, and the microseconds of a step of the
-    bare loop."""
+def choose_size(folder: Path) -> tuple[dict[str, Any], int, float]:
+    """Return the shape of the model and the sequences per batch of the longest step that is not above the target.
+
+    The third value is the microseconds of a step of the bare loop.
+    """
     bare = statistics.median(peers.bare() for _ in range(15))
     found = SHAPE | {"num_hidden_layers": 1}, 1
     for layers, sequences in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 3), (4, 4), (4, 6), (4, 8)):
@@ -254,7 +264,9 @@ def sized(folder: Path) -> tuple[dict[str, Any], int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stretches", type=int, default=300, help="of each of the three states")
+    parser.add_argument(
+        "--stretches", type=int, default=300, help="the number of groups of ten steps in each of the three states"
+    )
     add_device(parser)
     arguments = parser.parse_args()
     device = arguments.device
@@ -267,12 +279,12 @@ def main() -> None:
     sequences, bare = 0, 0.0
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         if device == "cpu":
-            shape, sequences, bare = sized(Path(folder))
+            shape, sequences, bare = choose_size(Path(folder))
         switch = fit(shape, sequences, len(STATES) * (arguments.stretches + SETTLING), Path(folder), STATES, watching, device)
         if device == "cuda":
             waits = synchronizations(Path(folder), monitors(), device)
     stretches = switch.stretches
-    took = [a_step(stretch) for _, stretch in stretches[len(STATES) * SETTLING :]]
+    took = [mean_step(stretch) for _, stretch in stretches[len(STATES) * SETTLING :]]
     rounds = [took[i : i + 3] for i in range(0, len(took) - 2, 3)]
     step = statistics.median(muted for muted, _, _ in rounds)
     all_steps = sum(state == TIMED for state, _ in stretches) * STRETCH
@@ -294,7 +306,7 @@ def main() -> None:
         ("all monitors", [unmuted - muted for muted, unmuted, _ in rounds]),
         ("timing all their handlers", [timed - unmuted for _, unmuted, timed in rounds]),
     ):
-        added, error = held_mean(differences)
+        added, error = winsorized_mean(differences)
         print(f"| {name} | {added:+.0f} ± {error:.0f} | {added / step:+.2%} ± {error / step:.2%} |")
     print("\n| handlers of (by the cost accounting) | share of the step |\n| --- | --- |")
     for name, share in sorted({**shares, "(all)": sum(shares.values())}.items(), key=lambda item: -item[1]):

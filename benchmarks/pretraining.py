@@ -1,7 +1,8 @@
-"""Pretraining a decoder: tokens per second and MFU, of the Trainer and of a bare loop, in one run.
+"""Pretraining a decoder with the Trainer and with a bare loop, in one run: tokens per second and MFU.
 
-The decoder is plain torch, in bf16 autocast, with AdamW. MFU is what `SpeedMonitor` logs: the FLOPs of forward and backward over the
-peak of the device by its vendor. On the CPU, whose peak is not known, there is no MFU. Both loops take turns; the first turn is left out.
+The decoder is plain torch, in bf16 autocast, with AdamW. MFU is what `SpeedMonitor` logs: the FLOPs of forward and backward
+divided by the peak of the device according to its vendor. On the CPU there is no MFU, because its peak is not known. The two
+loops take turns; the first turn of each is left out.
 
     python benchmarks/pretraining.py [--device cuda] [--turns 5] [--steps 100]
 """
@@ -29,7 +30,7 @@ adamw = partial(torch.optim.AdamW, lr=1e-4)
 
 
 def bare(device: str, steps: int, *, counts: bool = False) -> float:
-    """Return the seconds, or the device synchronizations, of the bare loop."""
+    """Return the seconds of the bare loop or, with `counts`, its device synchronizations."""
     torch.manual_seed(0)
     shape = SHAPES[device]
     model, batches = Decoder(shape).to(device), RandomTokens(shape, steps, device)
@@ -45,7 +46,7 @@ def bare(device: str, steps: int, *, counts: bool = False) -> float:
 
 
 def ours(device: str, steps: int, folder: Path, monitors: Sequence[Callback] = (), *, counts: bool = False) -> float:
-    """Return the same of the Trainer."""
+    """Return the seconds of the Trainer's `fit` or, with `counts`, its device synchronizations."""
     torch.manual_seed(0)
     shape = SHAPES[device]
     with Trainer(
@@ -67,7 +68,7 @@ def ours(device: str, steps: int, folder: Path, monitors: Sequence[Callback] = (
 
 
 def mfu(device: str, steps: int, folder: Path) -> float | None:
-    """The last record's model FLOPs utilization in a run with `SpeedMonitor`, or None if the peak of the device is not known."""
+    """Return the MFU in the last record of a run with `SpeedMonitor`, or None if the device's peak is unknown."""
     history = History()
     ours(device, steps, folder, [SpeedMonitor(), history])
     return history.records[-1][1].get("throughput/device/mfu")
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100, help="of each turn")
+    parser.add_argument("--steps", type=int, default=100, help="the number of steps of each turn")
     arguments = parser.parse_args()
     check_device(arguments.device)
     device, steps, shape = arguments.device, arguments.steps, SHAPES[arguments.device]

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 LIST = HERE / "public_scripts.toml"
 TABLE = HERE / "results" / "public-scripts.md"
 
-_SIGNED_OUT = {
+_OFFLINE = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -195,7 +195,7 @@ class Campaign:
         shutil.copy(HERE / "public_scripts_recorder.py", recorder / "sitecustomize.py")
         paths = [str(recorder), *([own.pop("PYTHONPATH")] if "PYTHONPATH" in own else [])]
         hubs = {"HF_HOME": str(self.folder / "hub"), "PYTHONPATH": os.pathsep.join(paths)}
-        return {**os.environ, **_SIGNED_OUT, **hubs, "PUBLIC_SCRIPTS_RECORDS": str(records), **own}
+        return {**os.environ, **_OFFLINE, **hubs, "PUBLIC_SCRIPTS_RECORDS": str(records), **own}
 
     # --- running ---
 
@@ -249,7 +249,7 @@ class Campaign:
         return self.evaluate(script)
 
     def read(self, script: PublicScript, variant: str, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what one variant has left: status, seconds, lines of standard output, tracebacks, and the record of each process."""
+        """Return the results of one variant: status, seconds, lines of stdout, tracebacks, and the record of each process."""
         output = self.results_of(script).with_suffix("") / variant
         records = [json.loads(path.read_text()) for path in sorted((output / "records").glob("*.json"))]
         root = str(self._root(script))
@@ -261,14 +261,14 @@ class Campaign:
         }
 
     def evaluate(self, script: PublicScript) -> dict[str, Any]:
-        """Return the result for the table, from what the variants have left."""
+        """Return the result for the table, from the outputs and records of the variants."""
         result = json.loads(self.results_of(script).read_text())
         variants = {name: self.read(script, name, found) for name, found in result.pop("variants").items()}
         result |= compared(variants["alone"], variants["observed"], variants.get("again"))
         return {**result, **observation_of(self.results_of(script).with_suffix("") / "observed", variants["observed"])}
 
     def results_of(self, script: PublicScript) -> Path:
-        """Return the path of the script's result. The folder of the same name has what the variants have left."""
+        """Return the path of the script's result. The folder of the same name has the outputs and records of the variants."""
         return self.folder / "results" / f"{_file_name(script)}.json"
 
     def _root(self, script: PublicScript) -> Path:

@@ -1,9 +1,9 @@
 """What `public_scripts.py` adds to every Python process of a public script, in the same way in both variants.
 
-`public_scripts.py` puts a copy of this file, called `sitecustomize.py`, on `PYTHONPATH`, so Python imports it at its start. It knows nothing of
-callsheet. It sets the seeds when torch is imported, accepts stand-in data for torchvision's CIFAR10, and records what the
-script does with torch: each loss whose `backward` is called, the optimizers that got gradients from it, `zero_grad`, the optimizers' steps,
-and at the end of the process hashes of the optimizers' parameters and of torch's random state.
+`public_scripts.py` puts a copy of this file, called `sitecustomize.py`, on `PYTHONPATH`, so Python imports it at its start. It
+does not use callsheet. It sets the seeds when torch is imported, accepts stand-in data for torchvision's CIFAR10, and records
+what the script does with torch: each loss whose `backward` is called, the optimizers that got gradients from it, `zero_grad`, the
+optimizers' steps, and at the end of the process hashes of the optimizers' parameters and of torch's random state.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _gradients(optimizer: Any) -> list[tuple[int, int] | None]:
-    """Return what changes when a gradient is written: its tensor, and the version of its content."""
+    """Return, for each parameter, the id and the version of its gradient: one of them changes when a gradient is written."""
     return [
         None if (gradient := parameter.grad) is None else (id(gradient), gradient._version)
         for parameter in _parameters(optimizer)
@@ -152,7 +152,7 @@ def _hash_of(optimizer: Any) -> str:
     return found.hexdigest()
 
 
-# --- what is done when a module is imported ---
+# --- actions when a module is imported ---
 
 
 def _after_torch(torch: ModuleType) -> None:

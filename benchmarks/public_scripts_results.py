@@ -1,4 +1,4 @@
-"""What the runs of a public script have left: the comparison of its variants, and of what was observed with what was recorded."""
+"""The results of a public script: its variants are compared, and what callsheet observed is compared with what was recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def compared(alone: Mapping[str, Any], observed: Mapping[str, Any], again: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return whether the observed run did the same as the run alone. `again` is a second run alone, to tell what varies by itself."""
+    """Return whether the observed run did the same as the run alone. A second run alone, `again`, shows what varies."""
 
     def same(key: str) -> str:
         of = _READ[key]

@@ -1,9 +1,11 @@
-"""Fine-tuning beside a plain PyTorch loop and beside the Trainer of transformers, on the same model, examples and optimizer, in one run;
-packed rows beside padded ones; and every shipped recipe beside a plain loop over its model, its first batches and its loss.
+"""Fine-tuning with a plain PyTorch loop, with a recipe and with the Trainer of transformers, on the same model, examples and
+optimizer in one run; packed compared with padded rows; and each shipped recipe compared with a plain loop over its model, its
+first batches and its loss.
 
-For the first, the model is a Llama of 0.36 million parameters, a step about 2,500 tokens of short conversations, one epoch a turn, and
-nothing is clipped. Every loop has one thread, whose own time is taken, and logs nothing but what it must. Of transformers' Trainer only the
-time between its `on_train_begin` and its `on_train_end` counts, of ours the whole of `fit()`.
+In the first two, the model is a Llama of 0.36 million parameters, and a step has about 2,500 tokens of short conversations. A
+turn is one epoch, without gradient clipping. Each loop runs on one thread, whose processor time is measured, and logs as little
+as possible. For the Trainer of transformers, only the time between `on_train_begin` and `on_train_end` counts; for the recipe,
+all of `fit()`.
 
     python benchmarks/recipes.py [--turns 7]
 """
@@ -36,12 +38,12 @@ from timing import in_turns, machine
 
 STEPS, BATCH = 10, 16
 LONGEST = 384
-ROWS_A_STEP = 6
-"""Packed rows that hold about as much as a batch of examples."""
+PACKED_ROWS = 6
+"""The batch size of packed rows that has about as many tokens as `BATCH` conversations."""
 
 
 def write_conversations(path: Path) -> None:
-    """As many as an epoch has, of 30 to 370 tokens, most of them short."""
+    """Write the conversations of an epoch, of 30 to 370 tokens, most of them short."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(STEPS * BATCH):
@@ -54,15 +56,15 @@ def write_conversations(path: Path) -> None:
 
 
 class InOrder(Finetune):
-    """Its batches are the same in every loop: how much padding there is depends on what comes together."""
+    """A recipe that does not shuffle, so that all loops have the same batches: the padding depends on what is in a batch."""
 
     def train_data(self) -> Any:
-        """In the order of the file."""
+        """Return a loader in the order of the file."""
         return self._loader("train", train=False)
 
 
 def recipe(folder: Path, *, packing: bool = False) -> Finetune:
-    """The job, ready to be read or set up."""
+    """Return the fine-tuning recipe, before its data is read."""
     config = FinetuneConfig(
         run_name=f"run-{time.monotonic_ns()}",
         runs_folder=str(folder),
@@ -70,7 +72,7 @@ def recipe(folder: Path, *, packing: bool = False) -> Finetune:
         model=LanguageModel(hidden_size=96, layers=3, heads=4, intermediate_size=256),
         sequence_length=LONGEST,
         packing=packing,
-        batch_size=ROWS_A_STEP if packing else BATCH,
+        batch_size=PACKED_ROWS if packing else BATCH,
         max_duration="1ep",
         clip_grad_norm=None,
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
@@ -82,7 +84,7 @@ def recipe(folder: Path, *, packing: bool = False) -> Finetune:
 
 
 def parts(folder: Path) -> tuple[Finetune, Any, torch.optim.Optimizer]:
-    """The data, the model and the optimizer, for the loops of others."""
+    """Return the recipe with its data, the model and the optimizer, for the loops that are not the recipe's."""
     job = recipe(folder)
     job.read_data()
     torch.manual_seed(0)
@@ -91,13 +93,13 @@ def parts(folder: Path) -> tuple[Finetune, Any, torch.optim.Optimizer]:
 
 
 def tokens(job: Finetune) -> int:
-    """Of an epoch's examples, without any padding."""
+    """Return the number of tokens of an epoch, without padding."""
     examples: Any = job.sets.examples["train"]
     return len(examples.ids)
 
 
 def plain(folder: Path) -> float:
-    """Seconds of an epoch of the loop that a person would write."""
+    """Return the seconds of an epoch of a hand-written loop."""
     job, model, optimizer = parts(folder)
     model.train()
     loader = job.train_data()
@@ -111,7 +113,7 @@ def plain(folder: Path) -> float:
 
 
 def ours(folder: Path, *, packing: bool = False) -> float:
-    """Likewise, of the recipe."""
+    """Return the seconds of an epoch of the recipe."""
     job = recipe(folder, packing=packing)
     job.setup()
     with job.trainer as trainer:
@@ -121,15 +123,15 @@ def ours(folder: Path, *, packing: bool = False) -> float:
 
 
 def packed(folder: Path) -> float:
-    """Likewise, with packed rows."""
+    """Return the seconds of an epoch of the recipe with packed rows."""
     return ours(folder, packing=True)
 
 
 def theirs(folder: Path) -> float:
-    """Likewise, of transformers' Trainer."""
+    """Return the seconds of an epoch of the Trainer of transformers."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    class Clock(TrainerCallback):  # type: ignore[misc]  # its types are not followed
+    class Clock(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
         began = ended = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -158,11 +160,11 @@ def theirs(folder: Path) -> float:
         remove_unused_columns=False,
     )
 
-    class InOrderToo(Trainer):  # type: ignore[misc]  # likewise
+    class GivenLoader(Trainer):  # type: ignore[misc]  # as above
         def get_train_dataloader(self) -> Any:
             return loader
 
-    trainer = InOrderToo(
+    trainer = GivenLoader(
         model,
         arguments,
         data_collator=loader.collate_fn,
@@ -176,10 +178,10 @@ def theirs(folder: Path) -> float:
 
 
 def shipped(name: str, folder: Path) -> Recipe[Any]:
-    """A shipped recipe, which trains a few batches and evaluates nothing."""
+    """Return a shipped recipe that trains on a few batches and does not evaluate."""
     overrides = ["--runs_folder", str(folder), "--run_name", f"{name}-{time.monotonic_ns()}", "--max_duration", f"{STEPS}ba"]
     overrides += ["--eval_interval", "null", "--threads", "1", "--device", "cpu", "--callbacks", "[]", "--loggers", "[]"]
-    if name == "distill":  # what the teacher knows takes no time
+    if name == "distill":  # one step of the teacher is enough, because its quality does not matter here
         overrides += ["--teacher_duration", "1ba", "--compare_with_hard_labels", "false"]
     if name in ("finetune", "distill"):
         overrides += ["--evaluate_first", "false"]
@@ -188,8 +190,8 @@ def shipped(name: str, folder: Path) -> Recipe[Any]:
     return job
 
 
-class Beside:
-    """One recipe and a plain loop over its model, its first batches and its loss."""
+class Comparison:
+    """A recipe, and a plain loop over its model, its first batches and its loss."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._job = job = shipped(name, folder)
@@ -199,7 +201,7 @@ class Beside:
         job.read_data = lambda: None  # type: ignore[method-assign]
 
     def plain(self) -> float:
-        """Seconds of the plain loop."""
+        """Return the seconds of the plain loop."""
         job = self._job
         torch.manual_seed(job.config.seed)
         model = job.make_model()
@@ -224,7 +226,7 @@ class Beside:
         return time.thread_time() - began
 
     def ours(self) -> float:
-        """Seconds of the recipe's training."""
+        """Return the seconds of the recipe's `fit`."""
         job = self._job
         job.config.run_name = f"run-{time.monotonic_ns()}"
         job.setup()
@@ -234,13 +236,13 @@ class Beside:
             return time.thread_time() - began
 
 
-def beside_a_loop(folder: Path, turns: int) -> None:
-    """Print each shipped recipe's time beside the loop's."""
+def compare_with_plain_loops(folder: Path, turns: int) -> None:
+    """Print the time of each shipped recipe, and its ratio to that of the plain loop."""
     print(f"\nEach shipped recipe and a plain loop: medians over {turns} rounds of {STEPS} steps, one thread\n")
     print("| recipe | ms per step | time relative to the plain loop |\n| --- | --- | --- |")
     for name in RECIPES:
-        beside = Beside(name, folder)
-        loops: dict[str, Callable[[], float]] = {"plain": beside.plain, "ours": beside.ours}
+        compared = Comparison(name, folder)
+        loops: dict[str, Callable[[], float]] = {"plain": compared.plain, "ours": compared.ours}
         in_turns(loops, 1)
         found = in_turns(loops, turns)
         ratio = statistics.median(a / b for a, b in zip(found["ours"], found["plain"], strict=True))
@@ -266,7 +268,7 @@ def main() -> None:
                 ("callsheet, packed", packed),
             )
         }
-        in_turns(loops, 1)  # imports, caches
+        in_turns(loops, 1)  # the first turn imports modules and fills caches
         figures = in_turns(loops, turns)
         job = recipe(folder)
         job.read_data()
@@ -282,7 +284,7 @@ def main() -> None:
         step = f"{took / STEPS * 1e3:.1f}" if "packed" not in name else ""
         print(f"| {name} | {step} | {count / took:,.0f} | {ratio:.3f} |")
     with tempfile.TemporaryDirectory() as made:
-        beside_a_loop(Path(made), turns)
+        compare_with_plain_loops(Path(made), turns)
 
 
 if __name__ == "__main__":

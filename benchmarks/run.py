@@ -1,8 +1,8 @@
-"""Run every benchmark, and write what they print to benchmarks/results/.
+"""Run every benchmark, and write the output of each to benchmarks/results/.
 
 make bench
 
-With `--device cuda`: only those that have a CUDA form, with results in benchmarks/results/cuda/.
+With `--device cuda`: run only the benchmarks that support CUDA, and write to benchmarks/results/cuda/.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from pathlib import Path
 from devices import add_device, check_device
 
 HERE = Path(__file__).resolve().parent
-WITH_COMPOSER = ("guests",)  # run in the environment that also has Composer
-
-
+WITH_COMPOSER = ("guests",)  # benchmarks that run in the environment that also has Composer
 ON_CUDA = ("trainer", "saving", "monitors", "pretraining")
 
 

@@ -1,15 +1,17 @@
-"""What a checkpoint costs training, through `Trainer(save_in_background=True)` and `CheckpointSaver`, with other copies of the state beside it.
+"""What a background save of `Trainer` and `CheckpointSaver` costs training, compared with other copies of the state.
 
 python benchmarks/saving.py [--runs 8] [--rounds 5] [--layers 32] [--device cuda] [--raw results/saving.jsonl] [--folder ...]
 
-Every run is one `Trainer` over one model with AdamW, on one thread. In every round the same run saves a checkpoint in the background, and
-a few steps later copies the same state once, and then gives it to `dcp.async_save` with a stager that is reused. Blocked is the time
-between two steps, from `on_train_step_end` to the next `on_train_step_start`, less the median of that time without a save. A step counts
-as one beside a save if all of it lies between the begin of the save and the time of its manifest. Besides the time by the clock, the
-tables have the processor time of the training thread, which other processes disturb less; it leaves out waiting.
+Each run is one `Trainer` for one model with AdamW, on one thread. In each round, the run saves a checkpoint in the background.
+Some steps later it copies the same state once, and then passes it to `dcp.async_save` with a stager that is reused.
 
-With `--device cuda` each step, each gap between steps and each copy is timed until the device has finished; the copy and `dcp.async_save` use
-pinned memory.
+The time for which training is blocked is the time between two steps, from `on_train_step_end` to the next `on_train_step_start`,
+minus the median of this time without a save. A step is counted as a step during a save if all of it lies between the start of the
+save and the time at which the manifest was written. Besides the wall time, the tables have the processor time of the training
+thread: other processes disturb it less, and it does not include waiting.
+
+With `--device cuda` each step, each time between steps and each copy is measured until the device has finished. The copy and
+`dcp.async_save` use pinned memory.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from devices import add_device, check_device, wait_for
 from timing import machine
 
 WIDTH, BATCH = 1024, 16
-ROUND = {"cpu": 30, "cuda": 600}  # steps; a save is on disk before the next one, and the steps on CUDA are shorter
-COPY_AT, DCP_AT = (14, 30), (16, 30)  # the places in a round of what is compared, as fractions, with the checkpoint at 0
-SETTLING = 2  # steps after something is over that count as neither beside it nor without it
+ROUND = {"cpu": 30, "cuda": 600}  # steps from one save to the next: long enough to write the save; the steps on CUDA are shorter
+COPY_AT, DCP_AT = (14, 30), (16, 30)  # when the copy and `dcp.async_save` run, as fractions of a round; the save is at 0
+SETTLING = 2  # steps after a save that count neither as during it nor as undisturbed
 
 
 Moment = tuple[float, float]
-"""By the clock, and in processor time of the training thread, in seconds."""
+"""The wall time, and the processor time of the training thread, in seconds."""
 
 
 def now(device: str) -> Moment:
@@ -57,7 +59,7 @@ def since(moment: Moment, device: str) -> Moment:
 
 
 class Clock(Callback):
-    """Notes when steps begin and end, and when something is written, by step."""
+    """Records by step when the step begins and ends, and when something is written. Also runs the copy and `dcp.async_save`."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._device = device
@@ -74,7 +76,7 @@ class Clock(Callback):
         self._buffers: list[Tensor] = []
         self._began = now(self._device)
         self._is_saving = False
-        self._has_failed = False  # whether `dcp.async_save` has
+        self._has_failed = False  # whether `dcp.async_save` has failed
 
     def on_train_step_start(self, ctx: Context) -> None:
         self._began = now(self._device)
@@ -93,7 +95,7 @@ class Clock(Callback):
         self._is_saving = False
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Run the alternatives, at a boundary too, unless a save is still being written."""
+        """Run the copy or `dcp.async_save` if it is time for one, unless a save is still being written."""
         length = ROUND[self._device]
         place = ctx.step % length
         if place == 0 and self._future is not None:
@@ -109,7 +111,7 @@ class Clock(Callback):
             began, step = now(self._device), ctx.step
             try:
                 found = async_save(state_of(ctx), checkpoint_id=self._folder / "dcp", async_stager=self._stager, no_dist=True)
-            except Exception as error:  # such as the KeyError of its stager in torch 2.11 on CUDA, at the second save
+            except Exception as error:  # such as the KeyError of its stager at the second save in torch 2.11 on CUDA
                 self._has_failed = True
                 print(f"dcp.async_save failed and is left out: {type(error).__name__}: {error}", file=sys.stderr)
                 return
@@ -147,7 +149,7 @@ class Batches:
 
 
 def run(layers: int, rounds: int, folder: Path, device: str) -> dict[str, Any]:
-    """Run one `Trainer`, and return what was measured, in seconds."""
+    """Run one `Trainer`, and return the measured times in seconds."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     clock = Clock(folder, device)
@@ -190,7 +192,7 @@ def measured(clock: Clock, length: int) -> dict[str, Any]:
         return [(gaps[step][0] - idle[0], gaps[step][1] - idle[1]) for step in at if step in gaps]
 
     def beside(spans: dict[int, tuple[float, float]]) -> list[dict[str, list[Moment]]]:
-        """Return, for every save, the steps that lie wholly beside it, and the undisturbed steps around it."""
+        """Return, for each save, the steps that lie entirely within it, and the undisturbed steps around it."""
         found = []
         for at, (begin, end) in spans.items():
             during = [lasted[step] for step in steps if begin <= steps[step][0][0] and steps[step][1][0] <= end]
@@ -269,13 +271,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=32, help=f"of {WIDTH} x {WIDTH} weights: 12 MiB of state each")
-    parser.add_argument("--raw", type=Path, help="where every run's figures go, a line each")
-    parser.add_argument("--folder", type=Path, help="on which disk to write; the system's folder for temporary files otherwise")
+    parser.add_argument("--raw", type=Path, help="a file for the figures of each run, one a line")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write the checkpoints; by default the system's folder for temporary files"
+    )
     add_device(parser)
     arguments = parser.parse_args()
     check_device(arguments.device)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="torch.distributed")  # that there is one process, and that it overwrites
+    warnings.filterwarnings(
+        "ignore", module="torch.distributed"
+    )  # warnings that there is only one process, and that it overwrites files
     runs = []
     for _ in range(arguments.runs):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -1,10 +1,11 @@
-"""What the mechanisms that make a step cheaper are worth: the instructions that callsheet adds to a step with each and without it.
+"""What the mechanisms that make a step cheaper save: the instructions that callsheet adds with each mechanism and without it.
 
-One process trains again and again. In each training after the first, one mechanism is replaced by plain code that does the same. The
-instructions are counted as in `instructions.py`, but with a smaller model, without metrics records and without timing the callbacks, which
-makes the counts more exact. A mechanism earns its place if, without it, callsheet adds at least 2 % more in one loop.
+One process trains again and again. In each training after the first, one mechanism is replaced by plain code that does the same.
+The instructions are counted as in `instructions.py`, but with a smaller model, without metrics records and without timing the
+callbacks, so that the counts are more exact. A mechanism is kept if callsheet adds at least 2 % more without it in at least one
+loop.
 
-    python benchmarks/shortcuts.py [--of trainer,lane,bare,huggingface]
+    python benchmarks/shortcuts.py [--of trainer,lane,delivery,bare,huggingface]
 
 It needs `valgrind`, and takes about two minutes for each loop.
 """
@@ -32,11 +33,11 @@ from callsheet.core.costs import Costs
 from callsheet.core.run_state import TrainState
 from callsheet.errors import FieldNotAvailable
 from callsheet.lanes import capture
-from instructions import COUNTED, Forwards, check_valgrind, collecting, counted, prepare_child
+from instructions import COUNTED, Forwards, check_valgrind, counted, prepare_child, start_instrumentation
 from timing import machine
 
-EARNS = 2.0  # per cent of what callsheet adds
-WARM = 150  # steps before the count: Python specializes code again after a class was changed, in about 60 executions
+KEPT_FROM = 2.0  # the least saving of a mechanism that is kept, in per cent of what callsheet adds
+WARM = 150  # steps before the count, because Python needs about 60 executions to specialize code again after a class was changed
 STEPS = WARM + COUNTED + 8
 NO_RECORDS = 1000  # steps between two records
 TRAINER, LANE, DELIVERY = "trainer", "lane", "delivery"
@@ -49,7 +50,7 @@ DEFAULT = (TRAINER, LANE, DELIVERY, "bare", "huggingface")
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute."""
+    """Replace an attribute of `owner` within the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -59,7 +60,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def close(self: Context, event: str) -> None:
-    """Close the fields in a loop over their names."""
+    """Close the fields of an event in a loop over their names."""
     for name, keeps in context._CLOSED_BY.get(event, ()):
         if not (keeps and name in self.kept):
             setattr(self, name, None)
@@ -67,7 +68,7 @@ def close(self: Context, event: str) -> None:
 
 
 def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
-    """Capture and deliver in loops over the names of the fields."""
+    """Return functions that enqueue and deliver snapshots in loops over the names of the fields."""
     of_state = [f"state.{name}" for name in capture._OF_STATE]
     read = attrgetter("step", "epoch", *of_state, *names)
 
@@ -124,7 +125,7 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
 
 
 def mute(self: Context, callback: Callback, *events: str, until: int | None = None) -> None:
-    """Do nothing if the events would be unmuted at a step: the handlers check the step themselves."""
+    """Mute the events, unless they are to be unmuted at a step: then the handlers check the step themselves."""
     if until is None:
         MUTE(self, callback, *events)
 
@@ -145,7 +146,7 @@ INIT = LifecycleDriver.__init__
 
 
 def begin_untimed(self: Costs, step: int) -> None:
-    """Begin a run without the windows in which handlers are timed: they come by the clock, and valgrind is slow."""
+    """Begin a run without timing handlers in some windows: the windows depend on the time, and valgrind is slow."""
     self.has_begun, self._first = True, step
 
 
@@ -178,16 +179,16 @@ CHANGES: dict[str, Change] = {
 
 
 class Subject(NamedTuple):
-    """Trainings with the same callbacks: one as it is, one without each mechanism, and one more as it is, which shows the error."""
+    """Trainings with the same callbacks: one unchanged, one without each mechanism, and an unchanged one to show the error."""
 
     having: str
     mechanisms: tuple[str, ...]
     train: Callable[[Callable[[], None]], object]
-    """Trains; calls its argument once a step."""
+    """Trains, and calls its argument once per step."""
 
 
 def fit(made: Callable[[], list[Callback]]) -> float:
-    """Train as `trainer.py` does, with these callbacks."""
+    """Train as `trainer.py` does, with the callbacks that `made` returns."""
     model, batches, optimizer = peers.parts()
     with Trainer(
         model,
@@ -212,7 +213,7 @@ def small_parts(device: str = "cpu") -> tuple[nn.Module, list[tuple[Tensor, Tens
 
 
 class SmallModel(nn.Module):
-    """From four numbers to one."""
+    """A linear layer with four inputs and one output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,13 +224,13 @@ class SmallModel(nn.Module):
         return outputs
 
 
-def peer(loop: Callable[[], float], noted: Callable[[], None]) -> None:
+def peer(loop: Callable[[], float], on_step: Callable[[], None]) -> None:
     with replaced(peers, "parts", small_parts):
-        loops.train_a_peer(loop, noted, steps=STEPS)
+        loops.train_peer(loop, on_step, steps=STEPS)
 
 
 def monitors() -> list[Callback]:
-    """Return callbacks that mute themselves until a step. None of them measures in a step that is counted."""
+    """Return callbacks that mute their handlers until a step. None of them measures anything in the steps that are counted."""
     return [GarbageCollection(), OptimizerMonitor(batch_log_interval=100), ActivationMonitor()]
 
 
@@ -237,18 +238,18 @@ def in_lanes(number: int) -> list[Callback]:
     return [Background(peers.TwoHooks()) for _ in range(number)]
 
 
-class Noting(Callback):
-    """Calls a function at the end of each step, in its lane."""
+class CallAtStepEnd(Callback):
+    """Calls a function at the end of each step."""
 
-    def __init__(self, noted: Callable[[], None]) -> None:
-        self._noted = noted
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self._noted()
+        self._on_step()
 
 
-def deliver(noted: Callable[[], None]) -> None:
-    peer(lambda: fit(lambda: [Background(Noting(noted))]), lambda: None)
+def deliver(on_step: Callable[[], None]) -> None:
+    peer(lambda: fit(lambda: [Background(CallAtStepEnd(on_step))]), lambda: None)
 
 
 def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, tuple[Subject, ...]]:
@@ -262,7 +263,7 @@ def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, t
         return None, (Subject("1 in a lane", (CAPTURE,), deliver),)
 
     def host(having: str) -> Callable[[Callable[[], None]], None]:
-        return lambda noted: loops.train(name, having, noted, steps=STEPS, log_every=NO_RECORDS, model=SmallModel)
+        return lambda on_step: loops.train(name, having, on_step, steps=STEPS, log_every=NO_RECORDS, model=SmallModel)
 
     return host(loops.EMPTY), (
         Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(loops.NOBODY)),
@@ -271,31 +272,31 @@ def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, t
 
 
 def run_loop(name: str) -> None:
-    """Train without callsheet, then all of its subjects."""
+    """Run the trainings of a loop, in the order in which `print_loop` reads their counts."""
     empty, subjects = loop_of(name)
-    sys.setswitchinterval(1000)  # a lane's thread runs when the training thread waits, and not whenever valgrind is slow
+    sys.setswitchinterval(1000)  # so a lane's thread runs only when the training thread waits
     if name not in (TRAINER, LANE, DELIVERY):
         loops.loop_of(name)
-    collecting()
+    start_instrumentation()
     with replaced(Costs, "begin", begin_untimed):
         count(empty, subjects)
 
 
 def count(empty: Callable[[Callable[[], None]], object] | None, subjects: tuple[Subject, ...]) -> None:
-    """Train without callsheet, then all of the subjects."""
+    """Train without callsheet, if there is such a training, then train all subjects."""
     if empty is not None:
-        empty(Forwards(WARM).noted)
+        empty(Forwards(WARM).on_forward)
     for subject in subjects:
         for mechanism in ("", *subject.mechanisms, ""):
             with CHANGES[mechanism]() if mechanism else nullcontext():
-                subject.train(Forwards(WARM).noted)
+                subject.train(Forwards(WARM).on_forward)
 
 
-# --- around it ---
+# --- in the parent process ---
 
 
 def print_loop(name: str, most: dict[str, tuple[float, str]]) -> None:
-    """Print the rows of a loop; note in `most` where each mechanism saves most."""
+    """Print the rows of a loop. Update in `most` the largest saving of each mechanism and where it was measured."""
     empty, subjects = loop_of(name)
     counts = iter(counted(name, __file__, "--child", name, caches=False))
     floor = next(counts).instructions if empty is not None else 0.0
@@ -329,7 +330,7 @@ def main() -> None:
         print_loop(name, most)
     print("\n| mechanism | largest saving | in | kept |\n| --- | --- | --- | --- |")
     for mechanism, (share, where) in most.items():
-        print(f"| {mechanism} | {share:.1f} % | {where} | {'yes' if share >= EARNS else 'no'} |")
+        print(f"| {mechanism} | {share:.1f} % | {where} | {'yes' if share >= KEPT_FROM else 'no'} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Timing on a noisy machine: many short turns of everything in the same run, so that other work disturbs all of them equally."""
+"""Timing on a noisy machine: all subjects run in many short turns, so that other work on the machine disturbs them equally."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Turn = Callable[[], float]
 
 
 def in_turns(subjects: Mapping[str, Turn], turns: int) -> dict[str, list[float]]:
-    """Run every subject once a turn, in alternating order, and collect its figures. Garbage is collected before each, outside its time."""
+    """Run each subject once per turn, in an order that alternates, and return their figures. Garbage is collected before each."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(turns):
         for name, subject in list(subjects.items())[:: -1 if turn % 2 else 1]:
@@ -40,31 +40,31 @@ def difference(figures: Mapping[str, list[float]], subject: str, floor: str) -> 
     return statistics.median(a - b for a, b in zip(figures[subject], figures[floor], strict=True))
 
 
-def held_mean(differences: Sequence[float]) -> tuple[float, float]:
+def winsorized_mean(differences: Sequence[float]) -> tuple[float, float]:
     """Return the winsorized mean and its standard error: the extreme twentieth on each side is replaced by the nearest other value."""
     ordered = sorted(differences)
     cut = len(ordered) // 20
-    held = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
-    return statistics.fmean(held), statistics.stdev(held) / len(held) ** 0.5
+    winsorized = [min(max(each, ordered[cut]), ordered[-1 - cut]) for each in ordered]
+    return statistics.fmean(winsorized), statistics.stdev(winsorized) / len(winsorized) ** 0.5
 
 
 def middle_mean(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the middle half and its standard error (Tukey and McLaughlin's). The outer quarters may hold anything, such
-    as minutes in which other work stopped a process."""
+    """Return the mean of the middle half and its standard error (Tukey and McLaughlin). The values of the outer quarters do not
+    matter, such as minutes in which other work stopped a process."""
     ordered = sorted(differences)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    held = [middle[0]] * cut + middle + [middle[-1]] * cut
-    return statistics.fmean(middle), statistics.stdev(held) / (len(middle) / len(held)) / len(held) ** 0.5
+    winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
+    return statistics.fmean(middle), statistics.stdev(winsorized) / (len(middle) / len(winsorized)) / len(winsorized) ** 0.5
 
 
-def least(figures: Mapping[str, list[float]], subject: str) -> float:
-    """Return the subject's best turn. It suits nanoseconds, which a disturbance can only increase."""
+def fastest(figures: Mapping[str, list[float]], subject: str) -> float:
+    """Return the smallest figure of the subject. Use it for times, because other work on the machine can only increase them."""
     return min(figures[subject])
 
 
 def machine(device: str = "cpu") -> str:
-    """Return what the figures were measured on."""
+    """Return the versions of Python and torch, the platform, and the GPU if there is one, for the title of a result."""
     import torch
 
     name = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""

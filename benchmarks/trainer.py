@@ -1,8 +1,9 @@
-"""What the Trainer adds to a bare PyTorch loop, beside what Ignite adds, in one run.
+"""What the Trainer adds to a step of a bare PyTorch loop, compared with what Ignite adds, in one run.
 
-The step is a small MLP's, about 250 to 350 µs on one core; every loop does the same forward, loss, backward, SGD step and zeroing. With
-`--device cuda` the batches are on the device already, a turn is timed until the device has finished, and a further run of each loop
-counts its device synchronizations. Loops of packages that are not installed are left out.
+The step is that of a small MLP and takes about 250 to 350 µs on one core. Every loop runs the same forward, loss, backward, SGD
+step and zeroing of gradients. With `--device cuda` the batches are on the device from the start, a turn is timed until the device
+has finished, and a further run of each loop counts its device synchronizations. Loops of packages that are not installed are left
+out.
 
     python benchmarks/trainer.py [--turns 30] [--device cuda] [--profile]
 """
@@ -99,7 +100,7 @@ def ignite(callbacks: int, device: str = "cpu", *, counts: bool = False) -> floa
 
 
 def show_profile() -> None:
-    """Print the calls and microseconds per step of each function, in a fit without callbacks under the profiler."""
+    """Profile a fit without callbacks, and print the calls and microseconds per step of each function of callsheet."""
     made = trainer(0)
     with cProfile.Profile() as profile:
         made.fit()
@@ -118,7 +119,7 @@ def show_profile() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="where the time of a fit goes, by function")
+    parser.add_argument("--profile", action="store_true", help="print the time of a fit by function instead")
     add_device(parser)
     arguments = parser.parse_args()
     device = arguments.device

@@ -1,6 +1,7 @@
-"""How long a new record takes to reach the page of `callsheet watch` with 21 runs, if one of them is running, and if all are.
+"""How long a new record takes to reach the page of `callsheet watch` with 21 runs, if one of them is running and if all are.
 
-A server of its own process reads the folders. This process appends a record and polls every two seconds, as the page does.
+A server in a separate process reads the run folders. This process appends records, and polls the server every two seconds, as the
+page does.
 
     python benchmarks/watching.py [--records 12]
 """
@@ -40,7 +41,7 @@ def append(run: Path, steps: range) -> None:
 
 
 def write_run(run: Path, seed: int, *, is_running: bool) -> None:
-    """Write a run of 2,000 records, with evaluations and timed steps."""
+    """Write the folder of a run of 2,000 records, with evaluations and a timed step."""
     run.mkdir(parents=True)
     (run / "run.json").write_text("{}")
     (run / "hyperparameters.json").write_text(
@@ -61,7 +62,7 @@ def write_run(run: Path, seed: int, *, is_running: bool) -> None:
 
 
 class Page:
-    """What the page does: it polls for news."""
+    """A client that polls for new data, as the page does."""
 
     def __init__(self, url: str) -> None:
         self.place = urlsplit(url)
@@ -77,8 +78,8 @@ class Page:
         connection.close()
         return answer, body
 
-    def news(self) -> list[int]:
-        """Return the steps of the runs if there is news."""
+    def poll(self) -> list[int]:
+        """Return the last step of each run if there is new data, otherwise an empty list."""
         _, body = self._get(f"/data.json?since={self.version}", {"Cookie": self.cookie})
         if not body:
             return []
@@ -89,7 +90,7 @@ class Page:
 
 @contextmanager
 def watching(folder: Path) -> Iterator[tuple[str, int]]:
-    """Run `callsheet watch` on the folder's runs, and give its address and its process."""
+    """Run `callsheet watch` on the runs of a folder. The value is its URL and its process id."""
     command = [sys.executable, "-m", "callsheet", "watch", str(folder / "*"), "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -102,27 +103,28 @@ def watching(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def cpu_seconds(process: int) -> float:
+    """Return the processor time of a process, in user and in kernel mode."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(running: int, records: int) -> str:
-    """Return a row of the table for this many running runs."""
+    """Measure with this number of running runs, and return the row of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         runs = [Path(temporary, "runs", f"run-{seed:02d}") for seed in range(RUNS)]
         for seed, run in enumerate(runs):
             write_run(run, seed, is_running=seed < running)
         with watching(runs[0].parent) as (url, process):
             page = Page(url)
-            page.news()
-            time.sleep(15)  # the first reading of all runs is paid for
+            page.poll()
+            time.sleep(15)  # until the server has read all runs for the first time
             waits, began, before = [], time.monotonic(), cpu_seconds(process)
             for step in range(RECORDS + 1, RECORDS + 1 + records):
                 for run in runs[:running]:
                     append(run, range(step, step + 1))
                 wrote = time.monotonic()
-                time.sleep(random.random() * Live("").seconds)  # the next poll is anywhere in its interval
-                while step not in page.news():
+                time.sleep(random.random() * Live("").seconds)  # a record is written at a random time between two polls
+                while step not in page.poll():
                     time.sleep(Live("").seconds)
                 waits.append(time.monotonic() - wrote)
             share = (cpu_seconds(process) - before) / (time.monotonic() - began)

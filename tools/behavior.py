@@ -1,11 +1,12 @@
-"""Records what a user can observe of callsheet, and compares it with another checkout's: what a redesign must not change.
+"""Record the behavior that users can observe in this checkout of callsheet and in an older one, and print the differences.
 
     python tools/behavior.py OLD_CHECKOUT            record both trees, print every difference, exit 1 if there is one
     python tools/behavior.py OLD_CHECKOUT --only hosts recipes
 
-Recorded: per host and per recipe a short real run (its events with the fields available at each, the logged metrics, losses and final
-weights, bit for bit), the cells of the matrix, the public names, the command line's options and the keys of the recipes' YAML. The old tree
-is run twice: what differs between these two runs (times, rates, memory) is not compared. `RENAMED` maps the old names to the new ones.
+For each host and each recipe, a short real run is recorded: its events with the fields available at each, the logged metrics,
+losses and final weights, bit for bit. Also recorded are the cells of the matrix, the public names, the options of the command
+line and the keys of the recipes' YAML. The old checkout is run twice: values that differ between these two runs (times, rates,
+memory) are not compared. `RENAMED` maps old names to new ones.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RENAMED: dict[str, str] = {
     "refused": "rejected",
     "hears": "listens",
 }
-"""Old name of a field, metric, option or public name: the new one."""
+"""Maps the old name of a field, metric, option or public name to the new one."""
 
 HOSTS = (
     *("trainer", "bare", "huggingface", "lightning", "ignite", "accelerate", "torchtnt", "keras"),
@@ -58,15 +59,15 @@ MODULES = (
 COMMANDS = ("", "train", "show", "events", "bridges", "recipes", "evaluate", "predict", "export", "runs", "report", "watch")
 PARTS = ("hosts", "recipes", "matrix", "names", "commands", "yaml")
 MEASURED = re.compile("/system/|/memory|size_bytes|/time|_seconds|_per_second")
-"""Of a recipe's files: what is measured, which is never the same twice."""
+"""Matches measured values in a recipe's files, which differ in every run."""
 SECONDS = 600
-"""At most for one run."""
+"""The time limit for one run."""
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    arguments.add_argument("old", type=Path, help="a checkout of the state to compare with (git worktree add DIR COMMIT)")
-    arguments.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to record (default: all)")
+    arguments.add_argument("old", type=Path, help="the older checkout (git worktree add DIR COMMIT)")
+    arguments.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to record; by default all")
     arguments.add_argument("--composer", type=Path, default=Path(".venv-composer/bin/python"), help="Composer's own interpreter")
     given = arguments.parse_args()
     new = Path(__file__).resolve().parent.parent
@@ -93,14 +94,14 @@ def main() -> int:
 
 
 def commands(part: str, composer: Path) -> Iterator[tuple[str, list[str], Path]]:
-    """What to record for this part: a title, this program's arguments, the interpreter."""
-    here = Path(sys.executable)
+    """Yield what to record for this part: a title, the arguments of this program, and the interpreter."""
+    interpreter = Path(sys.executable)
     for name in {"hosts": HOSTS, "recipes": RECIPES}.get(part, ("",)):
-        yield f"{part} {name}".strip(), [part, name], composer.absolute() if name == "composer" else here
+        yield f"{part} {name}".strip(), [part, name], composer.absolute() if name == "composer" else interpreter
 
 
 def record(tree: Path, command: list[str], interpreter: Path) -> dict[str, Any]:
-    """Run this program with the packages and tests of `tree`; what it printed as JSON."""
+    """Run this program with the packages and tests of the checkout `tree`, and return the values that it prints as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree / 'tests'}",
@@ -125,7 +126,7 @@ def record(tree: Path, command: list[str], interpreter: Path) -> dict[str, Any]:
 
 
 def renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """With the new names in keys, and in values that are names."""
+    """Replace old names in the keys, and in the values that are names."""
 
     def name(text: Any) -> Any:
         return "/".join(RENAMED.get(part, part) for part in text.split("/")) if isinstance(text, str) else text
@@ -133,11 +134,11 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
     return {name(key): name(value) for key, value in values.items()}
 
 
-# --- in the tree's own process ---
+# --- in a process that uses the packages of one checkout ---
 
 
 def hosts(name: str) -> dict[str, Any]:
-    """A short run in this framework, with built-ins that change, measure, save and report."""
+    """Record a short run in this framework, with built-ins that change, measure and save."""
     from callsheet import Callback, Context
     from callsheet.callbacks import EMA, CheckpointSaver, LRMonitor, OptimizerMonitor
 
@@ -159,7 +160,7 @@ def hosts(name: str) -> dict[str, Any]:
                 found.update({f"{count:04d} metric/{key}": shown(value) for key, value in ctx.record.values.items()})
 
     every_field = fields()
-    # The first is the package's name of today, the second an earlier one.
+    # The package was called `homes` in older checkouts.
     package = next(each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each))
     loop, points = importlib.import_module(f"{package}.{name}"), importlib.import_module(f"{package}.job").POINTS
     everything = [EMA(), LRMonitor(), OptimizerMonitor(), CheckpointSaver(save_interval="3ba"), Trace()]
@@ -174,15 +175,15 @@ def hosts(name: str) -> dict[str, Any]:
 
 
 def fields() -> tuple[str, ...]:
-    """The names of all fields of the context."""
-    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # where it is, and where it was
+    """Return the names of all fields of the context."""
+    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # the second is its place in older checkouts
         if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
             return tuple(importlib.import_module(module).FIELDS)
-    raise ModuleNotFoundError("the lifecycle's table is in neither place")
+    raise ModuleNotFoundError("The module of the lifecycle's table is neither callsheet.core.lifecycle nor callsheet.lifecycle.")
 
 
 def shown(value: Any) -> Any:
-    """What of a value can be compared: numbers and texts bit for bit, of anything else that it is there."""
+    """Return numbers, strings and tensors in a form that can be compared bit for bit, and "there" for any other value."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -197,12 +198,12 @@ def digest_of(tensor: Any) -> str:
 
 
 def digest(model: Any) -> str:
-    """Of all its weights."""
+    """Return a digest of all weights of a model."""
     return hashlib.sha256("".join(digest_of(each) for each in model.state_dict().values()).encode()).hexdigest()[:16]
 
 
 def recipes(name: str) -> dict[str, Any]:
-    """The recipe on its own data, a few steps, through the command line."""
+    """Record a few steps of the recipe on its own data, started from the command line."""
     short = ["--max_duration", "6ba", "--eval_interval", "3ba", "--runs_folder", "runs", "--seed", "5", "--device", "cpu"]
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "callsheet", "train", name, *short], check=True, stdout=subprocess.DEVNULL
@@ -210,7 +211,7 @@ def recipes(name: str) -> dict[str, Any]:
     [folder] = Path("runs").iterdir()
     found: dict[str, Any] = {"files": sorted({path.name for path in folder.iterdir()})}
     for file in sorted(folder.glob("*.jsonl")):
-        if file.stem == "costs":  # times alone
+        if file.stem == "costs":  # it has only times
             continue
         for number, line in enumerate(file.read_text().splitlines()):
             found.update({f"{file.stem} {number:04d}/{key}": value for key, value in flat(json.loads(line))})
@@ -218,7 +219,7 @@ def recipes(name: str) -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dictionaries and lists, by path."""
+    """Yield the path and the value of each leaf of nested dictionaries and lists."""
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from flat(inner, f"{name}/{key}" if name else str(key))
@@ -227,7 +228,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def matrix(_: str) -> dict[str, Any]:
-    """Each cell's kind: works, limited, refused or rejected."""
+    """Record the kind of each cell of the matrix: works, limited, refused or rejected."""
     import callsheet
 
     found: dict[str, Any] = {}
@@ -239,7 +240,7 @@ def matrix(_: str) -> dict[str, Any]:
 
 
 def names(_: str) -> dict[str, Any]:
-    """What can be imported from the modules that users know."""
+    """Record the public names of the public modules."""
     return {
         f"{module}/{name}": "there"
         for module in (f"callsheet{end}" for end in MODULES)
@@ -248,30 +249,30 @@ def names(_: str) -> dict[str, Any]:
 
 
 def command_line(_: str) -> dict[str, Any]:
-    """The options of each command."""
+    """Record the options of each command."""
     found: dict[str, Any] = {}
     for command in COMMANDS:
-        asked = [sys.executable, "-m", "callsheet", *command.split(), "--help"]
-        text = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        command_help = [sys.executable, "-m", "callsheet", *command.split(), "--help"]
+        text = subprocess.run(command_help, capture_output=True, text=True, check=True).stdout
         found.update({f"{command or 'callsheet'}/{option}": "there" for option in re.findall(r"(?<![\w-])--?[a-z][\w.-]*", text)})
     return found
 
 
 def yaml(_: str) -> dict[str, Any]:
-    """The keys and defaults of each recipe."""
+    """Record the keys and defaults of each recipe."""
     from yaml import safe_load
 
     found: dict[str, Any] = {}
     for name in RECIPES:
-        asked = [sys.executable, "-W", "ignore", "-m", "callsheet", "train", name, "--print_config"]
-        text = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        print_config = [sys.executable, "-W", "ignore", "-m", "callsheet", "train", name, "--print_config"]
+        text = subprocess.run(print_config, capture_output=True, text=True, check=True).stdout
         found.update({f"{name}/{key}": value for key, value in flat(safe_load(text))})
     return found
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--record"]:
-        ours = {"hosts": hosts, "recipes": recipes, "matrix": matrix, "names": names, "commands": command_line, "yaml": yaml}
-        print(json.dumps(ours[sys.argv[2]](sys.argv[3]), default=str))
+        recorders = {"hosts": hosts, "recipes": recipes, "matrix": matrix, "names": names, "commands": command_line, "yaml": yaml}
+        print(json.dumps(recorders[sys.argv[2]](sys.argv[3]), default=str))
     else:
         sys.exit(main())

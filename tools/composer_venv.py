@@ -1,7 +1,7 @@
-"""Makes `.venv-composer`, in which Composer's bridge is tested: a venv that sees all of the one this runs in, with mosaicml beside it.
+"""Make `.venv-composer`, in which Composer's bridge is tested.
 
-Composer pins an older torch, so it and what little it needs besides are installed without their dependencies. Nothing is done where
-the venv is there already, with these versions.
+The venv has mosaicml, and can import all packages of this environment too. Composer pins an older torch, so it and the few
+packages that it needs are installed without their dependencies. If the venv exists with these versions, nothing is done.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FOLDER = Path(__file__).parent.parent / ".venv-composer"
 
 VERSIONS = {
     "mosaicml": "0.32.1",
-    "torchvision": "0.28.0",  # the one that goes with torch 2.13
+    "torchvision": "0.28.0",  # the release for torch 2.13
     "coolname": "5.0.0",
     "py-cpuinfo": "9.0.0",
     "tabulate": "0.9.0",
     "torch-optimizer": "0.3.0",
     "pytorch-ranger": "0.1.1",
     "mosaicml-cli": "0.8.3",
-    "backoff": "2.2.1",  # from here on, what mosaicml-cli needs to be imported
+    "backoff": "2.2.1",  # from here on: needed to import mosaicml-cli
     "gql": "4.4.0",
     "graphql-core": "3.3.2",
     "tenacity": "9.2.1",
@@ -35,7 +35,7 @@ VERSIONS = {
 
 
 def make(folder: Path = FOLDER, versions: Mapping[str, str] = VERSIONS) -> Path:
-    """The venv's interpreter, made where it is not there. `folder` and `versions` are those of another venv of this kind."""
+    """Make the venv if it does not exist, and return its interpreter. Another venv has its own `folder` and `versions`."""
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     wanted = "\n".join(["this one", sys.executable, *(f"{name}=={version}" for name, version in versions.items())])
     ready = folder / ".ready"
@@ -47,7 +47,7 @@ def make(folder: Path = FOLDER, versions: Mapping[str, str] = VERSIONS) -> Path:
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
     ).stdout.strip()
     Path(packages, "the_other_venv.pth").write_text(
-        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # with its own .pth files: callsheet is in one of them
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # reads its .pth files too; one has callsheet's path
     )
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages]
     subprocess.run([*install, *(f"{name}=={version}" for name, version in versions.items())], check=True)

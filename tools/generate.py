@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def constant(event: str) -> str:
-    """`on_train_step_end` as the name of an enumeration's member."""
+    """Return the name of an event's member of the enumeration: `TRAIN_STEP_END` for `on_train_step_end`."""
     return event.removeprefix("on_").upper()
 
 
@@ -82,7 +82,7 @@ def order_table() -> list[str]:
 
 
 def figures(name: str) -> Callable[[], list[str]]:
-    """Return a function that reads what a benchmark printed when it last ran."""
+    """Return a function that reads the output of a benchmark's last run."""
     path = ROOT / "benchmarks" / "results" / f"{name}.md"
 
     def lines() -> list[str]:

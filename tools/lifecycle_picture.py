@@ -1,4 +1,4 @@
-"""Draws the lifecycle table as nested boxes: a box is a span, a rounded box a single event. `tools/generate.py` writes the picture."""
+"""Draw the lifecycle table as nested boxes: a box is a span, a rounded box a single event. `generate.py` writes the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the tables of a recipe's keys from the recipe's parser and from the docstrings of its configuration. `tools/generate.py` writes them."""
+"""Make the tables of the recipes' keys from the recipes' parsers and the docstrings of their configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 
 SHARED = {LanguageModel: ("model", "language-models"), Rows: ("dataset", "datasets")}
-"""The classes whose keys occur below several keys: what a value is called, and the section of the page that explains the keys."""
+"""Classes whose keys occur below several keys: the name of such a value, and the section of the page that explains the keys."""
 
 _PYTHON = {"None": None, "True": True, "False": False}
 """The words of the docstrings that are written in another way in YAML."""
@@ -73,7 +73,7 @@ def keys_of_recipe(recipe: str) -> list[str]:
 
 
 def keys_of(config: type, names: Iterable[str] | None = None, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys that the fields of a configuration class are, and those below them.
+    """Yield the keys for the fields of a configuration class, and the keys below them.
 
     Raises:
         SystemExit: the class's docstring does not describe a field.

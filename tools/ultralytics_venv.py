@@ -1,7 +1,8 @@
-"""Makes `.venv-ultralytics`, in which Ultralytics' bridge is tested: a venv that sees all of the one this runs in, with ultralytics.
+"""Make `.venv-ultralytics`, in which Ultralytics' bridge is tested.
 
-ultralytics requires the OpenCV that needs a display's libraries, so it is installed without its dependencies, with the OpenCV for
-servers. Nothing is done where the venv is there already, with these versions.
+The venv has ultralytics, and can import all packages of this environment too. ultralytics requires the OpenCV package that needs
+the libraries of a display. So it is installed without its dependencies, and with the OpenCV package for servers. If the venv
+exists with these versions, nothing is done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VERSIONS = {
     "polars": "2.1.0",
     "polars-runtime-32": "2.1.0",
     "matplotlib": "3.11.2",
-    "contourpy": "1.3.3",  # from here on, what matplotlib needs to be imported
+    "contourpy": "1.3.3",  # from here on: needed to import matplotlib
     "cycler": "0.12.1",
     "fonttools": "4.68.0",
     "kiwisolver": "1.5.1",
@@ -39,7 +40,7 @@ if torch.version.cuda is None:  # torchvision's build for CUDA cannot be loaded 
 
 
 def make() -> Path:
-    """The venv's interpreter, made where it is not there."""
+    """Make the venv if it does not exist, and return its interpreter."""
     python = composer_venv.make(FOLDER, VERSIONS)
     for file in FOLDER.glob("lib*/**/site-packages/torchvision/__init__.py"):
         text = file.read_text()
