@@ -148,7 +148,7 @@ def _hash_of(optimizer: Any) -> str:
     for parameter in _parameters(optimizer):
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
-        found.update(local.cpu().contiguous().flatten().float().numpy().tobytes())
+        found.update(local.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

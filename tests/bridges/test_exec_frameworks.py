@@ -118,6 +118,7 @@ end(unit.module)
 SCRIPTS = {
     "huggingface": HUGGINGFACE,
     "lightning": LIGHTNING,
+    "pytorch_lightning": LIGHTNING.replace("lightning.pytorch", "pytorch_lightning"),
     "keras": KERAS,
     "torchtnt": TORCHTNT,
     "ignite": IGNITE,

@@ -138,12 +138,23 @@ def test_the_environment_may_name_the_file_of_callbacks(script: Path, monkeypatc
     assert "EarlyStopper asks for ctx.control.stop" in executed(script.parent, "train.py", exec_words=[]).stderr
 
 
-def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:
-    (script.parent / "callbacks.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n")
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        ("EarlyStopper", "monitor: validation/loss", "EarlyStopper asks for ctx.control.stop"),
+        ("CheckpointSaver", "save_interval: 1ba", "CheckpointSaver asks for ctx.control.save"),
+        ("EMA", "half_life: 2", "EMA changes the training"),
+    ],
+)
+def test_what_acts_on_training_is_rejected_by_name(script: Path, callback: str, options: str, message: str) -> None:
+    (script.parent / "callbacks.yaml").write_text(f"- class_path: {callback}\n  init_args: {{{options}}}\n")
     observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0
     assert observed.stdout == executed(script.parent, "train.py").stdout
-    assert "EarlyStopper asks for ctx.control.stop" in observed.stderr
+    (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # the only one
+    assert message in line
+    assert line.endswith("use callsheet.attach. The script continues without callbacks")
+    assert not (script.parent / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +167,7 @@ def test_what_acts_on_training_is_rejected_by_name(script: Path) -> None:
         (["--run_nme", "a", "train.py"], "--run_nme"),
     ],
 )
-def test_mistakes_are_refused_before_the_script_runs(script: Path, words: list[str], message: str) -> None:
+def test_mistakes_are_rejected_before_the_script_runs(script: Path, words: list[str], message: str) -> None:
     found = executed(script.parent, exec_words=words)
     assert (found.returncode, found.stdout) == (2, "")
     assert message in found.stderr

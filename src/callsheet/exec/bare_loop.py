@@ -21,7 +21,7 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import text_of
 from callsheet.exec.log_pace import LogPace
-from callsheet.exec.lone_run import LoneRun, check_observers
+from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
@@ -137,7 +137,6 @@ class BareLoop(NotCopied):
 
     def _begin(self, loss: Tensor | None, batch: Any, counts: tuple[int, int], has_closure: bool) -> None:
         run = self.run
-        check_observers(run)
         self._support.before_run(_NEVER, run.control)
         run.begin()
         self._install_forward_hooks()
@@ -162,6 +161,11 @@ class BareLoop(NotCopied):
                 run.driver.end("backward")
             self._is_in_microbatch = False
             self.watch.total = loss
+
+    def discard(self) -> None:
+        """Remove all hooks, because the run must not begin."""
+        self.release()
+        self.run.lifetime.end()
 
     def finish(self, error: BaseException | None) -> None:
         """End the run because the script has ended, perhaps with an error."""

@@ -232,6 +232,12 @@ _METHODS: Sequence[tuple[str, str, str, Around]] = (
         "fit",
         _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks),
     ),
+    (
+        "pytorch_lightning.trainer.trainer",
+        "Trainer",
+        "fit",
+        _with_list("callsheet.bridges.lightning", lambda trainer: trainer.callbacks),
+    ),
     ("composer.trainer.trainer", "Trainer", "fit", _composer),
     ("keras.src.backend.torch.trainer", "TorchTrainer", "fit", _with_argument("callsheet.bridges.keras")),
     ("torchtnt.framework.fit", "", "fit", _with_argument("callsheet.bridges.torchtnt")),

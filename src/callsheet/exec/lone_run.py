@@ -36,7 +36,7 @@ class LoneRun(HostedRun):
 
 
 def check_observers(run: LoneRun) -> None:
-    """Check that the callbacks of the run need no other rank, and nothing that the loop cannot do.
+    """Check that the callbacks of the run only observe, need no other rank, and need nothing that the loop cannot do.
 
     Raises:
         NotSupported: the message names the callback and what it needs.
@@ -48,4 +48,9 @@ def check_observers(run: LoneRun) -> None:
         if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in able):
             raise NotSupported(
                 f"{label_of(each)} asks for {asked}, which a loop written by hand cannot carry out without a change; use callsheet.attach"
+            )
+        if inner(each).phase == "change":
+            raise NotSupported(
+                f"{label_of(each)} changes the training (its phase is `change`), so the script would print and save other results than without "
+                "callsheet; use callsheet.attach"
             )

@@ -19,7 +19,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import RunInfo
-from callsheet.errors import MissingPackage
+from callsheet.errors import MissingPackage, NotSupported
 from callsheet.exec import messages
 from callsheet.exec.accelerate_loops import AccelerateLoops
 from callsheet.exec.frameworks import Frameworks
@@ -212,16 +212,20 @@ class Observation:
             self.loop.finish(error)
 
     def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
-        """End the previous loop, and return a `BareLoop` for the one recognized now; None if this process is not observed."""
+        """End the previous loop, and return a `BareLoop` for the one recognized now.
+
+        Return None if this process is not observed, or if a callback needs more than to observe.
+        """
         from callsheet.exec.bare_loop import BareLoop, unwrapped
         from callsheet.exec.log_pace import LogPace
+        from callsheet.exec.lone_run import check_observers
 
         if read_ranks().rank != 0 or self.is_observed_otherwise():
             return None
         self._finish_loop(None)
         known = {**self.accelerate.settings(optimizer), **self.engines.begin()}
         pace = LogPace(self.log_interval)
-        self.loop = loop = BareLoop(
+        loop = BareLoop(
             self.make(pace),
             model=model,
             optimizer=optimizer,
@@ -234,6 +238,13 @@ class Observation:
             # On several ranks, the others would wait for this one.
             stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,
         )
+        try:
+            check_observers(loop.run)
+        except NotSupported as error:
+            loop.discard()
+            self.say_once(f"{error}. The script continues without callbacks")
+            return None
+        self.loop = loop
         loop.are_epochs_reported, loop.no_evaluator = self.engines.is_training, self.engines.switch
         warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
         return loop
@@ -242,7 +253,11 @@ class Observation:
         if read_ranks().rank != 0:
             return
         if not self._ended and not self._has_trained:
-            reason = "no optimizer of torch has stepped in this process" if "torch" in sys.modules else "it did not import torch"
+            reason = (
+                "no optimizer of torch has stepped in this process; use callsheet.attach if it trains in another way"
+                if "torch" in sys.modules
+                else "it did not import torch"
+            )
             self.say_once(f"no training was recognized: {reason}")
         for run, steps in self._ended:
             if run.folder is not None and run.folder.is_dir():
