@@ -144,6 +144,7 @@ def _first_parameter(module: Any) -> Any:
 
 def _hash_of(optimizer: Any) -> str:
     """Return a hash of the bytes of all parameters; of a sharded parameter, those of this rank's shard."""
+    torch = sys.modules["torch"]
     found = hashlib.sha256()
     for parameter in _parameters(optimizer):
         local = parameter.detach()
