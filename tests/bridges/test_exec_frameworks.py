@@ -142,6 +142,18 @@ end(model.module)
 dist.destroy_process_group()
 """
 
+FSDP2 = DDP.replace(
+    "model = DistributedDataParallel(nn.Linear(4, 1))",
+    """from torch.distributed.fsdp import fully_shard
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)""",
+).replace(
+    "end(model.module)",
+    "whole = nn.Module()\nwhole.state_dict = lambda: {name: each.full_tensor() for name, each in model.state_dict().items()}\nend(whole)",
+)
+
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -211,7 +223,9 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [DDP, LIGHTNING.replace("max_steps=8", 'max_steps=8, devices=2, strategy="ddp"')], ids=["bare", "lightning"]
+    "text",
+    [DDP, FSDP2, LIGHTNING.replace("max_steps=8", 'max_steps=8, devices=2, strategy="ddp"')],
+    ids=["ddp", "fsdp2", "lightning"],
 )
 def test_two_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,30 @@ def test_errors_and_exit_codes_are_those_of_the_script(script: Path, end: str, s
     assert alone.stdout == observed.stdout
     assert alone.stderr in observed.stderr  # a traceback without frames of callsheet
     assert RunFolder.read(script.parent / "runs" / "a").outcome == "failed"
+
+
+SIGNALED = """
+import os, signal, torch
+model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).mean().backward()
+    optimizer.step()
+    if step == 5:
+        os.kill(os.getpid(), signal.NAME)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_end_the_script_as_without_callsheet(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SIGNALED.replace("NAME", name))
+    alone = executed(tmp_path, "train.py")
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+    assert alone.returncode == observed.returncode == -int(getattr(signal, name))
+    assert alone.stdout == observed.stdout
+    assert alone.stderr in observed.stderr
 
 
 @pytest.mark.parametrize(
