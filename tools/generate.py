@@ -163,6 +163,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "order-table": order_table,
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
     "api-errors": api_of_errors,
+    "api-launcher": lambda: api("callsheet.launcher", without=["launch"]),
     "api-bridges": api_of_bridges,
     "recipe-keys": keys_of_all,
     "recipe-keys-that-may-change": may_change,
