@@ -1,10 +1,15 @@
 """What is derived from the lifecycle table is what the table says now."""
 
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import callsheet
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.events import Event
@@ -50,3 +55,17 @@ def test_the_contexts_annotations_are_the_fields() -> None:
 def test_the_spans_and_flags_are_the_tables() -> None:
     assert [name for name, kind in Spans.__annotations__.items() if kind == "Span"] == list(SPANS)
     assert list(HasListeners.__annotations__) == list(EVENTS)
+
+
+API_PAGES = ROOT / "docs" / "reference"
+PUBLIC_MODULES = ["callsheet", *(f"callsheet.{module}" for module in callsheet._SUBPACKAGES)]
+
+
+@pytest.mark.parametrize("module", [name for name in PUBLIC_MODULES if hasattr(importlib.import_module(name), "__all__")])
+def test_every_public_class_and_function_is_on_an_api_page(module: str) -> None:
+    entries = [re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE) for page in API_PAGES.glob("*.md")]
+    shown = {entry.rpartition(".")[2] for page in entries for entry in page}
+    package = importlib.import_module(module)
+    public = [name for name in package.__all__ if inspect.isclass(thing := getattr(package, name)) or inspect.isfunction(thing)]
+    assert public
+    assert [name for name in public if name not in shown] == []

@@ -37,6 +37,7 @@ PUBLIC = (
     "callsheet.loggers",
     "callsheet.trainer",
     "callsheet.checkpoint",
+    "callsheet.launcher",
     "callsheet.metrics",
     "callsheet.report",
     "callsheet.transport",

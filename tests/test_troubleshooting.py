@@ -15,19 +15,30 @@ from pathlib import Path
 
 import pytest
 
+import callsheet
 from callsheet import errors
+from callsheet.launcher import LaunchError
+from callsheet.transport import TransportError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```[^\n]*title=\"(run\.py|Error|Log|Printed)\"[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARYING = re.compile(
     r"\d+(?:\.\d+)?(?= s\b)"  # times
+    r"|(?<=File \")[^\"]+(?=run\.py\")"  # the folder of the script
     r"|(?<=process )\d+ on machine \S+ since [\d: -]+\d"
     r"|\d+(?= bytes)|(?<= bytes, not )\d+"
     r"|(?<!\brun\.py:)(?<=\.py:)\d+"  # lines of callsheet's own source
 )
 LOG_METHODS = {"info", "warning", "error", "exception", "log"}
 ERRORS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, errors.CallsheetError)]
+EXPORTED = {
+    f"{module.__name__}.{name}": kind
+    for module in (getattr(callsheet, name) for name in callsheet._SUBPACKAGES)
+    for name in getattr(module, "__all__", ())
+    if inspect.isclass(kind := getattr(module, name)) and issubclass(kind, BaseException) and kind not in ERRORS
+}
+"""The exceptions that public modules besides `callsheet.errors` export, by their import path."""
 
 
 def sections() -> dict[str, list[tuple[str, str]]]:
@@ -96,13 +107,21 @@ def test_the_messages_are_those_that_the_code_causes(
             assert expected in logged
 
 
-@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*ERRORS, LaunchError, TransportError], ids=lambda kind: kind.__name__)
 def test_every_error_has_a_section_that_shows_it(kind: type[Exception]) -> None:
     texts = [text for _, text in SECTIONS[kind.__name__]]
     if kind is errors.CallsheetError:
         assert any("except CallsheetError" in text for text in texts)
         return
     assert any(re.search(rf"(?:^|\.){kind.__name__}: ", text, re.MULTILINE) for text in texts)
+
+
+def test_the_page_of_exceptions_lists_those_of_other_modules_with_their_base_class() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[`([\w.]+)`\]\(\S+\) \| `(\w+)` \|", page, re.MULTILINE)
+    assert dict(listed) == {path: kind.__base__.__name__ for path, kind in EXPORTED.items() if kind.__base__}
+    outside = {path for path, kind in EXPORTED.items() if not issubclass(kind, errors.CallsheetError)}
+    assert all(path.startswith("callsheet.testing.") and issubclass(EXPORTED[path], AssertionError) for path in outside)
 
 
 def texts_in_source() -> tuple[list[str], list[re.Pattern[str]]]:

@@ -93,16 +93,28 @@ def figures(name: str) -> Callable[[], list[str]]:
     return lines
 
 
+def source_of(module: str) -> ast.Module:
+    path = ROOT / "src" / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def is_class_or_function(module: str, name: str) -> bool:
+    """Return whether a module, or the module that it imports the name from, defines `name` as a class or function."""
+    tree = source_of(module)
+    if any(isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name for node in tree.body):
+        return True
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return any(is_class_or_function(str(node.module), name) for node in imports if name in {each.name for each in node.names})
+
+
 def public_names(module: str) -> list[str]:
     """Return the classes and functions in a module's `__all__`, which is read without importing the module."""
-    path = ROOT / "src" / module.replace(".", "/")
-    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     (names,) = [
         ast.literal_eval(node.value)
-        for node in ast.parse(source).body
+        for node in source_of(module).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
     ]
-    return [name for name in names if not name.isupper()]
+    return [name for name in names if is_class_or_function(module, name)]
 
 
 def error_names() -> list[str]:
@@ -151,6 +163,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "order-table": order_table,
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
     "api-errors": api_of_errors,
+    "api-launcher": lambda: api("callsheet.launcher", without=["launch"]),
     "api-bridges": api_of_bridges,
     "recipe-keys": keys_of_all,
     "recipe-keys-that-may-change": may_change,

@@ -77,8 +77,8 @@ _ON_DEMAND = {
 """What is imported at first use, since a file of callbacks does not need it: half of the package's import time, and torch."""
 
 _SUBPACKAGES = (
-    *("bridges", "callbacks", "checkpoint", "compat", "errors", "loggers", "metrics", "plugins", "recipes", "report", "testing"),
-    *("trainer", "transport"),
+    *("bridges", "callbacks", "checkpoint", "compat", "errors", "launcher", "loggers", "metrics", "plugins", "recipes", "report"),
+    *("testing", "trainer", "transport"),
 )
 """The modules that users import. After `import callsheet` alone, `callsheet.callbacks` works too."""
 

@@ -1,7 +1,7 @@
 """The exceptions of callsheet, and helpers for their messages.
 
-Every message says what is wrong, where, and what to do. All exceptions derive from `CallsheetError`. Each also derives from the built-in
-exception that a caller would expect (`ValueError`, `TypeError`, ...).
+Every message says what is wrong, where, and what to do. All exceptions in this module derive from `CallsheetError`. Each also derives from the
+built-in exception that a caller would expect (`ValueError`, `TypeError`, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class CallsheetError(Exception):
-    """The base class of everything that callsheet raises on purpose."""
+    """The base class of the exceptions that callsheet raises in a training program."""
 
 
 class UnknownEventError(CallsheetError, ValueError):

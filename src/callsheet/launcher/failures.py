@@ -58,6 +58,7 @@ class LaunchError(CallsheetError, RuntimeError):
     """A launch failed on at least one rank.
 
     The message begins with the rank that failed first; `failures` holds the failures of all ranks, the first one first.
+    `world_size` is the number of ranks that were started.
     """
 
     def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:
