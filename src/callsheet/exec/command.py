@@ -11,7 +11,7 @@ from callsheet.core.optional import need
 from callsheet.errors import CallsheetError
 from callsheet.exec.observation import Observation
 from callsheet.exec.observers import VARIABLE
-from callsheet.exec.script import Interrupt, Script, hide_our_frames
+from callsheet.exec.script import Script, hide_our_frames
 
 _DESCRIPTION = """\
 Run a training script unchanged, and observe its training loop with callbacks.
@@ -51,14 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CallsheetError as error:
         print(f"callsheet exec: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    interrupt = Interrupt()
     try:
         with observation:
             script.run()
     except BaseException as error:
         if not isinstance(error, SystemExit):
             hide_our_frames(error)
-        interrupt.is_uncaught = isinstance(error, KeyboardInterrupt)
         raise
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import contextlib
 import importlib.util
 import os
 import runpy
-import signal
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -99,27 +96,6 @@ def _run(code: CodeType, **attributes: Any) -> None:
     if "__mp_main__" in sys.modules:  # the name under which processes that are spawned send objects of `__main__`
         sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
-
-
-class Interrupt:
-    """Ends the process by SIGINT when Python exits, if the script was left by a KeyboardInterrupt.
-
-    Python itself does this for a script, but forgets it if a string of code is evaluated after the error, as in callsheet's end of
-    a run. The exit code would be 1 then.
-    """
-
-    def __init__(self) -> None:
-        self.is_uncaught = False
-        """Whether the script was left by a KeyboardInterrupt."""
-        atexit.register(self._end)  # functions that are registered later, such as those of the script, are called earlier
-
-    def _end(self) -> None:
-        if self.is_uncaught and sys.platform != "win32":
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # the script may have closed or replaced it
-                    stream.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def hide_our_frames(error: BaseException) -> None:
