@@ -99,7 +99,7 @@ def test_the_warm_up_is_left_out_and_the_estimate_is_exact(tmp_path: Path) -> No
     for step, _, values in recorded:
         assert values["time/remaining_estimate"] == pytest.approx(
             (20 - step) * STEP, rel=1e-6, abs=1e-9
-        )  # if the first step counted, this would be 9 s
+        )  # would be 9 s if the first step counted
     assert recorded[-1][2] == {"time/remaining_estimate": 0.0}
 
 

@@ -172,7 +172,7 @@ def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
 
 
 def with_workers() -> tuple[list[Any], list[Any], int]:
-    """Return an uninterrupted epoch, a resumed one, and the number of samples with repeated noise, on a rank with four workers."""
+    """Return an uninterrupted epoch, a resumed one, and the number of samples with repeated noise, with four workers."""
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     seed_all(world.rank)
     straight = made_batches(world, "workers")
