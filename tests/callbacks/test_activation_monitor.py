@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 class Watch(Callback):
-    """Keeps the records, the hooks that are on after every step, and what a plain forward gives at step 4."""
+    """Records the metrics, the number of hooks after every step, and the outputs of a separate forward at step 4."""
 
     phase = "report"
 
@@ -95,7 +95,7 @@ def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None
     assert {kind: recorded[f"activations/{kind}/layer"] for kind in wanted} == pytest.approx(wanted, rel=1e-4)
     assert recorded["activations/zeros/act"] == sum(float((half <= 0).float().mean()) for half in halves) / 2
     assert recorded["activations/mean/two.0"] == pytest.approx(2 * recorded["activations/mean/act"])
-    assert recorded["activations/zeros/two.1"] == 1.0  # and no whole numbers
+    assert recorded["activations/zeros/two.1"] == 1.0  # the tensor of integers is left out
     assert "activations/mean/(model)" in recorded
     assert watch.hooks == [0] * 8
 
@@ -119,7 +119,7 @@ def test_a_normal_distribution_has_kurtosis_3(tmp_path: Path) -> None:
     assert recorded["activations/std/noise"] == pytest.approx(1, abs=0.01)
 
 
-def test_chosen_modules_alone_and_two_side_by_side(tmp_path: Path) -> None:
+def test_selected_modules_and_two_monitors(tmp_path: Path) -> None:
     few = ActivationMonitor(batch_log_interval=2, modules=["l*"])
     few.name = "few"
     watch = fit(tmp_path, few, ActivationMonitor(batch_log_interval=4, ignore_types=["ReLU", "Model", "Two"]))
@@ -139,7 +139,7 @@ def test_no_hook_is_left_after_an_exception(tmp_path: Path) -> None:
     assert hooks_on(model) == 0
 
 
-def test_an_infinite_activation_is_seen(tmp_path: Path) -> None:
+def test_an_infinite_activation_is_logged(tmp_path: Path) -> None:
     class Spoil(Callback):
         phase = "change"
 
@@ -152,7 +152,7 @@ def test_an_infinite_activation_is_seen(tmp_path: Path) -> None:
     assert recorded["activations/max/layer"] == float("inf")
 
 
-def test_recomputation_is_not_seen_twice(tmp_path: Path) -> None:
+def test_recomputed_activations_are_counted_once(tmp_path: Path) -> None:
     class Recomputing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ def test_all_ranks_report_the_same(parallel: str, tmp_path: Path) -> None:
     assert first[1]["activations/mean/layer"] == pytest.approx(float(both.mean()), rel=1e-4)
 
 
-def test_rejects_what_cannot_be(tmp_path: Path) -> None:
+def test_rejects_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batch_log_interval=0"):
         ActivationMonitor(batch_log_interval=0)
     with pytest.raises(ConfigError, match="put one name into a list"):
@@ -204,8 +204,8 @@ def test_rejects_what_cannot_be(tmp_path: Path) -> None:
         fit(tmp_path, ActivationMonitor(modules=["lay.*"]))
 
 
-class Wanders(nn.Module):
-    """Calls one layer twice, and another for some samples alone."""
+class CallsLayersUnevenly(nn.Module):
+    """Calls one layer twice, and another one only for some samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,9 +226,9 @@ class Wanders(nn.Module):
 
 @pytest.mark.parametrize("step", [2, 4, 6, 8])
 def test_a_module_may_be_called_twice_or_not_at_all(step: int, tmp_path: Path) -> None:
-    model = Wanders()
+    model = CallsLayersUnevenly()
     recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=2), model=model, microbatch_size=1).records[step // 2 - 1]
-    forwards = slice(4 * (step - 1), 4 * step)  # the step's four microbatches
+    forwards = slice(4 * (step - 1), 4 * step)  # the four microbatches of the step
     for name, forwards_seen in (("layer", model.layers), ("seldom", model.passed)):
         seen = [each for several in forwards_seen[forwards] for each in several]
         assert (f"activations/mean/{name}" in recorded) == bool(seen)
@@ -239,8 +239,8 @@ def test_a_module_may_be_called_twice_or_not_at_all(step: int, tmp_path: Path) -
             assert recorded[f"activations/max/{name}"] == pytest.approx(max(float(each.abs().max()) for each in seen))
 
 
-class Mixed(nn.Module):
-    """Hands on, in two types and many shapes, what it was made with; the last is then changed in place."""
+class ReturnsManyTensors(nn.Module):
+    """Passes fixed tensors of two types and many shapes through identity modules; a ReLU then modifies the last one in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,8 +261,8 @@ class Mixed(nn.Module):
         return self.layer(inputs)  # type: ignore[no-any-return]
 
 
-def test_of_every_shape_and_type_and_of_what_is_changed_afterwards(tmp_path: Path) -> None:
-    model = Mixed()
+def test_tensors_of_any_shape_and_type_and_one_that_is_modified_afterwards(tmp_path: Path) -> None:
+    model = ReturnsManyTensors()
     recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=8), model=model).records[3]
     of = {f"parts.{i}": each for i, each in enumerate(model.made)} | {"relu": model.made[-1].relu()}
     for name, tensor in of.items():
@@ -286,5 +286,5 @@ def test_another_run_starts_from_scratch(tmp_path: Path) -> None:
     large = Model()
     with torch.no_grad():
         large.layer.bias.fill_(1000.0)
-    assert not fit(tmp_path, monitor, model=large).records[3]["activations/max/layer"] < 100  # or it is NaN by then
+    assert not fit(tmp_path, monitor, model=large).records[3]["activations/max/layer"] < 100  # it may also be NaN
     assert fit(tmp_path, monitor).records[3]["activations/max/layer"] < 100

@@ -22,7 +22,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Scores:
-    """A loss function that in evaluation gives one score after the other, and none raises."""
+    """A loss function that returns the given scores in evaluation, one after the other."""
 
     def __init__(self, scores: Sequence[float]) -> None:
         self.left: Iterator[float] = iter(scores)
@@ -59,8 +59,8 @@ def left(folder: Path, name: str = "run") -> dict[int, str]:
     return {checkpoint.step: checkpoint.seal.info["kind"] for checkpoint in reversed(found)}
 
 
-class Asks(Callback):
-    """Asks for something at one step's end."""
+class RequestsAtStep(Callback):
+    """Makes a request at the end of one step."""
 
     def __init__(self, step: int, what: str = "save") -> None:
         self.step = step
@@ -79,9 +79,7 @@ class Preempt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Spoils(Callback):
-    """Makes the weights NaN at a step."""
-
+class MakesWeightsNaN(Callback):
     phase = "change"
 
     def __init__(self, step: int) -> None:
@@ -92,7 +90,7 @@ class Spoils(Callback):
             nn.init.constant_(ctx.model.weight, math.nan)
 
 
-# --- when ---
+# --- when checkpoints are saved ---
 
 
 def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
@@ -111,11 +109,11 @@ def test_a_bare_number_means_batches(tmp_path: Path) -> None:
     }
 
 
-def test_a_stop_is_an_end(tmp_path: Path) -> None:
-    assert fit(tmp_path, CheckpointSaver(), Asks(2, "stop")) == {2: "final"}
+def test_a_stopped_run_saves_a_final_checkpoint(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(), RequestsAtStep(2, "stop")) == {2: "final"}
 
 
-def test_one_step_is_saved_once_though_two_boundaries_follow_it(tmp_path: Path) -> None:
+def test_one_step_with_two_boundaries_is_saved_once(tmp_path: Path) -> None:
     assert fit(tmp_path, CheckpointSaver(save_interval="3ba", keep=None), max_duration="2ep") == {
         3: "periodic",
         6: "periodic",
@@ -123,16 +121,16 @@ def test_one_step_is_saved_once_though_two_boundaries_follow_it(tmp_path: Path) 
     assert fit(tmp_path, CheckpointSaver(save_interval="1ep"), max_duration="3ba", run_name="other") == {3: "final"}
 
 
-def test_one_step_is_saved_once_though_a_resume_lies_between(tmp_path: Path) -> None:
-    assert fit(tmp_path, CheckpointSaver(), max_duration="3ba") == {3: "final"}  # before the epoch's own boundary
+def test_one_step_is_saved_once_across_a_resume(tmp_path: Path) -> None:
+    assert fit(tmp_path, CheckpointSaver(), max_duration="3ba") == {3: "final"}  # training ends before the epoch's boundary
     assert fit(tmp_path, CheckpointSaver(), max_duration="2ep", resume="auto") == {3: "final", 6: "final"}
 
 
-def test_the_end_is_saved_once_though_it_is_evaluated_twice(tmp_path: Path) -> None:
+def test_the_end_is_saved_once_although_it_is_evaluated_twice(tmp_path: Path) -> None:
     assert fit(tmp_path, CheckpointSaver(), scores=[0.5, 0.4], max_duration="3ba") == {3: "final"}
 
 
-def test_the_final_one_knows_the_last_evaluation(tmp_path: Path) -> None:
+def test_the_final_checkpoint_has_the_last_evaluation(tmp_path: Path) -> None:
     with trainer(tmp_path, CheckpointSaver(save_interval="3ba"), scores=[0.5, 0.25], max_duration="2ep") as trained:
         trained.fit()
     found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
@@ -143,7 +141,7 @@ def test_the_final_one_knows_the_last_evaluation(tmp_path: Path) -> None:
     ]
 
 
-def test_a_saver_may_serve_another_run(tmp_path: Path) -> None:
+def test_a_saver_can_be_used_in_another_run(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="2ba", keep=1)
     assert fit(tmp_path, saver, max_duration="2ba") == {2: "final"}
     with trainer(tmp_path, saver, max_duration="3ba", run_name="other") as trained:
@@ -154,8 +152,8 @@ def test_a_saver_may_serve_another_run(tmp_path: Path) -> None:
     assert left(tmp_path) == {2: "final"}
 
 
-def test_what_was_asked_for_in_another_run_says_nothing_about_this_one(tmp_path: Path) -> None:
-    asks = Asks(2)
+def test_requests_of_another_run_do_not_affect_this_one(tmp_path: Path) -> None:
+    asks = RequestsAtStep(2)
     manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1), asks])
     assert list(fit(tmp_path, manager=manager)) == [2, 9]
     asks.step = 3
@@ -185,20 +183,20 @@ def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) 
     assert sorted((each.step, each.seal.info["kind"], each.seal.info["val_losses"].get("validation")) for each in found) == [
         (3, "best", 0.5),
         (3, "periodic", None),
-        (6, "periodic", 0.5),  # the losses that were known then
+        (6, "periodic", 0.5),  # the newest losses at that time
     ]
     keys = {each.seal.info["kind"]: each.seal.info["best_metric_key"] for each in found}
     assert keys == {"best": "validation/loss", "periodic": None}
 
 
 def test_a_checkpoint_names_its_requesters_also_when_it_is_loaded(tmp_path: Path) -> None:
-    class AsksTwice(Callback):
+    class RequestsTwice(Callback):
         def on_eval_all_end(self, ctx: Context) -> None:
             if ctx.step == 3:
                 ctx.control.save("asked for", by="me")
                 ctx.control.save("and again", by="me")
 
-    manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), AsksTwice(), Spoils(5)])
+    manager = CallbackManager([CheckpointSaver(monitor="validation/loss"), RequestsTwice(), MakesWeightsNaN(5)])
     recorded: list[tuple[int, tuple[str, ...], bool]] = []
 
     @manager.register("on_checkpoint_published")
@@ -217,14 +215,14 @@ def test_a_checkpoint_names_its_requesters_also_when_it_is_loaded(tmp_path: Path
     assert recorded == [good]
 
 
-# --- what is kept ---
+# --- which checkpoints are kept ---
 
 
 def test_keeps_the_newest(tmp_path: Path) -> None:
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=2), max_duration="6ba")) == [5, 6]
 
 
-def test_an_old_one_goes_only_after_the_new_one_is_written(tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_deleted_after_the_new_one_is_written(tmp_path: Path) -> None:
     manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1)])
     at_end: list[list[int]] = []
     manager.register("on_checkpoint_save_end", lambda ctx: at_end.append(list(left(tmp_path))))
@@ -232,24 +230,24 @@ def test_an_old_one_goes_only_after_the_new_one_is_written(tmp_path: Path) -> No
     assert at_end == [[1], [1, 2], [2, 3]]
 
 
-def test_the_list_survives_a_resume_and_holds_nothing_else(tmp_path: Path) -> None:
+def test_after_a_resume_only_checkpoints_of_the_saver_are_deleted(tmp_path: Path) -> None:
     def saver() -> CheckpointSaver:
         return CheckpointSaver(save_interval="1ep", keep=2)
 
-    fit(tmp_path, saver(), Asks(2), max_duration="3ep")
+    fit(tmp_path, saver(), RequestsAtStep(2), max_duration="3ep")
     shutil.copytree(tmp_path / "run" / "checkpoints" / "ep2-ba6", tmp_path / "run" / "checkpoints" / "copied")
-    shutil.move(tmp_path / "run", tmp_path / "moved")  # and the folder may move
+    shutil.move(tmp_path / "run", tmp_path / "moved")  # the folder may be moved
     with trainer(tmp_path, saver(), run_name="moved", resume="auto", max_duration="5ep") as trained:
         trained.fit()
     assert {path.name for path in (tmp_path / "moved" / "checkpoints").iterdir() if path.is_dir()} == {
-        "ep0-ba2",  # another program's
-        "copied",  # of no program
+        "ep0-ba2",  # requested by another callback
+        "copied",  # copied by the user
         "ep4-ba12",
         "ep5-ba15",
     }
 
 
-def test_what_is_gone_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_checkpoint_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=2)])
 
     @manager.register("on_train_step_end", phase="report")
@@ -261,21 +259,21 @@ def test_what_is_gone_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_another_runs_checkpoints_are_not_ours_to_delete(tmp_path: Path) -> None:
+def test_another_runs_checkpoints_are_not_deleted(tmp_path: Path) -> None:
     fit(tmp_path, CheckpointSaver(keep=2, monitor="validation/loss"), scores=[0.5, 0.6, 0.7])
     assert list(left(tmp_path)) == [3, 6, 9]
     parent = tmp_path / "run" / "checkpoints" / "ep2-ba6"
     saver = CheckpointSaver(keep=1, monitor="validation/loss")
-    assert fit(tmp_path, saver, scores=[0.9], run_name="child", resume=parent) == {9: "final"}  # and it has a best of its own
+    assert fit(tmp_path, saver, scores=[0.9], run_name="child", resume=parent) == {9: "final"}  # and the best is that of this run
     assert list(left(tmp_path)) == [3, 6, 9]
 
 
-def test_a_checkpoint_that_another_callback_also_requested_stays(tmp_path: Path) -> None:
-    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Asks(2), max_duration="5ba")) == [2, 5]
+def test_a_checkpoint_that_another_callback_also_requested_is_kept(tmp_path: Path) -> None:
+    assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), RequestsAtStep(2), max_duration="5ba")) == [2, 5]
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="7ba", resume="auto")) == [2, 7]
 
 
-def test_what_was_saved_by_hand_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_saved_by_hand_is_kept(tmp_path: Path) -> None:
     with trainer(tmp_path, CheckpointSaver(keep=1), max_duration="1ep") as trained:
         trained.fit("2ba")
         by_hand = trained.save_checkpoint()
@@ -284,21 +282,21 @@ def test_what_was_saved_by_hand_stays(tmp_path: Path) -> None:
     assert left(tmp_path) == {2: "requested", 6: "final"}
 
 
-def test_the_best_and_the_regular_ones_are_given_up_each_for_itself(tmp_path: Path) -> None:
+def test_the_best_and_the_newest_are_kept_independently(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")
     assert list(fit(tmp_path, saver, scores=[0.5, 0.4, 0.6, 0.7, 0.3], max_duration="4ep")) == [6, 9, 12]
     saver = CheckpointSaver(save_interval="1ep", keep=2, monitor="validation/loss")
     assert list(fit(tmp_path, saver, scores=[0.3], max_duration="5ep", resume="auto")) == [12, 15]
 
 
-def test_a_preempted_runs_checkpoint_is_taken_over(tmp_path: Path) -> None:
+def test_the_saver_deletes_an_outdated_preemption_checkpoint(tmp_path: Path) -> None:
     assert fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), Preempt()) == {2: "preempt"}
     assert list(fit(tmp_path, CheckpointSaver(keep=1), resume="auto")) == [9]
-    assert list(fit(tmp_path, CheckpointSaver(keep=1), Preempt(), Asks(2), run_name="other")) == [2]
+    assert list(fit(tmp_path, CheckpointSaver(keep=1), Preempt(), RequestsAtStep(2), run_name="other")) == [2]
     assert list(fit(tmp_path, CheckpointSaver(keep=1), run_name="other", resume="auto")) == [2, 9]
 
 
-def test_a_preempted_run_without_a_saver_saves_what_no_saver_deletes(tmp_path: Path) -> None:
+def test_a_preemption_checkpoint_without_a_saver_is_kept(tmp_path: Path) -> None:
     assert fit(tmp_path, Preempt()) == {2: "preempt"}
     assert list(fit(tmp_path, CheckpointSaver(keep=1), resume="auto")) == [2, 9]
 
@@ -308,30 +306,30 @@ def test_only_the_first_rank_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="3ba")) == [1, 2, 3]
 
 
-def test_spoilt_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
+def test_checkpoints_with_nan_do_not_replace_good_ones(tmp_path: Path) -> None:
     def saver() -> CheckpointSaver:
         return CheckpointSaver(save_interval="1ba", keep=2)
 
-    assert list(fit(tmp_path, saver(), Spoils(4), max_duration="6ba")) == [2, 3]
+    assert list(fit(tmp_path, saver(), MakesWeightsNaN(4), max_duration="6ba")) == [2, 3]
     with trainer(tmp_path, saver(), resume="auto", max_duration="6ba") as trained:
         assert trained.state.timestamp.batch == 3
-    assert list(fit(tmp_path, saver(), Spoils(2), max_duration="4ba", run_name="other")) == [1, 4]
+    assert list(fit(tmp_path, saver(), MakesWeightsNaN(2), max_duration="4ba", run_name="other")) == [1, 4]
 
 
 # --- the best ---
 
 
-def test_the_best_is_kept_besides(tmp_path: Path) -> None:
+def test_the_best_is_kept_in_addition(tmp_path: Path) -> None:
     saver = CheckpointSaver(keep=1, monitor="validation/loss")
     assert fit(tmp_path, saver, scores=[0.5, 0.1, math.nan, 0.9, 0.8], max_duration="5ep") == {6: "best", 15: "final"}
 
 
-def test_the_greatest_is_the_best_where_the_mode_says_so(tmp_path: Path) -> None:
+def test_the_mode_decides_which_is_best(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss", mode="max")
     assert fit(tmp_path, saver, scores=[0.5, math.inf, 0.9, 0.8], max_duration="4ep") == {9: "best"}
 
 
-def test_a_better_one_takes_the_place_of_the_best_also_after_a_resume(tmp_path: Path) -> None:
+def test_a_better_checkpoint_replaces_the_best_also_after_a_resume(tmp_path: Path) -> None:
     def saver() -> CheckpointSaver:
         return CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")
 
@@ -340,7 +338,7 @@ def test_a_better_one_takes_the_place_of_the_best_also_after_a_resume(tmp_path: 
     assert fit(tmp_path, saver(), scores=[0.45, 0.42, 0.3], max_duration="5ep", resume="auto") == {15: "best"}
 
 
-def test_a_best_whose_checkpoint_is_gone_need_not_be_beaten(tmp_path: Path) -> None:
+def test_a_best_whose_checkpoint_was_deleted_does_not_count(tmp_path: Path) -> None:
     def saver() -> CheckpointSaver:
         return CheckpointSaver(keep=1, monitor="validation/loss")
 
@@ -349,7 +347,7 @@ def test_a_best_whose_checkpoint_is_gone_need_not_be_beaten(tmp_path: Path) -> N
     assert fit(tmp_path, saver(), scores=[0.4, 0.5], max_duration="4ep", resume="auto") == {9: "best", 12: "final"}
 
 
-def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")
     with trainer(tmp_path, saver, scores=[0.1, 0.5], max_duration="1ep") as trained:
         trained.evaluate()
@@ -362,7 +360,7 @@ def test_a_metric_that_is_not_evaluated_is_an_error(tmp_path: Path) -> None:
         fit(tmp_path, CheckpointSaver(monitor="validation/los"), scores=[0.5])
 
 
-# --- several ---
+# --- several savers ---
 
 
 def several() -> list[CheckpointSaver]:
@@ -372,19 +370,19 @@ def several() -> list[CheckpointSaver]:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_two_savers_do_not_delete_each_others(tmp_path: Path, order: int) -> None:
+def test_two_savers_do_not_delete_each_other_s_checkpoints(tmp_path: Path, order: int) -> None:
     assert list(fit(tmp_path, *several()[::order], max_duration="7ba", log_interval="1ba")) == [6, 7]
     assert list(fit(tmp_path, *several()[::order], max_duration="9ba", resume="auto")) == [8, 9]
     assert list(fit(tmp_path, *several()[::order], max_duration="8ba", run_name="even")) == [6, 8]
 
 
 @pytest.mark.parametrize("arguments", [{"keep": 0}, {"mode": "least"}, {"save_interval": None, "save_at_end": False}])
-def test_rejects_what_cannot_work(arguments: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CheckpointSaver(**arguments)
 
 
-def test_a_monitored_evaluator_that_was_not_due_is_waited_for(tmp_path: Path) -> None:
+def test_waits_for_a_monitored_evaluator_that_was_not_due(tmp_path: Path) -> None:
     data = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
     with Trainer(
         torch.nn.Linear(3, 1),

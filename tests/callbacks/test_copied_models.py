@@ -1,4 +1,4 @@
-"""A model that is copied or pickled while a built-in observes it: the copy contains nothing of callsheet."""
+"""A model can be copied or pickled while a built-in observes it: the copy contains no objects of callsheet."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HOOKS = (
 )
 
 
-class Copies(Callback):
-    """Copies the model at events of a step, and within its forward."""
+class CopiesModel(Callback):
+    """Copies and pickles the model at events of a step, and during its forward."""
 
     phase = "report"  # after other callbacks have registered their hooks
 
@@ -40,7 +40,7 @@ class Copies(Callback):
         self.hook = ctx.model.body.register_forward_pre_hook(lambda *_: self._look("head within the forward", self.head))
 
     def _look_at(self, ctx: Context) -> None:
-        for name, module in ctx.model.named_children():  # without our own hook, which cannot be pickled
+        for name, module in ctx.model.named_children():  # skip `body`: it has this callback's own hook, which cannot be pickled
             if name != "body":
                 self._look(f"{name} at {ctx.event}", module)
         self._hooks_in(f"the model at {ctx.event}", copy.deepcopy(ctx.model))
@@ -54,8 +54,8 @@ class Copies(Callback):
     def _look(self, where: str, module: nn.Module) -> None:
         self.times += 1
         file = io.BytesIO()
-        torch.save(module, file)  # an error here would end the user's training
-        if b"callsheet" in file.getvalue().replace(b"callsheet.testing.small_run", b""):  # where the model's class is
+        torch.save(module, file)  # an error in a hook would end the user's training
+        if b"callsheet" in file.getvalue().replace(b"callsheet.testing.small_run", b""):  # the module of the model's class
             self.found.add(f"{where}: torch.save")
         self._hooks_in(where, copy.deepcopy(module))
 
@@ -69,7 +69,7 @@ class Copies(Callback):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_copied_model_contains_nothing_of_a_built_in(built_in: str, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
-    subject, copies = subjects[built_in], Copies()
+    subject, copies = subjects[built_in], CopiesModel()
     with subject.trainer(tmp_path, CallbackManager([subject.make(), copies])) as trainer:
         trainer.fit()
     assert copies.found == set()

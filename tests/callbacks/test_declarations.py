@@ -23,7 +23,7 @@ OFTEN_MISSING = ("model", "optimizer", "scheduler", "batch", "microbatch", "outp
 
 
 def uses(kind: type[Callback]) -> set[str]:
-    """What the source of the class and of its base classes reads of the context, without the fields that it asks for with `ctx.has`."""
+    """Return the context attributes in the source of a class and its base classes, without fields checked with `ctx.has`."""
     found, asked = set(kind.snapshot_fields), set()
     for base in kind.__mro__[: kind.__mro__.index(Callback)]:
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
@@ -35,7 +35,7 @@ def uses(kind: type[Callback]) -> set[str]:
 
 
 def path_of(node: ast.AST) -> str:
-    """`control.stop` for `ctx.control.stop`."""
+    """Return the attribute path below `ctx`, such as `control.stop` for `ctx.control.stop`."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -44,7 +44,7 @@ def path_of(node: ast.AST) -> str:
 
 
 @pytest.mark.parametrize("name", BUILT_INS)
-def test_declared_is_what_the_source_uses(name: str) -> None:
+def test_declarations_match_the_source(name: str) -> None:
     kind = BUILT_INS[name]
     used = uses(kind)
     assert set(kind.requests) == {request for request in REQUESTS if f"control.{request}" in used}
@@ -54,5 +54,5 @@ def test_declared_is_what_the_source_uses(name: str) -> None:
         assert kind.writes_to_run_folder or name in ONLY_READ_THE_FOLDER
 
 
-def test_the_search_finds_what_is_used() -> None:
+def test_uses_finds_requests_and_fields() -> None:
     assert uses(callbacks.SaveOnTrigger) >= {"control.stop", "control.save", "control.evaluate", "run.folder"}

@@ -23,7 +23,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Scores(Callback):
-    """Logs one score after the other as `<dataset>/score`, as a metric would."""
+    """Logs the given scores as `<dataset>/score`, one per evaluation, as a metric would."""
 
     phase = "change"
 
@@ -50,7 +50,7 @@ def trainer(folder: Path, *callbacks: Callback, scores: Sequence[float], data: A
 
 
 def epochs(folder: Path, stopper: EarlyStopper, scores: Sequence[float], *callbacks: Callback, **options: Any) -> tuple[int, str]:
-    """After how many epochs training ended, and how."""
+    """Return the number of epochs after which training ended, and the outcome."""
     with trainer(folder, stopper, *callbacks, scores=scores, **options) as trained:
         trained.fit()
     return trained.state.timestamp.epoch, str(trained.run.outcome)
@@ -66,15 +66,15 @@ FALLS = [8.0, 7, 6, 5, 4, 3, 2, 1]
 @pytest.mark.parametrize(
     ("options", "scores", "expected"),
     [
-        ({}, [3, 2, 2, 2, 1, 1, 1, 1], 4),  # equal is not better
+        ({}, [3, 2, 2, 2, 1, 1, 1, 1], 4),  # an equal score is not better
         ({}, FALLS, 8),
         ({"mode": "max"}, FALLS, 3),
         ({"patience": 1}, [3, 2, 4, 1, 1, 1, 1, 1], 3),
         ({"min_delta": 1.0}, [5, 4, 4.5, 3, 2, 1, 0, 0], 3),
-        ({"min_delta": 1.0}, [5, 4.5, 3.9, 3.5, 2.8, 1.7, 0.6, -1], 8),  # against the best, not the last
+        ({"min_delta": 1.0}, [5, 4.5, 3.9, 3.5, 2.8, 1.7, 0.6, -1], 8),  # compared with the best score, not the last
         ({}, [math.nan, math.nan, 1, 1, 1, 1, 1, 1], 2),
         ({}, [math.nan, 5, math.nan, 4, math.nan, math.nan, 1, 1], 6),
-        ({}, [5, -math.inf, math.inf, 1, 1, 1, 1, 1], 3),  # what is not finite is never the best
+        ({}, [5, -math.inf, math.inf, 1, 1, 1, 1, 1], 3),  # a score that is not finite is never the best
         ({"patience": "3ep"}, [3, 2, 2, 2, 2, 1, 1, 1], 5),
         ({"patience": "7ba"}, [3, 2, 2, 2, 2, 1, 1, 1], 5),
         ({"patience": "6ba"}, [3, 2, 2, 2, 2, 1, 1, 1], 4),
@@ -82,16 +82,16 @@ FALLS = [8.0, 7, 6, 5, 4, 3, 2, 1]
         ({"patience": "2ep"}, [math.nan] * 8, 3),
     ],
 )
-def test_stops_when_patience_has_run_out(tmp_path: Path, options: dict[str, Any], scores: list[float], expected: int) -> None:
+def test_stops_when_patience_is_exhausted(tmp_path: Path, options: dict[str, Any], scores: list[float], expected: int) -> None:
     outcome = "stopped" if expected < 8 else "finished"
     assert epochs(tmp_path, stopper(**options), scores) == (expected, outcome)
 
 
-def test_at_the_end_there_is_nothing_to_stop(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_is_not_stopped(tmp_path: Path) -> None:
     assert epochs(tmp_path, stopper(), [1, 1, 1], max_duration="3ep") == (3, "finished")
 
 
-def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
     class ByHand(Scores):
         def on_eval_end(self, ctx: Context) -> None:
             ctx.log({"validation/score": 0.0 if ctx.standalone else 1.0 / (ctx.step + 1)}, across="same")
@@ -114,8 +114,8 @@ def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
     assert trained.state.timestamp.epoch == 3
 
 
-def test_one_that_was_not_due_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The rare dataset is evaluated after epochs 2, 4, 6: evaluations without it do not count against the patience."""
+def test_an_evaluator_that_was_not_due_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rare dataset is evaluated after epochs 2, 4 and 6. Evaluations without it do not reduce the patience."""
     data = {"validation": DATA[:1], "rare": Evaluator(DATA[:1], interval="2ep")}
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert epochs(tmp_path, stopper(monitor="rare/score"), [1.0] * 8, data=data) == (6, "stopped")
@@ -125,7 +125,7 @@ def test_one_that_was_not_due_is_passed_over(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("kind", ["validation/scores", "validation/x"])
-def test_an_unknown_metric_is_an_error_that_lists_those_there_are(tmp_path: Path, kind: str) -> None:
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match=r"validation/loss, validation/score"):
         epochs(tmp_path, stopper(monitor=kind), [1.0] * 8)
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, epoch: int, p
         assert epochs(tmp_path, again, scores, run_name=f"again{step}", resume=path) == (6, "stopped")
 
 
-def test_a_run_that_ran_out_of_patience_does_not_continue_when_resumed(tmp_path: Path) -> None:
+def test_a_run_whose_patience_is_exhausted_does_not_continue_when_resumed(tmp_path: Path) -> None:
     scores = [3.0, 2, 2, 2, 1, 1, 1, 1]
     assert epochs(tmp_path, stopper(), scores, CheckpointSaver())[0] == 4
     with trainer(tmp_path, stopper(), scores=scores, resume="auto") as trained:
@@ -175,7 +175,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
     other.name = "loss"
     with trainer(tmp_path, patient, other, CheckpointSaver(), scores=[1.0] * 8) as trained:
         trained.fit()
-    assert trained.state.timestamp.epoch == 3  # the loss falls from the start
+    assert trained.state.timestamp.epoch == 3  # the loss decreases from the start
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
         {"monitor": "/loss"},
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         stopper(**options)
 
 
-class Worse:
-    """A loss that is worse on rank 1 than on rank 0, where it falls."""
+class LossByRank:
+    """A loss function whose evaluation loss decreases on rank 0, and is high and constant on rank 1."""
 
     def __init__(self, rank: int, left: Iterator[float]) -> None:
         self.rank = rank
@@ -214,7 +214,7 @@ def on_a_rank(folder: str) -> tuple[int, str]:
     data = DATA * 2
     with Trainer(
         nn.Linear(2, 1),
-        Worse(rank, iter([5.0, 4, 3, 3, 3, 3, 3, 3])),
+        LossByRank(rank, iter([5.0, 4, 3, 3, 3, 3, 3, 3])),
         data,
         DATA[:2],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -228,7 +228,7 @@ def on_a_rank(folder: str) -> tuple[int, str]:
     return trained.state.timestamp.epoch, str(trained.run.outcome)
 
 
-def test_two_ranks_stop_together_on_what_they_found_together(tmp_path: Path) -> None:
+def test_two_ranks_stop_together_on_the_reduced_loss(tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path)) == [(5, "stopped")] * 2
 
 

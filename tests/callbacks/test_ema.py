@@ -26,7 +26,7 @@ STEPS = 12
 
 
 class Net(nn.Module):
-    """With buffers that move, a frozen part and a tied one."""
+    """A model with running statistics, a frozen module and a tied one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def whole(model: nn.Module) -> Weights:
-    """The floating-point part of a model's state, shards put together."""
+    """Return the floating-point tensors of a model's state; shards are gathered."""
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in model.state_dict().items()
@@ -53,8 +53,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Sees(Callback):
-    """Keeps the weights at some events, as observers of either end see them."""
+class RecordsWeights(Callback):
+    """Records the weights at the given events."""
 
     def __init__(self, *events: str) -> None:
         self.events = events
@@ -114,7 +114,10 @@ def expected(trained: list[Weights], first: Weights, decay: float, interval: int
 def test_the_average_is_evaluated_and_training_continues_with_the_weights(
     tmp_path: Path, options: dict[str, Any], decay: float, interval: int
 ) -> None:
-    plain, sees = Sees("on_train_start", "on_train_step_end"), Sees("on_train_step_end", "on_eval_all_start", "on_eval_all_end")
+    plain, sees = (
+        RecordsWeights("on_train_start", "on_train_step_end"),
+        RecordsWeights("on_train_step_end", "on_eval_all_start", "on_eval_all_end"),
+    )
     undisturbed = fit(tmp_path / "plain", plain)
     left = fit(tmp_path / "averaged", sees, EMA(**options, at_end=False))
     assert same(left, undisturbed)
@@ -130,8 +133,8 @@ def test_the_average_is_evaluated_and_training_continues_with_the_weights(
             assert not torch.equal(mean["body.1.running_mean"], weights["body.1.running_mean"])
 
 
-def test_it_is_evaluated_to_what_the_average_gives(tmp_path: Path) -> None:
-    sees = Sees("on_eval_all_end")
+def test_the_evaluation_s_result_is_that_of_the_average(tmp_path: Path) -> None:
+    sees = RecordsWeights("on_eval_all_end")
     with trainer(tmp_path, sees, EMA(decay=0.9)) as trained:
         trained.fit()
         recorded = trained.eval_results["validation"]["loss"]
@@ -154,10 +157,10 @@ def test_frozen_parameters_cost_no_memory_and_tied_ones_are_kept_once() -> None:
     }
     before = {name: tensor.data_ptr() for name, tensor in ema._average.items()}
     ema.on_eval_all_start(ctx)
-    assert {name: tensor.data_ptr() for name, tensor in ema._trained.items()} == before  # no third copy
+    assert {name: tensor.data_ptr() for name, tensor in ema._trained.items()} == before  # a third copy is not allocated
 
 
-def test_what_is_unfrozen_later_joins(tmp_path: Path) -> None:
+def test_parameters_that_are_unfrozen_later_are_averaged(tmp_path: Path) -> None:
     ema = EMA(decay=0.5)
     with trainer(tmp_path, ema, max_duration="2ep") as trained:
         unfreeze = lambda ctx: ctx.model.frozen.requires_grad_(ctx.epoch == 2)  # noqa: E731
@@ -169,7 +172,7 @@ def test_what_is_unfrozen_later_joins(tmp_path: Path) -> None:
 
 
 def test_before_its_start_there_is_no_average(tmp_path: Path) -> None:
-    sees = Sees("on_train_step_end", "on_eval_all_end")
+    sees = RecordsWeights("on_train_step_end", "on_eval_all_end")
     fit(tmp_path, sees, EMA(decay=0.5, start="6ba"))
     trained = [weights for event, _, weights in sees.seen if event == "on_train_step_end"]
     assert same(sees.at("on_eval_all_end", 4), trained[3])
@@ -179,8 +182,8 @@ def test_before_its_start_there_is_no_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_the_average_stays_at_the_end_if_it_is_to(tmp_path: Path, at_end: bool) -> None:
-    sees = Sees("on_eval_all_end", "on_train_end", "on_test_end", "on_predict_end")
+def test_at_end_keeps_the_average_in_the_model(tmp_path: Path, at_end: bool) -> None:
+    sees = RecordsWeights("on_eval_all_end", "on_train_end", "on_test_end", "on_predict_end")
     with trainer(tmp_path, sees, EMA(decay=0.9, at_end=at_end)) as trained:
         trained.fit()
         mean, weights = sees.at("on_eval_all_end", STEPS), sees.at("on_train_end", STEPS)
@@ -210,13 +213,13 @@ def test_a_further_fit_trains_on_with_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, in_background: bool) -> None:
-    sees, saver = Sees("on_eval_all_end", "on_train_end"), CheckpointSaver(save_interval="1ba", keep=None)
+    sees, saver = RecordsWeights("on_eval_all_end", "on_train_end"), CheckpointSaver(save_interval="1ba", keep=None)
     options: dict[str, Any] = {"dtype": dtype, "save_in_background": in_background}
     last = fit(tmp_path, sees, EMA(decay=0.9), saver, **options)
     found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert len(found) == STEPS
     for checkpoint in found:
-        again = Sees("on_eval_all_end", "on_train_end")
+        again = RecordsWeights("on_eval_all_end", "on_train_end")
         resumed = fit(tmp_path, again, EMA(decay=0.9), run_name=f"from{checkpoint.step}", resume=checkpoint.path, **options)
         assert same(resumed, last)
         assert same(again.at("on_train_end", STEPS), sees.at("on_train_end", STEPS))
@@ -224,8 +227,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, dtype: torch.
             assert same(again.at("on_eval_all_end", STEPS), sees.at("on_eval_all_end", STEPS))
 
 
-def test_a_checkpoints_model_is_what_was_evaluated(tmp_path: Path) -> None:
-    sees = Sees("on_eval_all_end", "on_train_step_end")
+def test_a_checkpoint_s_model_is_the_one_that_was_evaluated(tmp_path: Path) -> None:
+    sees = RecordsWeights("on_eval_all_end", "on_train_step_end")
     fit(tmp_path, sees, EMA(decay=0.9), CheckpointSaver(save_interval="4ba", keep=None))
     for found in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints:
         model = read_checkpoint(found.path).shared["model"]
@@ -244,8 +247,8 @@ def test_a_checkpoint_without_an_average_begins_one(tmp_path: Path) -> None:
     assert not same(whole(trained.model), before)
 
 
-class Spoils(Callback):
-    """Makes the weights NaN at a step that the average does not look at."""
+class MakesWeightsNaN(Callback):
+    """Makes the weights NaN at a step at which the average is not updated."""
 
     phase = "change"
 
@@ -256,8 +259,8 @@ class Spoils(Callback):
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_spoilt_weights_are_not_hidden_behind_a_good_average(tmp_path: Path, stays: bool) -> None:
-    with trainer(tmp_path, EMA(decay=0.9, update_interval=4), Spoils()) as trained:
+def test_a_finite_average_does_not_hide_weights_with_nan(tmp_path: Path, stays: bool) -> None:
+    with trainer(tmp_path, EMA(decay=0.9, update_interval=4), MakesWeightsNaN()) as trained:
         if stays:
             trained.fit("5ba")
             trained.save_checkpoint()
@@ -271,10 +274,10 @@ def test_spoilt_weights_are_not_hidden_behind_a_good_average(tmp_path: Path, sta
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_average", [False, True])
-def test_the_buffers_of_the_first_save_are_allocated_ahead(
+def test_the_buffers_of_the_first_save_are_allocated_in_advance(
     tmp_path: Path, has_average: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the weights, of the optimizer's state and of what the average adds; the save allocates only those of random states."""
+    """This includes weights, optimizer state and the average. The save itself allocates only buffers for random states."""
     late: list[Kind] = []
 
     def buffer(kind: Kind) -> Tensor:
@@ -288,25 +291,25 @@ def test_the_buffers_of_the_first_save_are_allocated_ahead(
     fit(tmp_path, *average, CheckpointSaver(save_interval="6ba"), dtype=dtype, save_in_background=True)
     assert find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert [kind for kind in late if kind.dtype.is_floating_point] == []
-    assert late  # those of the random states
+    assert late  # buffers for the random states
 
 
 @pytest.mark.parametrize("event", ["on_eval_step_end", "on_checkpoint_save_start"])
-def test_after_an_exception_the_weights_are_in_their_place(tmp_path: Path, event: str) -> None:
+def test_after_an_exception_the_model_has_its_trained_weights(tmp_path: Path, event: str) -> None:
     class Breaks(Callback):
         def on_event(self, ctx: Context) -> None:
             if ctx.event == event and ctx.step == 4:
                 raise ZeroDivisionError
 
-    sees = Sees("on_train_step_end")
+    sees = RecordsWeights("on_train_step_end")
     broken = trainer(tmp_path, sees, EMA(decay=0.9), Breaks(), CheckpointSaver(save_interval="4ba"))
     with pytest.raises(ZeroDivisionError):
         broken.fit()
     assert same(whole(broken.model), sees.at("on_train_step_end", 4))
 
 
-def test_what_fails_after_training_finds_the_average(tmp_path: Path) -> None:
-    sees = Sees("on_eval_all_end")
+def test_after_an_error_following_training_the_model_has_the_average(tmp_path: Path) -> None:
+    sees = RecordsWeights("on_eval_all_end")
     trained = trainer(tmp_path, sees, EMA(decay=0.9))
     trained.fit()
     with pytest.raises(ZeroDivisionError), trained:
@@ -330,7 +333,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     assert same(fit(tmp_path / "two", ema), first)
 
 
-def test_a_second_one_is_rejected(tmp_path: Path) -> None:
+def test_a_second_average_is_rejected(tmp_path: Path) -> None:
     second = EMA(decay=0.5)
     second.name = "second"
     with pytest.raises(ConfigError, match="EMA and second would put their averages in the same model"):
@@ -349,13 +352,13 @@ def test_a_second_one_is_rejected(tmp_path: Path) -> None:
         {"start": "0ba"},
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         EMA(**options)
 
 
 def on_a_rank(folder: str, parallel: str, averaged: bool, resume: str | None = None) -> dict[str, Any]:
-    sees = Sees("on_eval_all_end", "on_train_end")
+    sees = RecordsWeights("on_eval_all_end", "on_train_end")
     saver = CheckpointSaver(save_interval="1ba", keep=None)
     callbacks: list[Callback] = [sees, saver, *([EMA(decay=0.9)] if averaged else [])]
     name = "plain" if not averaged else "run" if resume is None else f"{parallel}-{os.path.basename(resume)}"
@@ -365,7 +368,7 @@ def on_a_rank(folder: str, parallel: str, averaged: bool, resume: str | None = N
 
 
 def parameters(weights: Weights) -> Weights:
-    """Without the statistics, which between two forwards are each rank's own; rank 0's count."""
+    """Return the weights without running statistics, which differ by rank between two forwards."""
     return {name: tensor for name, tensor in weights.items() if "running" not in name}
 
 
@@ -387,11 +390,11 @@ def test_two_ranks_average_equally_and_resume_exactly(tmp_path: Path, parallel: 
             assert parameters(again[1]["on_train_end"]) == parameters(runs[1]["on_train_end"])
 
 
-def test_whole_weights_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_replicated_weights_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path), "ddp", True)
     path = tmp_path / "run" / "checkpoints" / "ep0-ba4"
     assert ".trained." in (path / "local-00000.json").read_text()
-    assert ".trained." not in (path / "local-00001.json").read_text()  # what both have is saved once
+    assert ".trained." not in (path / "local-00001.json").read_text()  # state that is equal on both ranks is saved once
     with trainer(tmp_path, EMA(decay=0.9), resume=path, run_name="alone") as alone:
         kept = read_checkpoint(path).local["callbacks"]["callbacks"]["EMA"]["trained"]
         assert len(kept) == 10

@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 class Net(nn.Module):
-    """Dropout and statistics that training and inference treat differently, a tied weight, a user's hook."""
+    """A model with dropout and running statistics (which depend on the mode), a tied weight and a user's hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ def doubled(module: nn.Module, args: Any, outputs: Tensor) -> Tensor:
     return outputs * 2
 
 
-class Files(Logger):
-    """Keeps which files it was given, and that they were there."""
+class RecordsFiles(Logger):
+    """Records the files that are logged, and checks that they exist."""
 
     ranks = "all"
 
@@ -84,7 +84,7 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def answer(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the trained model says in evaluation mode."""
+    """Return the trained model's outputs in evaluation mode."""
     return model.eval()(*args, **kwargs)
 
 
@@ -103,8 +103,8 @@ def run_onnx(path: Path, *arrays: Tensor) -> list[Tensor]:
     return [torch.from_numpy(each) for each in ReferenceEvaluator(model).run(None, fed)]
 
 
-def test_a_program_of_torch_says_what_the_trained_model_says(tmp_path: Path) -> None:
-    files = Files()
+def test_an_exported_program_returns_the_trained_model_s_outputs(tmp_path: Path) -> None:
+    files = RecordsFiles()
     with trainer(tmp_path, ExportForInferenceCallback(), files) as trained:
         trained.fit()
     path = tmp_path / "run" / "export" / "model.pt2"
@@ -117,8 +117,8 @@ def test_a_program_of_torch_says_what_the_trained_model_says(tmp_path: Path) -> 
 
 
 @pytest.mark.test_all
-def test_onnx_says_what_the_trained_model_says(tmp_path: Path) -> None:
-    files = Files()
+def test_an_onnx_model_returns_the_trained_model_s_outputs(tmp_path: Path) -> None:
+    files = RecordsFiles()
     path = tmp_path / "there" / "net.onnx"
     export = ExportForInferenceCallback(save_format="onnx", save_path=path, input_names=["x"], output_names=["y"])
     with trainer(tmp_path, export, files) as trained:
@@ -173,7 +173,7 @@ def made_tokenizer() -> Any:
 def test_a_folder_for_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    files = Files()
+    files = RecordsFiles()
     trained = train_llama(tmp_path, ExportForInferenceCallback(save_format="huggingface", processor=made_tokenizer()), files)
     folder = tmp_path / "run" / "export" / "model"
     assert {"export/model/config.json", "export/model/model.safetensors"} <= files.files.keys()
@@ -191,7 +191,7 @@ def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
     for samples, length in ((1, 5), (3, 7), (2, 20)):
         recorded = program(**tokens(samples, length))
         assert type(recorded) is dict
-        assert list(recorded) == ["logits"]  # no loss, and no cache
+        assert list(recorded) == ["logits"]  # neither the loss nor the cache
         assert torch.equal(recorded["logits"], answer(trained.model, **tokens(samples, length)).logits)
 
 
@@ -211,7 +211,7 @@ def test_a_language_model_as_onnx(tmp_path: Path) -> None:
         ({"inputs": inputs(2), "scale": 3.0}, {"inputs": inputs(4), "scale": 3.0}),
     ],
 )
-def test_a_sample_that_was_given(tmp_path: Path, given: Any, call: Any) -> None:
+def test_a_given_sample_input(tmp_path: Path, given: Any, call: Any) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(sample_input=given)) as trained:
         trained.fit()
     args, kwargs = ((), call) if isinstance(call, dict) else (call, {})
@@ -219,7 +219,7 @@ def test_a_sample_that_was_given(tmp_path: Path, given: Any, call: Any) -> None:
     assert torch.equal(program(*args, **kwargs), answer(trained.model, *args, **kwargs))
 
 
-def test_what_a_task_of_ones_own_calls_the_model_with(tmp_path: Path) -> None:
+def test_the_arguments_with_which_a_custom_task_calls_the_model(tmp_path: Path) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         return model(batch["x"] + 1, scale=0.5), lambda outputs: outputs.square().mean()
 
@@ -227,7 +227,7 @@ def test_what_a_task_of_ones_own_calls_the_model_with(tmp_path: Path) -> None:
     export = ExportForInferenceCallback()
     with trainer(tmp_path, export, model=Scaled(3, 3), task=ForwardStepTask(step), train_dataloader=batches) as trained:
         trained.fit()
-    program = loaded(tmp_path / "run" / "export" / "model.pt2")  # seen with one sample, and good for any number
+    program = loaded(tmp_path / "run" / "export" / "model.pt2")  # traced with one sample, works with any number
     assert torch.equal(program(inputs(5), scale=0.5), answer(trained.model, inputs(5), scale=0.5))
 
 
@@ -245,7 +245,7 @@ def test_fixed_shapes_are_those_of_the_first_batch(tmp_path: Path) -> None:
         program(inputs(2))
 
 
-def test_shapes_in_torchs_own_words(tmp_path: Path) -> None:
+def test_dynamic_shapes_as_torch_spells_them(tmp_path: Path) -> None:
     shapes = {"inputs": {0: torch.export.Dim("samples", max=8)}, "scale": None}
     export = ExportForInferenceCallback(dynamic_shapes=shapes, sample_input=(inputs(2), 1.0))
     with trainer(tmp_path, export) as trained:
@@ -256,18 +256,18 @@ def test_shapes_in_torchs_own_words(tmp_path: Path) -> None:
         program(inputs(9), 1.0)
 
 
-def test_the_average_where_there_is_one(tmp_path: Path) -> None:
+def test_the_average_is_exported_if_there_is_one(tmp_path: Path) -> None:
     with trainer(tmp_path, EMA(decay=0.9), ExportForInferenceCallback()) as trained:
         trained.fit()
     recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(recorded, answer(trained.model, inputs()))  # the average stays in the model from then on
+    assert torch.equal(recorded, answer(trained.model, inputs()))  # from then on, the model contains the average
     with trainer(tmp_path / "plain") as plain:
         plain.fit()
     assert not torch.equal(recorded, answer(plain.model, inputs()))
 
 
 @pytest.mark.test_all
-def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
+def test_the_trained_model_is_not_changed(tmp_path: Path) -> None:
     ends = []
     for exporting in (False, True):
         export = [ExportForInferenceCallback(save_format="onnx")] if exporting else []
@@ -277,7 +277,7 @@ def test_the_trained_model_is_as_it_was(tmp_path: Path) -> None:
             chance = random.getstate(), torch.get_rng_state().tolist()
             hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in trained.model.modules()]
             devices = {(tensor.device.type, tensor.requires_grad) for tensor in trained.model.parameters()}
-            trained.fit("3ep")  # and continues as well
+            trained.fit("3ep")  # and training can continue
         ends.append((modes, chance, hooks, devices, whole(trained.model.state_dict())))
     assert ends[0][:4] == ends[1][:4]
     assert all(ends[1][0])
@@ -295,12 +295,12 @@ def test_a_longer_fit_writes_again(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["model.pt2"]
 
 
-def test_a_folder_that_is_there_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_other_files_in_an_existing_folder_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "precious.txt").write_text("mine")
     (folder / "config.json").write_text("old")
-    files = Files()
+    files = RecordsFiles()
     train_llama(tmp_path, ExportForInferenceCallback(save_format="huggingface", save_path=folder), files)
     assert (folder / "precious.txt").read_text() == "mine"
     assert (folder / "config.json").read_text() != "old"
@@ -314,7 +314,7 @@ class Untraceable(nn.Linear):
         return super().forward(-x)
 
 
-def test_what_cannot_be_exported_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_named_and_no_files_are_left(tmp_path: Path) -> None:
     path = tmp_path / "models" / "model.pt2"
     path.parent.mkdir()
     path.write_bytes(b"an earlier one")
@@ -339,7 +339,7 @@ class NoOnnx(nn.Linear):
 
 
 @pytest.mark.test_all
-def test_what_onnx_has_no_words_for(tmp_path: Path) -> None:
+def test_an_operation_that_onnx_does_not_have(tmp_path: Path) -> None:
     export = ExportForInferenceCallback(save_format="onnx")
 
     def step(model: nn.Module, batch: Any) -> Any:
@@ -364,7 +364,7 @@ def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], sai
         trained.fit()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     export = ExportForInferenceCallback(save_path=tmp_path / "file" / "model.pt2")
     with (
@@ -401,7 +401,7 @@ def test_the_outcome_decides_whether_the_model_is_exported(tmp_path: Path, how: 
     assert not trained.model._forward_pre_hooks
 
 
-def test_a_run_that_was_complete_has_no_sample_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_run_has_no_sample_input_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with trainer(tmp_path, CheckpointSaver()) as trained:
         trained.fit()
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -429,7 +429,7 @@ def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
     assert torch.equal(recorded, answer(trained.model, inputs()))
 
 
-def test_another_model_is_no_huggingface_folder(tmp_path: Path) -> None:
+def test_the_huggingface_format_rejects_other_models(tmp_path: Path) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(save_format="huggingface")) as trained:
         with pytest.raises(ConfigError, match="Net is not a transformers model"):
             trained.fit()
@@ -454,13 +454,13 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
         ({"save_path": "s3://bucket/model.pt2"}, "give a local path"),
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ExportForInferenceCallback(**options)
 
 
 def on_ranks(folder: str, parallel: str, save_format: str, exports: bool) -> Any:
-    files = Files()
+    files = RecordsFiles()
     averaged: Sequence[Callback] = [EMA(decay=0.9)] if parallel == "fsdp" else []
     export = [ExportForInferenceCallback(save_format=save_format, dynamic_shapes="all")] if exports else []
     if save_format == "huggingface":
@@ -509,7 +509,7 @@ def failing(folder: str) -> str:
 
 
 @pytest.mark.test_all
-def test_what_fails_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
+def test_a_failure_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(failing, 2, str(tmp_path))
     assert first == second
     assert "torch.export cannot trace the model" in first

@@ -30,10 +30,10 @@ def test_products_convolutions_and_attention_are_counted_forward_and_backward() 
     query = torch.randn(2, 4, 7, 8, requires_grad=True)
     attended = counted(lambda: nn.functional.scaled_dot_product_attention(query, query, query).sum().backward())
     product = 2 * 2 * 4 * 7 * 7 * 8
-    assert attended.flops["fp32"] == 2 * product + 5 * product  # the backward has the scores once more
+    assert attended.flops["fp32"] == 2 * product + 5 * product  # the backward computes the scores again
 
 
-def test_torchs_own_counter_counts_the_same() -> None:
+def test_torch_s_counter_counts_the_same() -> None:
     layer, convolution = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Conv2d(3, 8, 3)
     inputs, images = torch.randn(2, 5, 16), torch.randn(2, 3, 9, 9)
 
@@ -47,7 +47,7 @@ def test_torchs_own_counter_counts_the_same() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_the_precision_is_that_of_what_is_multiplied(dtype: torch.dtype, precision: str) -> None:
+def test_the_precision_is_that_of_the_operands(dtype: torch.dtype, precision: str) -> None:
     layer, inputs = nn.Linear(8, 8), torch.randn(4, 8)
 
     def step() -> None:
@@ -62,13 +62,13 @@ def test_the_precision_is_that_of_what_is_multiplied(dtype: torch.dtype, precisi
 
 @torch.library.custom_op("callsheet_tests::known", mutates_args=())
 def known(inputs: Tensor) -> Tensor:
-    """An operation of one's own, with a formula."""
+    """A custom operation with a FLOPs formula."""
     return inputs.clone()
 
 
 @torch.library.custom_op("callsheet_tests::broken", mutates_args=())
 def broken(inputs: Tensor) -> Tensor:
-    """One whose formula fails."""
+    """A custom operation whose FLOPs formula raises an error."""
     return inputs.clone()
 
 
@@ -80,27 +80,27 @@ register_flop_formula(torch.ops.callsheet_tests.known)(lambda shape, out_shape=N
 register_flop_formula(torch.ops.callsheet_tests.broken)(fails)
 
 
-def test_an_operation_of_ones_own_is_counted_by_the_formula_that_torch_was_given() -> None:
+def test_a_custom_operation_is_counted_with_its_registered_formula() -> None:
     assert counted(lambda: known(torch.zeros(2))).flops == {"fp32": 20}
 
 
-def test_a_formula_that_fails_is_reported_and_the_operation_has_run() -> None:
+def test_a_formula_that_fails_is_reported_and_does_not_stop_the_operation() -> None:
     found: list[Tensor] = []
     counter = counted(lambda: found.append(broken(torch.zeros(2))))
     assert "callsheet_tests.broken failed: ValueError: no such shape" in counter.error
     assert torch.equal(found[0], torch.zeros(2))
 
 
-class Says(nn.Linear):
+class ReportsFlops(nn.Linear):
     flops_per_batch = 7
 
 
-def test_a_wrapped_model_is_looked_through() -> None:
-    model = Says(2, 1)
+def test_the_flops_of_a_wrapped_model_are_found() -> None:
+    model = ReportsFlops(2, 1)
     wrapped = torch.compile(DataParallel(model), backend="eager")
     assert flops_reported_by(model) == flops_reported_by(wrapped) == 7
     assert flops_reported_by(nn.Linear(2, 1)) is None
-    assert flops_reported_by([model]) is None  # chunks of a pipeline: no one of them says it for all
+    assert flops_reported_by([model]) is None  # chunks of a pipeline: none of them reports the total
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_wrapped_model_is_looked_through() -> None:
         ("text", 0),
     ],
 )
-def test_a_batch_is_as_large_as_its_first_tensor(batch: Any, numbers: int) -> None:
+def test_the_size_of_a_batch_is_that_of_its_main_tensor(batch: Any, numbers: int) -> None:
     assert numbers_in(batch) == numbers
 
 
-def test_where_nothing_can_be_counted_the_precision_is_what_is_seen() -> None:
+def test_without_counting_the_precision_is_that_of_outputs_or_parameters() -> None:
     flops = StepFlops()
     flops.guess(nn.Linear(2, 1), {"logits": torch.ones(2), "more": (torch.ones(1, dtype=torch.bfloat16),)})
     assert flops.precision == "bf16"
@@ -129,7 +129,7 @@ def test_where_nothing_can_be_counted_the_precision_is_what_is_seen() -> None:
 
 
 @pytest.fixture
-def nothing_is_compiled() -> Iterator[None]:
+def without_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
@@ -138,7 +138,7 @@ def nothing_is_compiled() -> Iterator[None]:
 
 
 def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
-    """Return the FLOPs of each of so many steps of two batches, under autocast; only what is inside a step may be counted."""
+    """Run steps of two batches under autocast, and return the FLOPs of each."""
     recorded = []
     for _ in range(number):
         for _ in range(2):
@@ -154,18 +154,18 @@ def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
     return recorded
 
 
-@pytest.mark.usefixtures("nothing_is_compiled")
-def test_where_the_model_says_its_flops_the_precision_alone_is_counted() -> None:
-    flops, model = StepFlops(), Says(2, 1)
+@pytest.mark.usefixtures("without_compiled_code")
+def test_if_the_model_reports_its_flops_only_the_precision_is_measured() -> None:
+    flops, model = StepFlops(), ReportsFlops(2, 1)
     flops.begin_run(model, needs_precision=True)
     assert not flops.is_done
     assert steps(flops, model, 3) == [14, 14, 14]
     assert (flops.precision, flops.rate, flops.is_done, flops.trouble) == ("bf16", None, True, "")
 
 
-@pytest.mark.usefixtures("nothing_is_compiled")
-def test_what_is_compiled_shows_its_precision_in_its_outputs() -> None:
-    flops, model = StepFlops(), torch.compile(Says(2, 1), backend="eager")
+@pytest.mark.usefixtures("without_compiled_code")
+def test_the_precision_of_a_compiled_model_is_that_of_its_outputs() -> None:
+    flops, model = StepFlops(), torch.compile(ReportsFlops(2, 1), backend="eager")
     flops.begin_run(model, needs_precision=True)
     assert steps(flops, model, 3) == [14, 14, 14]
     assert (flops.precision, flops.trouble) == ("bf16", "")
@@ -174,12 +174,12 @@ def test_what_is_compiled_shows_its_precision_in_its_outputs() -> None:
     assert "torch.compile" in flops.trouble
 
 
-@pytest.mark.usefixtures("nothing_is_compiled")
-def test_a_step_has_as_many_as_its_batches_have_numbers() -> None:
+@pytest.mark.usefixtures("without_compiled_code")
+def test_the_flops_of_a_step_scale_with_the_size_of_its_batches() -> None:
     flops, model = StepFlops(), nn.Linear(2, 1)
     flops.begin_run(model)
     of_a_step = 2 * 2 * 6 * 2  # forward, and backward for the weight
-    # The FLOPs of the first step are not logged later, because its record is over.
+    # The FLOPs of the first step are not logged later, because its record is already complete.
     assert steps(flops, model, 3) == [
         None,
         of_a_step,
@@ -188,7 +188,7 @@ def test_a_step_has_as_many_as_its_batches_have_numbers() -> None:
     assert flops.rate == of_a_step / 12
     flops.fetched(torch.ones(4, 5))
     flops.begin_step()
-    flops.fetched(torch.ones(1))  # of a step that is not made
+    flops.fetched(torch.ones(1))  # a fetch for a step that does not start
     resumed = StepFlops()
     resumed.load_state_dict(flops.state_dict())
     assert flops.take(0)[0] == resumed.take(0)[0] == of_a_step / 12 * 20

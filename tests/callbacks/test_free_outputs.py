@@ -18,7 +18,7 @@ BATCHES = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch
 
 
 class Outputs:
-    """What a model may return: an object whose end can be watched, for tensors are kept by their graph."""
+    """Model outputs that a weak reference can observe. Tensors would not do: the graph keeps them alive."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
@@ -33,13 +33,13 @@ class Net(nn.Module):
         return Outputs(self.linear(inputs))
 
 
-class Keeps(Callback):
-    """Keeps the outputs to the step's end, and records when they are alive."""
+class KeepsOutputs(Callback):
+    """Declares the outputs until the step's end, and records when they are alive."""
 
     keep_fields = ("outputs",)
 
     def __init__(self) -> None:
-        self.lives: dict[str, list[bool]] = {}
+        self.alive: dict[str, list[bool]] = {}
         self.reads: dict[str, list[bool]] = {}
         self.ref: Any = None
 
@@ -48,7 +48,7 @@ class Keeps(Callback):
         if event in ("on_forward_end", "on_eval_forward_end"):
             self.ref = weakref.ref(ctx.outputs)
         if event in ("on_loss_end", "on_backward_start", "on_train_step_end", "on_eval_step_end"):
-            self.lives.setdefault(event, []).append(self.ref() is not None)
+            self.alive.setdefault(event, []).append(self.ref() is not None)
             self.reads.setdefault(event, []).append(ctx.outputs is not None)
 
 
@@ -73,24 +73,24 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_releases_the_outputs_after_on_loss_end(tmp_path: Path, microbatch_size: int | None) -> None:
-    keeps = Keeps()
+    keeps = KeepsOutputs()
     fit(tmp_path, FreeOutputs(), keeps, microbatch_size=microbatch_size)
     times = 3 if microbatch_size is None else 6
     nothing = {"on_backward_start": [False] * times, "on_train_step_end": [False] * 3}
     everything = {"on_loss_end": [True] * times, "on_eval_step_end": [True] * 2}
-    assert keeps.lives == keeps.reads == nothing | everything
+    assert keeps.alive == keeps.reads == nothing | everything
 
 
-def test_without_it_what_is_kept_lives_to_the_steps_end(tmp_path: Path) -> None:
-    """So the test above can fail."""
-    keeps = Keeps()
+def test_without_it_outputs_are_alive_until_the_step_s_end(tmp_path: Path) -> None:
+    """The test above can therefore fail."""
+    keeps = KeepsOutputs()
     fit(tmp_path, keeps)
-    assert keeps.lives["on_train_step_end"] == [True] * 3
+    assert keeps.alive["on_train_step_end"] == [True] * 3
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_says_once_where_it_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps: bool) -> None:
-    callbacks: list[Callback] = [FreeOutputs(), *([Keeps()] if keeps else [])]
+def test_warns_once_if_it_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps: bool) -> None:
+    callbacks: list[Callback] = [FreeOutputs(), *([KeepsOutputs()] if keeps else [])]
     with caplog.at_level(logging.WARNING, "callsheet"):
         for name in ("run", "other"):
             fit(tmp_path, *callbacks, run_name=name)
@@ -99,14 +99,14 @@ def test_says_once_where_it_has_nothing_to_do(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_changes_nothing(tmp_path: Path, keeps: bool) -> None:
-    kept: list[Callback] = [Keeps()] if keeps else []
+    kept: list[Callback] = [KeepsOutputs()] if keeps else []
     assert fit(tmp_path, *kept, run_name="one") == fit(tmp_path, FreeOutputs(), *kept, run_name="other")
 
 
 def on_a_rank(folder: str) -> Any:
     assert os.environ["WORLD_SIZE"] == "2"
-    keeps = Keeps()
-    return fit(Path(folder), FreeOutputs(), keeps), keeps.lives
+    keeps = KeepsOutputs()
+    return fit(Path(folder), FreeOutputs(), keeps), keeps.alive
 
 
 def test_two_ranks_release_the_outputs(tmp_path: Path) -> None:

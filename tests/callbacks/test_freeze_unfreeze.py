@@ -37,20 +37,20 @@ def weights_of(model: nn.Module) -> Weights:
     }
 
 
-class Steps(Callback):
-    """The weights after every step, and what else frozen parts have a say in."""
+class RecordsSteps(Callback):
+    """Records the weights, the gradient norm, and whether the frozen part has gradients after every step."""
 
     def __init__(self) -> None:
         self.weights: list[Weights] = []
         self.norms: list[float] = []
-        self.wants: list[bool] = []
+        self.requires_grad: list[bool] = []
         self.has_gradient: list[bool] = []
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.weights.append(weights_of(ctx.model))
         self.norms.append(float(ctx.grad_norm))
         self.has_gradient.append(ctx.model.state_dict(keep_vars=True)["body.0.weight"].grad is not None)
-        self.wants.append(ctx.model.body[0].weight.requires_grad)
+        self.requires_grad.append(ctx.model.body[0].weight.requires_grad)
 
 
 def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
@@ -75,16 +75,16 @@ def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
     )
 
 
-def fit(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Steps, Weights]:
-    steps = Steps()
+def fit(folder: Path, *callbacks: Callback, **options: Any) -> tuple[RecordsSteps, Weights]:
+    steps = RecordsSteps()
     with trainer(folder, *callbacks, steps, **options) as trained:
         first = weights_of(trained.model)
         trained.fit()
     return steps, first
 
 
-def moves(steps: Steps, first: Weights) -> dict[str, int | None]:
-    """The first step that moves each weight."""
+def first_changes(steps: RecordsSteps, first: Weights) -> dict[str, int | None]:
+    """Return the first step that changes each weight."""
     return {name: next((i for i, weights in enumerate(steps.weights, 1) if weights[name] != first[name]), None) for name in first}
 
 
@@ -102,19 +102,19 @@ def test_named_parameters_do_not_change_until_their_time(
     tmp_path: Path, modules: Any, still: list[str], until: Any, step: int | None
 ) -> None:
     steps, first = fit(tmp_path, FreezeUnfreeze(modules=modules, until=until))
-    for name, moved in moves(steps, first).items():
+    for name, moved in first_changes(steps, first).items():
         assert moved == (step if name.rpartition(".")[0] in still else 1), name
 
 
 def test_statistics_are_updated_if_requested(tmp_path: Path) -> None:
-    moved = moves(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
+    moved = first_changes(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
     assert (moved["body.1.running_mean"], moved["body.1.weight"]) == (1, 4)
 
 
-def test_it_is_the_training_of_the_rest(tmp_path: Path) -> None:
-    """Steps, their clipping and their moments are those of a run whose optimizer never held the frozen part."""
+def test_the_rest_trains_as_without_the_frozen_part(tmp_path: Path) -> None:
+    """Steps, clipping and moments equal those of a run whose optimizer does not have the frozen parameters."""
     steps, _ = fit(tmp_path / "frozen", FreezeUnfreeze(modules="body", statistics=True))
-    bare = Steps()
+    bare = RecordsSteps()
     with trainer(
         tmp_path / "bare", bare, optimizer=lambda given: torch.optim.AdamW(given[-2:], lr=0.05, weight_decay=0.1)
     ) as trained:
@@ -125,13 +125,13 @@ def test_it_is_the_training_of_the_rest(tmp_path: Path) -> None:
     assert steps.norms == pytest.approx(bare.norms)
 
 
-def test_one_rank_computes_no_gradients_for_it(tmp_path: Path) -> None:
+def test_no_gradients_are_computed_for_frozen_parameters_on_one_rank(tmp_path: Path) -> None:
     steps, _ = fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep"))
-    assert steps.wants == [False] * 3 + [True] * 6
-    assert steps.has_gradient == steps.wants
+    assert steps.requires_grad == [False] * 3 + [True] * 6
+    assert steps.has_gradient == steps.requires_grad
 
 
-def test_evaluation_does_not_thaw_it_and_the_end_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_frozen_modules_stay_frozen_in_evaluations_and_are_restored_at_the_end(tmp_path: Path) -> None:
     with trainer(tmp_path, FreezeUnfreeze(modules="body"), eval_interval="1ba") as trained:
         first = weights_of(trained.model)
         trained.fit()
@@ -156,16 +156,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, until: str | 
 
 def test_two_work_in_one_run(tmp_path: Path) -> None:
     first, second = FreezeUnfreeze(modules="body.0", until="2ep"), FreezeUnfreeze(modules="body.2", until="1ep")
-    moved = moves(*fit(tmp_path, first, second))
+    moved = first_changes(*fit(tmp_path, first, second))
     assert (moved["body.0.weight"], moved["body.2.weight"], moved["head.weight"]) == (7, 4, 1)
 
 
-def test_a_module_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_module_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'boddy'; did you mean 'body'\?"):
         fit(tmp_path, FreezeUnfreeze(modules=["head", "boddy"]))
 
 
-def test_what_is_to_be_trained_later_must_be_in_the_optimizer(tmp_path: Path) -> None:
+def test_parameters_that_are_unfrozen_later_must_be_in_the_optimizer(tmp_path: Path) -> None:
     def last_two(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters[-2:], lr=0.1)
 
@@ -175,23 +175,23 @@ def test_what_is_to_be_trained_later_must_be_in_the_optimizer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("options", [{"modules": []}, {"modules": ""}, {"modules": "body", "until": "0ep"}])
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FreezeUnfreeze(**options)
 
 
 def on_a_rank(folder: str, parallel: str) -> dict[str, Any]:
-    steps = Steps()
+    steps = RecordsSteps()
     options: dict[str, Any] = {"parallel": parallel, "max_duration": "6ep"}
     with trainer(Path(folder), FreezeUnfreeze(modules="body", until="2ep"), steps, **options) as trained:
         first = weights_of(trained.model)
         trained.fit()
-    return {"moves": moves(steps, first), "last": steps.weights[-1], "norms": steps.norms}
+    return {"moves": first_changes(steps, first), "last": steps.weights[-1], "norms": steps.norms}
 
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_freeze_the_same_and_stay_equal(tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_freeze_the_same_parameters_and_stay_equal(tmp_path: Path, parallel: str) -> None:
     one, other = run_ranks(on_a_rank, 2, str(tmp_path), parallel)
     assert one["norms"] == other["norms"]
     for name in one["moves"]:

@@ -37,8 +37,8 @@ class Watch(Callback):
             self.seconds[ctx.step] = ctx.record.values["gc/seconds"]
 
 
-class Mark(Callback):
-    """Called first: notes the event of a collection that follows."""
+class RecordsCurrentEvent(Callback):
+    """Is called first, and records the current event for `Watch`."""
 
     phase = "change"
 
@@ -53,7 +53,7 @@ class Mark(Callback):
 def _collection_is_left_as_it_was() -> Iterator[None]:
     was = gc.isenabled()
     gc.collect()
-    gc.freeze()  # what other tests have imported: each collection would go through all of it
+    gc.freeze()  # otherwise each collection would traverse everything that other tests have imported
     gc.enable()
     yield
     gc.unfreeze()
@@ -77,7 +77,7 @@ def watched(folder: Path, *callbacks: Callback, **options: Any) -> Watch:
             DATA,
             DATA[:5],
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            callbacks=CallbackManager([Mark(watch), *callbacks, watch], checking=True),
+            callbacks=CallbackManager([RecordsCurrentEvent(watch), *callbacks, watch], checking=True),
             runs_folder=folder,
             device="cpu",
             **(arguments | options),
@@ -94,7 +94,7 @@ def in_training(watch: Watch) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("generation", [0, 1, 2])
-def test_collects_at_its_steps_and_at_no_others(tmp_path: Path, generation: int) -> None:
+def test_collects_only_at_its_steps(tmp_path: Path, generation: int) -> None:
     watch = watched(tmp_path, GarbageCollection(interval=4, generation=generation))
     assert in_training(watch) == [
         ("on_train_start", 0, generation),
@@ -108,7 +108,7 @@ def test_collects_at_its_steps_and_at_no_others(tmp_path: Path, generation: int)
     assert watch.enabled["on_run_end"]
 
 
-def test_the_record_has_the_time_that_it_took(tmp_path: Path) -> None:
+def test_the_duration_is_in_the_record(tmp_path: Path) -> None:
     seconds = watched(tmp_path, GarbageCollection(interval=4)).seconds
     assert {6, 9, 12} <= set(seconds)
     assert 3 not in seconds
@@ -118,7 +118,7 @@ def test_the_record_has_the_time_that_it_took(tmp_path: Path) -> None:
 def test_an_evaluation_by_hand_is_left_to_python(tmp_path: Path) -> None:
     collection = GarbageCollection(interval=1)
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, callbacks=collection, runs_folder=tmp_path, device="cpu") as trained:
-        gc.disable()  # so that Python leaves it alone as well
+        gc.disable()  # so that Python does not collect either
         before = gc.get_stats()[2]["collections"]
         trained.evaluate(DATA[:3])
         after = gc.get_stats()[2]["collections"]
@@ -136,13 +136,13 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_eval_step_end", "on_train_end", "on_run_end"])
-def test_it_is_on_again_after_an_exception(tmp_path: Path, event: str) -> None:
+def test_automatic_collection_is_enabled_again_after_an_exception(tmp_path: Path, event: str) -> None:
     with pytest.raises(ZeroDivisionError):
         watched(tmp_path, Breaks(event), GarbageCollection(interval=4))
     assert gc.isenabled()
 
 
-def test_where_it_was_off_it_stays_off(tmp_path: Path) -> None:
+def test_automatic_collection_stays_disabled_if_it_was(tmp_path: Path) -> None:
     gc.disable()
     try:
         watched(tmp_path, GarbageCollection(interval=4))
@@ -160,7 +160,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"generation": 3}, {"generation": -1}])
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         GarbageCollection(**options)
 

@@ -42,7 +42,7 @@ def data(batches: int = 3) -> list[dict[str, Tensor]]:
 
 
 class Tables(Logger):
-    """Keeps every table that it is given, on all ranks that give it one."""
+    """Records every table that is logged, on all ranks."""
 
     ranks = "all"
 
@@ -92,16 +92,16 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
-    """Token by token, without a cache, by the model's forward alone."""
+def greedy_tokens(model: Any, ids: list[int], count: int) -> list[int]:
+    """Return the most likely next tokens, computed with the model's forward and without a cache."""
     written: list[int] = []
     for _ in range(count):
         written.append(int(model(torch.tensor([ids + written])).logits[0, -1].argmax()))
     return written
 
 
-class Copies(Callback):
-    """What the likeliest bytes are at each step's end, as another instance of the model with the same weights says."""
+class GreedyContinuations(Callback):
+    """Computes the most likely bytes at each step's end, with a second model that has the same weights."""
 
     def __init__(self, *prompts: str) -> None:
         self.prompts = prompts
@@ -114,13 +114,13 @@ class Copies(Callback):
         random.setstate(state[0])
         torch.set_rng_state(state[1])
         self.expected[ctx.step] = [
-            [prompt, bytes(likeliest(other, list(prompt.encode()), 6)).decode(errors="replace")] for prompt in self.prompts
+            [prompt, bytes(greedy_tokens(other, list(prompt.encode()), 6)).decode(errors="replace")] for prompt in self.prompts
         ]
 
 
-def test_the_likeliest_bytes_of_the_weights_as_they_are(tmp_path: Path) -> None:
-    prompts = ["def ", "a", "import ", "b"]  # of three lengths
-    copies = Copies(*prompts)
+def test_greedy_decoding_uses_the_current_weights(tmp_path: Path) -> None:
+    prompts = ["def ", "a", "import ", "b"]  # prompts of three lengths
+    copies = GreedyContinuations(*prompts)
     generate = Generate(prompts=prompts, interval="2ba", do_sample=False, max_new_tokens=6)
     tables = drawn(tmp_path, generate, copies, max_duration="5ba")
     assert [step for step, _ in tables] == [2, 4, 5]
@@ -132,14 +132,12 @@ def test_the_likeliest_bytes_of_the_weights_as_they_are(tmp_path: Path) -> None:
     ("interval", "expected"),
     [("1ep", [3, 6]), (2, [2, 4, 6]), ("4ba", [4, 6]), ("0.5dur", [3, 6]), ("7ep", [6]), ("1iter", [6])],
 )
-def test_at_intervals_and_at_the_end_each_step_once(tmp_path: Path, interval: str | int, expected: list[int]) -> None:
+def test_generates_at_intervals_and_at_the_end_once_per_step(tmp_path: Path, interval: str | int, expected: list[int]) -> None:
     generate = Generate(prompts=["a"], interval=interval, max_new_tokens=2)
     assert [step for step, _ in drawn(tmp_path, generate)] == expected
 
 
-class Poisons(Callback):
-    """Makes the weights NaN at the second step."""
-
+class MakesWeightsNaN(Callback):
     phase = "change"
 
     @torch.no_grad()
@@ -153,12 +151,12 @@ def test_a_model_whose_outputs_are_not_finite_generates_nothing_and_training_con
     sampled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     generate = Generate(prompts=["a"], interval="1ba", max_new_tokens=2, do_sample=sampled)
-    assert [step for step, _ in drawn(tmp_path, generate, Poisons())] == [1]
+    assert [step for step, _ in drawn(tmp_path, generate, MakesWeightsNaN())] == [1]
     warnings = [record.getMessage() for record in caplog.records if "generates nothing" in record.getMessage()]
     assert warnings == ["Generate generates nothing at step 2: the model's outputs are NaN or infinite (this is said once)"]
 
 
-def test_a_name_is_the_tables(tmp_path: Path) -> None:
+def test_the_name_of_the_callback_is_that_of_the_table(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], max_new_tokens=2)
     generate.name = "poems"
     assert drawn(tmp_path, generate)
@@ -174,8 +172,8 @@ def test_the_batch_size_does_not_change_the_text(tmp_path: Path) -> None:
     assert [row[0] for row in alone[0][1]] == prompts
 
 
-class ModesAndChance(Callback):
-    """What training must find as it left it, before and after the drawing."""
+class RecordsModesAndRandomStates(Callback):
+    """Records what generating must not change: modes, gradients, random states and `use_cache`."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -195,10 +193,10 @@ class Freezes(Callback):
         ctx.model.model.layers[0].eval()
 
 
-def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+def test_training_is_the_same_bit_by_bit(tmp_path: Path) -> None:
     ends = []
     for generating in (False, True):
-        before, after = ModesAndChance(), ModesAndChance()
+        before, after = RecordsModesAndRandomStates(), RecordsModesAndRandomStates()
         after.name = "after"
         middle = [Generate(prompts=["ab", "c"], interval="1ba", max_new_tokens=4, at_evaluation=True)] if generating else []
         with trainer(tmp_path / str(generating), Freezes(), before, *middle, after, eval_dataloader=data(1)) as trained:
@@ -211,7 +209,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
 
 
-def test_sampling_differs_by_the_weights_and_the_seed_alone(tmp_path: Path) -> None:
+def test_sampling_depends_only_on_the_weights_and_the_seed(tmp_path: Path) -> None:
     def at(folder: str, seed: int, **options: Any) -> list[Table]:
         generate = Generate(prompts=["ab"], interval="1ba", max_new_tokens=8, seed=seed)
         return drawn(tmp_path / folder, generate, **options)
@@ -245,7 +243,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, interval: str
     assert len(found) > 3
     for each in found:
         again = drawn(tmp_path, made(), run_name=f"from{each.step}", resume=each.path, log_interval="3ba")
-        assert again == whole, each.step  # those from before the checkpoint are in it
+        assert again == whole, each.step  # the checkpoint contains the earlier tables
 
 
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
@@ -254,7 +252,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     assert drawn(tmp_path, generate, run_name="other") == first
 
 
-def test_after_evaluations_with_what_was_evaluated(tmp_path: Path) -> None:
+def test_generates_after_evaluations_with_the_evaluated_weights(tmp_path: Path) -> None:
     tables, plain = (
         drawn(
             tmp_path / str(averaged),
@@ -266,7 +264,7 @@ def test_after_evaluations_with_what_was_evaluated(tmp_path: Path) -> None:
         for averaged in (True, False)
     )
     assert [step for step, _ in tables] == [step for step, _ in plain] == [2, 4, 6]
-    assert tables[0][1] == tables[2][1]  # the average has hardly moved
+    assert tables[0][1] == tables[2][1]  # the average has hardly changed
     assert plain[0][1] != plain[2][1]
 
 
@@ -281,7 +279,7 @@ def test_an_evaluation_by_hand_writes_nothing(tmp_path: Path) -> None:
 
 
 class Words:
-    """A tokenizer of three words."""
+    """A tokenizer with a vocabulary of three words."""
 
     words = ("one", "two", "three")
 
@@ -322,8 +320,8 @@ def test_tokenizers(tmp_path: Path, kind: str) -> None:
     assert set(continuation.split()) <= set(words)
 
 
-def test_a_continuation_ends_where_the_model_ends_it(tmp_path: Path) -> None:
-    """The other prompts continue, whatever is written after it to fill the batch."""
+def test_a_continuation_ends_at_the_end_of_text_token(tmp_path: Path) -> None:
+    """The other prompts continue; padding after the end is not part of the text."""
     free = drawn(tmp_path / "free", Generate(prompts=[[7, 8], [9, 3]], do_sample=False, max_new_tokens=8))[-1][1]
     (_, first), (_, second) = free
     end = next(token for token in first.split() if token not in second.split())
@@ -368,7 +366,7 @@ def plain_trainer(folder: Path, model: nn.Module, *callbacks: Callback) -> Train
     )
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_model_with_a_generate_method(tmp_path: Path) -> None:
     tables = Tables()
     with plain_trainer(tmp_path, Plain(), Generate(prompts=[[1], [2, 3]], max_new_tokens=4, temperature=0.5), tables) as trained:
         trained.fit()
@@ -376,14 +374,14 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert [len(row[1].split()) for row in rows] == [4, 4]
 
 
-def test_a_model_that_cannot_is_rejected_before_any_step(tmp_path: Path) -> None:
+def test_a_model_that_cannot_generate_is_rejected_before_any_step(tmp_path: Path) -> None:
     with plain_trainer(tmp_path, nn.Embedding(VOCABULARY, VOCABULARY), Generate(prompts=["a"])) as trained:
         with pytest.raises(ConfigError, match=r"Embedding has no generate\(\)"):
             trained.fit()
     assert trained.state.timestamp.batch == 0
 
 
-def test_without_prompts_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_prompts_it_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tables = Tables()
     with caplog.at_level(logging.WARNING, "callsheet"):
         with plain_trainer(tmp_path, nn.Embedding(VOCABULARY, VOCABULARY), Generate(), tables) as trained:
@@ -401,12 +399,12 @@ class Preempts(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_preempted_run_loses_no_time(tmp_path: Path) -> None:
+def test_a_preempted_run_does_not_generate(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], interval="2ba", max_new_tokens=2)
     assert [step for step, _ in drawn(tmp_path, generate, Preempts(), checking=False)] == [2]
 
 
-def test_what_fails_leaves_the_model_training(tmp_path: Path) -> None:
+def test_after_a_failure_the_model_is_in_training_mode(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], interval="1ba", options={"no_such_option": 1})
     with trainer(tmp_path, generate) as trained, pytest.raises(ValueError, match="no_such_option"):
         trained.fit()
@@ -424,7 +422,7 @@ def test_what_fails_leaves_the_model_training(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "do_sample=False takes the likeliest"),
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Generate(**options)
 
@@ -438,7 +436,7 @@ def test_an_empty_prompt_is_rejected_before_any_step(tmp_path: Path) -> None:
 def on_ranks(folder: str, parallel: str, generates: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     tables = Tables()
     generate = [Generate(prompts=["ab", "c", "de"], interval="1ba", max_new_tokens=6, **options)] if generates else []
-    modes = ModesAndChance()
+    modes = RecordsModesAndRandomStates()
     shards: list[bool] = []
     with trainer(folder, *generate, tables, modes, parallel=parallel, checking=False, max_duration="4ba") as trained:
         trained.callbacks.register(
@@ -462,12 +460,12 @@ def test_on_two_ranks(parallel: str, options: dict[str, Any], tmp_path: Path) ->
     first, second = run_ranks(on_ranks, 2, str(tmp_path / "run"), parallel, True, options)
     assert first["weights"] == second["weights"] == bare[0]["weights"]
     assert first["seen"] == second["seen"] == bare[0]["seen"]
-    assert first["shards"] == second["shards"] == {parallel == "fsdp"}  # as it was
+    assert first["shards"] == second["shards"] == {parallel == "fsdp"}  # sharded as before
     assert [step for step, _ in first["tables"]] == [1, 2, 3, 4]
     assert not second["tables"]
 
 
 @pytest.mark.slow
-def test_sharded_or_not_the_same_is_written(tmp_path: Path) -> None:
+def test_sharded_and_unsharded_models_generate_the_same(tmp_path: Path) -> None:
     ends = [run_ranks(on_ranks, 2, str(tmp_path / kind), kind, True, {"do_sample": False})[0] for kind in ("ddp", "fsdp")]
     assert ends[0]["tables"] == ends[1]["tables"]

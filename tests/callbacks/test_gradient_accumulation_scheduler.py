@@ -20,7 +20,7 @@ BATCHES = [(torch.randn(2, 3, generator=torch.Generator().manual_seed(i)), torch
 
 
 class Counts(Callback):
-    """Counts the batches that each step fetches, and keeps its gradient."""
+    """Counts the batches that each step fetches, and records its gradient."""
 
     def __init__(self) -> None:
         self.fetched = 0
@@ -59,13 +59,13 @@ def by_epoch(counts: Counts) -> dict[int, list[int]]:
     return {epoch: [fetched for at, fetched in counts.steps if at == epoch] for epoch, _ in counts.steps}
 
 
-def test_from_each_of_its_epochs_on_steps_take_as_many(tmp_path: Path) -> None:
+def test_steps_take_the_scheduled_number_of_batches_from_each_epoch_on(tmp_path: Path) -> None:
     counts, _ = fit(tmp_path, GradientAccumulationScheduler(schedule={4: 1, 2: 3}), gradient_accumulation_steps=2)
     assert by_epoch(counts) == {1: [2] * 4, 2: [3, 3, 2], 3: [3, 3, 2], 4: [1] * 8}
     assert set(counts.foretold) == {(1, 4), (2, 3), (3, 3), (4, 8)}
 
 
-def test_the_step_is_that_of_the_larger_batch(tmp_path: Path) -> None:
+def test_the_step_equals_that_of_the_larger_batch(tmp_path: Path) -> None:
     counts, _ = fit(tmp_path, GradientAccumulationScheduler(schedule={1: 8}), max_duration="1ep")
     torch.manual_seed(2)
     model = nn.Linear(3, 1)
@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [{}, {0: 1}, {1: 0}, {1: 2.5}, {True: 1}, {"one": 2}, [1, 2]])
-def test_rejects_what_cannot_work(schedule: Any) -> None:
+def test_rejects_bad_arguments(schedule: Any) -> None:
     with pytest.raises(ConfigError, match="schedule"):
         GradientAccumulationScheduler(schedule=schedule)
 
@@ -107,5 +107,5 @@ def on_a_rank(folder: str) -> dict[int, list[int]]:
     return by_epoch(counts)
 
 
-def test_two_ranks_take_as_many(tmp_path: Path) -> None:
+def test_two_ranks_take_the_same_number_of_batches(tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path)) == [{1: [1] * 4, 2: [3, 1]}] * 2

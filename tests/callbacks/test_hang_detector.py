@@ -20,7 +20,7 @@ from callsheet.core.costs import PATH_EVENTS
 from callsheet.errors import ConfigError, HangError
 from callsheet.testing import RankProcesses, run_ranks
 
-AT = 40  # the step that hangs: until then, steps of 20 ms are looked at seven times
+AT = 40  # the step that hangs; until then, the detector has checked the steps of 20 ms seven times
 
 
 def stuck_here(seconds: float) -> None:
@@ -28,7 +28,7 @@ def stuck_here(seconds: float) -> None:
 
 
 class Hangs(Callback):
-    """Every step takes a while; one of one rank, a save or an evaluation takes long."""
+    """Takes 20 ms for each step, and `seconds` for one step of one rank, for a save, or for an evaluation."""
 
     def __init__(self, where: str = "step", *, at: int = AT, seconds: float = 4.0, rank: int = 0) -> None:
         self.where, self.at, self.seconds, self.rank = where, at, seconds, rank
@@ -69,18 +69,18 @@ def fit(folder: Path | str, *callbacks: Callback, **options: Any) -> Trainer:
     ) as trainer:
         trainer.fit()
     assert not [
-        thread for thread in threading.enumerate() if thread.name == "callsheet-hangs" and thread.is_alive() and _lives(thread)
+        thread for thread in threading.enumerate() if thread.name == "callsheet-hangs" and thread.is_alive() and _is_alive(thread)
     ]
     return trainer
 
 
-def _lives(thread: threading.Thread) -> bool:
+def _is_alive(thread: threading.Thread) -> bool:
     thread.join(2)
     return thread.is_alive()
 
 
 def detector(**options: Any) -> HangDetector:
-    """After a second, whatever a busy machine takes for a step: it may halt one for half a second, and take ten times as long."""
+    """Return a detector with a limit of one second, which allows for the pauses and slow steps of a busy machine."""
     return HangDetector(**({"min_seconds": 1.0, "factor": 10.0} | options))
 
 
@@ -92,37 +92,37 @@ def test_writes_the_stacks_and_reports_when_the_run_continues(tmp_path: Path, ca
     assert file.name == f"rank0-step{AT}.txt"
     text = file.read_text()
     assert "in stuck_here" in text
-    assert "callsheet-hangs" in text or "in _watch" in text  # all threads
+    assert "callsheet-hangs" in text or "in _watch" in text  # the stacks of all threads
     assert caplog.text.count("made no progress") == 1
     assert caplog.text.count("rank 0 continues after") == 1
 
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("where", ["evaluation", "save"])
-def test_evaluating_and_saving_are_life(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluations_and_saves_are_not_hangs(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(), Hangs(where))
     assert "made no progress" not in caplog.text
 
 
 @pytest.mark.test_all
-def test_they_hang_too_after_their_own_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluations_and_saves_that_exceed_their_own_limit_are_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(pause_seconds=1.5), Hangs("evaluation"))
     assert "made no progress" in caplog.text
 
 
 @pytest.mark.test_all
-def test_the_first_step_may_take_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_step_may_be_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, detector(), Hangs(at=1))
     assert "made no progress" not in caplog.text
 
 
 @pytest.mark.test_all
-def test_the_learned_time_stretches_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_grows_with_the_learned_step_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
-        fit(tmp_path, detector(factor=200.0), Hangs(seconds=2.0))  # 200 times 20 ms
+        fit(tmp_path, detector(factor=200.0), Hangs(seconds=2.0))  # a limit of 200 times 20 ms
     assert "made no progress" not in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_learned_step_times_are_kept_across_a_resume(tmp_path: Path, caplog: pyt
     fit(tmp_path, detector(), Hangs(at=0), Stops())
     resumed = detector()
     with caplog.at_level(logging.WARNING, "callsheet"):
-        fit(tmp_path, resumed, Hangs(at=AT + 6), resume="auto")  # too soon to have learned again
+        fit(tmp_path, resumed, Hangs(at=AT + 6), resume="auto")  # too few steps to learn the time again
     assert "made no progress" in caplog.text
     assert f"around step {AT + 6}" in caplog.text
 
@@ -151,7 +151,7 @@ def test_raises_during_a_sleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_does_nothing_where_a_step_came_after_all(
+def test_does_nothing_if_the_step_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hang_detector, "_OTHER_RANKS_SECONDS", 60.0)
@@ -161,7 +161,7 @@ def test_does_nothing_where_a_step_came_after_all(
 
 
 @pytest.mark.test_all
-def test_raises_off_the_main_thread_where_python_runs(tmp_path: Path) -> None:
+def test_raises_in_a_thread_that_executes_python_code(tmp_path: Path) -> None:
     class Spins(Callback):
         def on_train_step_start(self, ctx: Context) -> None:
             until = time.monotonic() + (60 if ctx.step == AT else 0.02)
@@ -184,7 +184,7 @@ def test_raises_off_the_main_thread_where_python_runs(tmp_path: Path) -> None:
 
 def killed(folder: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    min_seconds = {"0": 1.5, "1": 1.0}[os.environ["RANK"]]  # the one that waits sees it half a second later
+    min_seconds = {"0": 1.5, "1": 1.0}[os.environ["RANK"]]  # the waiting rank detects the hang half a second later
     fit(folder, detector(action="kill", exit_code=77, min_seconds=min_seconds), Hangs(seconds=60, rank=1))
 
 
@@ -195,7 +195,7 @@ def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
     assert [end.exitcode for end in ends] == [77, 77]
     folder = tmp_path / "run" / "hangs"
     assert "in stuck_here" in (folder / f"rank1-step{AT}.txt").read_text()
-    waiting = (folder / f"rank0-step{AT}.txt").read_text()  # for the other
+    waiting = (folder / f"rank0-step{AT}.txt").read_text()  # this rank waits for the other one
     assert "stuck_here" not in waiting
     assert "in _epoch" in waiting
     for rank in (0, 1):
@@ -203,7 +203,7 @@ def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
 
 
 class HoldsTheLog(Callback):
-    """Hangs with a log handler's lock, as within a write to a terminal that is not read."""
+    """Hangs while holding a log handler's lock, as a write to a blocked terminal does."""
 
     def on_train_step_start(self, ctx: Context) -> None:
         time.sleep(0.02)
@@ -223,7 +223,7 @@ def killed_with_the_log(folder: str) -> None:
 
 
 @pytest.mark.test_all
-def test_kills_though_nothing_can_be_logged(tmp_path: Path) -> None:
+def test_kills_although_logging_is_blocked(tmp_path: Path) -> None:
     with RankProcesses(killed_with_the_log, 1, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
     assert [end.exitcode for end in ends] == [77]
@@ -231,7 +231,7 @@ def test_kills_though_nothing_can_be_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_raises_though_nothing_can_be_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_although_logging_is_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detector, "_ACTION_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(HangError, match=f"around step {AT} on rank 0"):
@@ -239,10 +239,10 @@ def test_raises_though_nothing_can_be_logged(tmp_path: Path, monkeypatch: pytest
     assert time.monotonic() - began < 60
     for thread in threading.enumerate():
         if thread.name == "callsheet-hangs-report":
-            thread.join(60)  # it has its word after all
+            thread.join(60)  # the report is logged in the end
 
 
-def two_of_them(folder: str) -> None:
+def with_two_detectors(folder: str) -> None:
     other = detector(folder=Path(folder, "other"), min_seconds=1.5)
     other.name = "other"
     logging.disable(logging.CRITICAL)
@@ -251,18 +251,18 @@ def two_of_them(folder: str) -> None:
 
 @pytest.mark.test_all
 def test_two_work_in_one_run_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(two_of_them, 2, str(tmp_path))
+    run_ranks(with_two_detectors, 2, str(tmp_path))
     for folder in (tmp_path / "run" / "hangs", tmp_path / "other"):
-        found = {path.name for path in folder.glob("*.txt")}  # a slow machine may seem to hang once more
+        found = {path.name for path in folder.glob("*.txt")}  # on a slow machine, there may be another report
         assert found >= {f"rank0-step{AT}.txt", f"rank1-step{AT}.txt"}
 
 
-def test_it_listens_to_no_step() -> None:
+def test_it_does_not_listen_to_steps() -> None:
     received = {line[0] for line in CallbackManager([HangDetector()]).call_sheet().rows()}
     assert not received & (PATH_EVENTS - {"on_eval_step_end"})
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="factor=1"):
         HangDetector(factor=1)
     with pytest.raises(ConfigError, match="exit_code=0"):

@@ -18,7 +18,7 @@ from callsheet.testing import run_ranks
 
 
 class Probe(Callback):
-    """Reads the file after each of these events."""
+    """Reads the heartbeat file at each of its events."""
 
     phase = "restore"
 
@@ -69,7 +69,7 @@ def test_writes_the_state_and_the_outcome_of_the_run(tmp_path: Path) -> None:
     assert [beat["state"] for event, beat in probe.seen if event.startswith("on_checkpoint_save")] == ["saving", "training"]
     last = json.loads(file.read_text())
     assert (last["state"], last["step"], last["pid"], last["rank"]) == ("finished", 6, os.getpid(), 0)
-    assert {path.name for path in file.parent.iterdir() if path.is_file()} == {"heartbeat.json", "run.json"}  # no drafts
+    assert {path.name for path in file.parent.iterdir() if path.is_file()} == {"heartbeat.json", "run.json"}  # no temporary files
 
 
 def test_a_failure_is_reported(tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_a_failure_is_reported(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["state"] == "failed"
 
 
-def test_between_the_beats_nothing_is_written(tmp_path: Path) -> None:
+def test_within_the_interval_only_changes_of_state_are_written(tmp_path: Path) -> None:
     probe = Probe(tmp_path / "beat")
     fit(tmp_path, Heartbeat(file=tmp_path / "beat", seconds=1000), probe)
-    assert {beat["step"] for event, beat in probe.seen if event == "on_train_step_end"} == {0, 3, 4}  # changes of state alone
+    assert {beat["step"] for event, beat in probe.seen if event == "on_train_step_end"} == {0, 3, 4}  # changes of state only
 
 
-def test_no_reader_sees_half_of_it(tmp_path: Path) -> None:
+def test_readers_never_see_a_partial_file(tmp_path: Path) -> None:
     file, is_over = tmp_path / "beat", threading.Event()
     read: list[int] = []
 
@@ -104,7 +104,7 @@ def test_no_reader_sees_half_of_it(tmp_path: Path) -> None:
     assert read == sorted(read)
 
 
-def test_a_folder_that_is_gone_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_folder_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Remove(Callback):
         def on_train_start(self, ctx: Context) -> None:
             (tmp_path / "beats" / "beat").unlink()
@@ -131,7 +131,7 @@ def test_rank_zero_writes_or_each_its_own(tmp_path: Path) -> None:
     assert {beat["state"] for beat in beats} == {"finished"}
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="seconds=0"):
         Heartbeat(seconds=0)
     with pytest.raises(ConfigError, match=r"\{rank\}"):

@@ -21,7 +21,7 @@ TIMED = ("train/tokens_per_second",)
 
 
 class Odd(Callback):
-    """Logs non-finite values at odd steps, only from rank 1 if there is one; and adds to the record."""
+    """Logs non-finite values at odd steps (only on rank 1 if it exists), and adds values to the record."""
 
     phase = "decide"
 
@@ -56,7 +56,7 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> History:
 
 
 def plain(history: History) -> str:
-    """All of it, with NaN as a word."""
+    """Return the whole history as text, so that NaN equals NaN."""
     return repr((history.records, history.evaluations))
 
 
@@ -134,7 +134,7 @@ def test_a_name_that_was_not_logged_is_an_error(tmp_path: Path) -> None:
         fit(tmp_path)["train/los"]
 
 
-def test_rejects_what_cannot_work() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="most=0"):
         History(most=0)
 

@@ -22,8 +22,8 @@ from callsheet.trainer import Task
 SAMPLES, HEIGHT, WIDTH, CLASSES = 5, 8, 6, 3
 
 
-class Album(Logger):
-    """Keeps the images that it receives, with their step, in the form that every destination can show."""
+class RecordsImages(Logger):
+    """Records the images that are logged, with their step."""
 
     on_error = "raise"
 
@@ -40,7 +40,7 @@ class Album(Logger):
 
 
 class Segments(nn.Module):
-    """A score for every class and pixel; of a small output, for every second pixel."""
+    """Returns a score for every class and pixel; with `stride=2`, for every second pixel."""
 
     def __init__(self, *, stride: int = 1, named: bool = False, classes: int = CLASSES) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Segments(nn.Module):
         return {"out": scores, "other": scores[:, :, :1]} if self.named else scores
 
 
-class Anything(Task):
-    """Any batch that has `images` somewhere, by a function."""
+class TaskWithImages(Task):
+    """Trains on batches of any form: the function `images` returns their images."""
 
     def __init__(self, images: Callable[[Any], Tensor]) -> None:
         self.images = images
@@ -83,13 +83,13 @@ def fit(
     model: nn.Module | None = None,
     images: Callable[[Any], Tensor] = lambda batch: batch[0],
     **options: Any,
-) -> tuple[Album, dict[str, Any]]:
-    album = Album()
+) -> tuple[RecordsImages, dict[str, Any]]:
+    album = RecordsImages()
     torch.manual_seed(0)
     model = model if model is not None else Segments()
     with Trainer(
         model,
-        Anything(images),
+        TaskWithImages(images),
         data if data is not None else batches(12),
         **{
             "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -117,11 +117,11 @@ def test_images_of_the_first_step_and_each_interval_are_logged_with_the_next_rec
             assert torch.equal(image, given.movedim(0, -1))
 
 
-def test_epochs_count_as_well(tmp_path: Path) -> None:
+def test_the_interval_can_be_in_epochs(tmp_path: Path) -> None:
     data = batches(3)
     album, _ = fit(tmp_path, ImageVisualizer(interval="1ep"), data=data, max_duration="3ep", log_interval=1)
-    assert [step for step, _ in album.recorded] == [1, 4, 7]  # the first step of each
-    assert [len(images) for _, _, images in album.pages] == [SAMPLES] * 3  # eight were wanted
+    assert [step for step, _ in album.recorded] == [1, 4, 7]  # the first step of each epoch
+    assert [len(images) for _, _, images in album.pages] == [SAMPLES] * 3  # fewer than the default of eight
 
 
 def test_the_first_batch_of_each_evaluation_is_logged_by_the_datasets_name(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_first_batch_of_each_evaluation_is_logged_by_the_datasets_name(tmp_p
     assert torch.equal(album.pages[2][2][0], other[0][0][0].movedim(0, -1))
 
 
-def test_the_microbatch_is_shown_as_the_model_was_given_it(tmp_path: Path) -> None:
+def test_the_microbatch_is_shown_as_the_model_received_it(tmp_path: Path) -> None:
     class Darkens(Callback):
         phase = "change"
 
@@ -197,7 +197,7 @@ def test_images_are_found(case: str, tmp_path: Path) -> None:
     "batch",
     [(torch.rand(SAMPLES, 1, HEIGHT, WIDTH),), (torch.rand(SAMPLES, 2, HEIGHT, WIDTH),), (torch.rand(SAMPLES, HEIGHT, WIDTH),)],
 )
-def test_one_channel_is_shown_in_grey(batch: tuple[Tensor], tmp_path: Path) -> None:
+def test_one_channel_is_shown_in_gray(batch: tuple[Tensor], tmp_path: Path) -> None:
     def three(given: Any) -> Tensor:
         images: Tensor = given[0] if given[0].dim() == 4 else given[0][:, None]
         return images[:, :1].expand(-1, 3, -1, -1)
@@ -245,7 +245,7 @@ def test_input_prediction_and_label_are_side_by_side(named: bool, tmp_path: Path
         assert torch.equal(label, PALETTE[true])
 
 
-def test_evaluations_are_shown_likewise(tmp_path: Path) -> None:
+def test_evaluations_are_shown_in_the_same_way(tmp_path: Path) -> None:
     album, _ = fit(
         tmp_path, ImageVisualizer(mode="segmentation"), data=batches(4), eval_dataloader=batches(2), eval_interval="4ba"
     )
@@ -253,7 +253,7 @@ def test_evaluations_are_shown_likewise(tmp_path: Path) -> None:
     assert album.pages[1][2][0].shape == (HEIGHT, 3 * WIDTH, 3)
 
 
-def test_a_smaller_prediction_is_stretched(tmp_path: Path) -> None:
+def test_a_smaller_prediction_is_enlarged(tmp_path: Path) -> None:
     data = batches(1)
     model = Segments(stride=2)
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_a_smaller_prediction_is_stretched(tmp_path: Path) -> None:
     assert torch.equal(predicted, PALETTE[expected])
 
 
-def test_of_one_class_the_sign_decides(tmp_path: Path) -> None:
+def test_with_one_class_the_sign_of_the_score_decides(tmp_path: Path) -> None:
     data = [(image, (label > 0).float()[:, None]) for image, label in batches(1)]
     model = Segments(classes=1)
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_of_one_class_the_sign_decides(tmp_path: Path) -> None:
     assert torch.equal(label, PALETTE[data[0][1][0, 0].long()])
 
 
-def test_what_is_not_judged_is_grey_and_the_batch_stays_as_it_is(tmp_path: Path) -> None:
+def test_ignored_labels_are_gray_and_the_batch_is_not_changed(tmp_path: Path) -> None:
     images, labels = batches(1)[0]
     labels[0, 0, 0], labels[0, 1, 1] = 255, -100
     before = labels.clone()
@@ -301,7 +301,7 @@ def test_labels_by_key_may_be_one_hot(tmp_path: Path) -> None:
     assert torch.equal(label, PALETTE[labels[0]])
 
 
-def test_inputs_are_brightened_as_loggers_do_it(tmp_path: Path) -> None:
+def test_inputs_are_scaled_as_loggers_scale_them(tmp_path: Path) -> None:
     images, labels = batches(1)[0]
     data = [(images * 5 - 2, labels)]
     album, _ = fit(tmp_path, ImageVisualizer(mode="segmentation"), data=data)
@@ -309,9 +309,9 @@ def test_inputs_are_brightened_as_loggers_do_it(tmp_path: Path) -> None:
     assert numpy.array_equal(as_pixels(shown), as_pixels(data[0][0][0]))
 
 
-def test_every_class_has_a_colour_of_its_own() -> None:
+def test_every_class_has_its_own_color() -> None:
     assert len({tuple(colour) for colour in PALETTE.tolist()}) == len(PALETTE)
-    assert (PALETTE[1:20] - PALETTE[2:21]).abs().sum(1).min() > 0.5  # neighbours can be distinguished
+    assert (PALETTE[1:20] - PALETTE[2:21]).abs().sum(1).min() > 0.5  # consecutive colors can be distinguished
 
 
 # --- nothing to show ---
@@ -325,7 +325,7 @@ def test_every_class_has_a_colour_of_its_own() -> None:
         ({"mode": "segmentation"}, [(FIRST,)] * 4, "the batch has no labels of the images' size"),
     ],
 )
-def test_it_says_once_why_there_is_nothing_to_show(
+def test_it_warns_once_why_there_is_nothing_to_show(
     options: dict[str, Any], data: list[Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def images(batch: Any) -> Tensor:
@@ -357,7 +357,7 @@ def test_outputs_without_scores_are_warned_about(tmp_path: Path, caplog: pytest.
         ({"mode": "segmentations"}, "did you mean 'segmentation'"),
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ImageVisualizer(**options)
 
@@ -375,12 +375,12 @@ def test_a_key_that_the_batch_does_not_have_is_rejected(options: dict[str, Any],
         fit(tmp_path, ImageVisualizer(**options))
 
 
-def test_what_is_no_image_at_a_key_is_rejected(tmp_path: Path) -> None:
+def test_a_key_whose_value_is_not_an_image_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"input_key=0: a Tensor of \(5,\) is not images"):
         fit(tmp_path, ImageVisualizer(input_key=0), data=[(torch.ones(5), FIRST)], images=lambda batch: batch[1])
 
 
-# --- what must not change ---
+# --- resuming and neutrality ---
 
 
 class SavesAt(Callback):
@@ -389,7 +389,7 @@ class SavesAt(Callback):
             ctx.control.save("to resume", replicated=True)
 
 
-def test_a_resumed_run_logs_what_an_unbroken_one_logs(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
     unbroken, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), log_interval=1)
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), log_interval=1, resume="auto")
     assert unbroken.recorded == [(step, "images/train") for step in (1, 5, 10)]
@@ -402,7 +402,7 @@ def test_images_that_were_not_logged_are_collected_again(tmp_path: Path) -> None
     fit(tmp_path, ImageVisualizer(interval="5ba"), SavesAt(), data=data, log_interval="4ba")
     resumed, _ = fit(tmp_path, ImageVisualizer(interval="5ba"), data=data, log_interval="4ba", resume="auto")
     assert [step for step, _ in resumed.recorded] == [8, 12]
-    assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # step 5's were not logged at step 6
+    assert torch.equal(resumed.pages[0][2][0], data[6][0][0].movedim(0, -1))  # the images of step 5 had not been logged at step 6
 
 
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["input", "segmentation"])
-def test_training_does_not_notice(mode: str, tmp_path: Path) -> None:
+def test_training_is_not_affected(mode: str, tmp_path: Path) -> None:
     _, watched = fit(tmp_path / "watched", ImageVisualizer(mode=mode, interval=1))
     _, bare = fit(tmp_path / "bare")
     assert watched == bare

@@ -67,14 +67,14 @@ def test_settings_on_a_function_apply(tmp_path: Path) -> None:
     assert recorded == [2, 4]
 
 
-def test_on_event_is_called_at_all_of_them(tmp_path: Path) -> None:
+def test_on_event_is_called_at_all_events(tmp_path: Path) -> None:
     names: list[str] = []
     fit(tmp_path, Lambda(on_event=lambda ctx: names.append(str(ctx.event))))
     assert names[0] == "on_run_start"
     assert names[-1] == "on_run_end"
 
 
-def test_its_place_in_the_order_is_its_phase(tmp_path: Path) -> None:
+def test_its_phase_decides_the_order(tmp_path: Path) -> None:
     order: list[str] = []
     late = Lambda(phase="report", name="late", on_train_end=lambda ctx: order.append("late"))
     early = Lambda(phase="change", on_train_end=lambda ctx: order.append("early"))
@@ -112,7 +112,7 @@ def test_a_misspelt_event_is_an_error(event: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"on_log": 3}, {"on_log": dict}, {"on_log": "callsheet.no.such.function"}])
-def test_rejects_what_cannot_work(given: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Lambda(**given)
 
@@ -130,5 +130,5 @@ def on_a_rank(folder: str) -> Any:
     return int(os.environ["RANK"]), recorded, steps
 
 
-def test_on_two_ranks_it_is_called_where_it_should_be(tmp_path: Path) -> None:
+def test_rank_gates_apply_on_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path)) == [(0, [0], []), (1, [], [1, 2])]

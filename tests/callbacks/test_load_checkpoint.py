@@ -56,14 +56,14 @@ def whole(model: nn.Module) -> Weights:
 
 
 def saved(folder: Path, **options: Any) -> tuple[str, Weights]:
-    """A trained run's checkpoint, and the weights in it."""
+    """Train a run, and return its checkpoint and the weights in it."""
     with trainer(folder, **({"run_name": "old"} | options)) as trained:
         trained.fit()
         return trained.save_checkpoint().path, whole(trained.model)
 
 
 def loaded(folder: Path, callback: Callback, **options: Any) -> Weights:
-    """A new run's weights before its first step."""
+    """Return the weights of a new run before its first step."""
     with trainer(folder, callback, **({"seed": 9} | options)) as made:
         assert made.state.timestamp.batch == 0
         assert made.optimizer is not None
@@ -76,8 +76,8 @@ def fresh() -> Weights:
     return whole(Net())
 
 
-def taken(found: Weights, old: Weights) -> set[str]:
-    """The names of those that are the old ones; all others must be as the new model was made."""
+def loaded_names(found: Weights, old: Weights) -> set[str]:
+    """Return the names of the weights that were loaded; all others must have their initial values."""
     new = fresh()
     for name, tensor in found.items():
         assert torch.equal(tensor, old[name]) or torch.equal(tensor, new[name]), name
@@ -101,12 +101,12 @@ EVERY = {f"{part}.{kind}" for part in ("body.0", "body.1", "inner", "again", "he
         ({"weights": "*.weight", "leave_out": ["body.*"]}, {"inner.weight", "again.weight", "head.weight"}),
     ],
 )
-def test_loads_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any], expected: set[str]) -> None:
+def test_loads_only_the_named_weights(tmp_path: Path, options: dict[str, Any], expected: set[str]) -> None:
     path, old = saved(tmp_path)
-    assert taken(loaded(tmp_path, LoadCheckpoint(path=path, **options)), old) == expected
+    assert loaded_names(loaded(tmp_path, LoadCheckpoint(path=path, **options)), old) == expected
 
 
-def test_training_begins_from_there(tmp_path: Path) -> None:
+def test_training_starts_with_the_loaded_weights(tmp_path: Path) -> None:
     path, old = saved(tmp_path)
     with trainer(tmp_path, run_name="by hand") as by_hand:
         by_hand.model.load_state_dict(old)
@@ -118,10 +118,10 @@ def test_training_begins_from_there(tmp_path: Path) -> None:
 
 def test_a_url_is_read_as_well(tmp_path: Path) -> None:
     path, old = saved(tmp_path)
-    assert taken(loaded(tmp_path, LoadCheckpoint(path=f"file://{path}")), old) == EVERY
+    assert loaded_names(loaded(tmp_path, LoadCheckpoint(path=f"file://{path}")), old) == EVERY
 
 
-def test_a_run_that_is_resumed_is_left_alone(tmp_path: Path) -> None:
+def test_a_resumed_run_is_not_changed(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with trainer(tmp_path, LoadCheckpoint(path=path, leave_out="head.*")) as first:
         first.fit()
@@ -130,7 +130,7 @@ def test_a_run_that_is_resumed_is_left_alone(tmp_path: Path) -> None:
     with trainer(tmp_path, LoadCheckpoint(path=path, leave_out="head.*"), resume="auto", seed=5) as resumed:
         assert all(torch.equal(tensor, last[name]) for name, tensor in whole(resumed.model).items())
     with trainer(tmp_path, LoadCheckpoint(path="gone"), resume="auto"):
-        pass  # nor need it still be there
+        pass  # the checkpoint does not have to exist any more
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_a_run_that_is_resumed_is_left_alone(tmp_path: Path) -> None:
         (lambda: Net().body, r"0.weight is not in the checkpoint"),
     ],
 )
-def test_what_does_not_fit_is_an_error(tmp_path: Path, model: Any, message: str) -> None:
+def test_weights_that_do_not_fit_are_an_error(tmp_path: Path, model: Any, message: str) -> None:
     path, _ = saved(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         trainer(tmp_path, LoadCheckpoint(path=path), model=model())
 
 
-def test_what_is_not_here_is_an_error_too(tmp_path: Path) -> None:
+def test_a_weight_that_the_model_does_not_have_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     model = Net()
     del model.head
@@ -156,7 +156,9 @@ def test_what_is_not_here_is_an_error_too(tmp_path: Path) -> None:
     trainer(tmp_path, LoadCheckpoint(path=path, leave_out="head.*"), model=model).close()
 
 
-def test_if_not_strict_what_fits_is_loaded_and_the_rest_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_strict_the_weights_that_fit_are_loaded_and_the_rest_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, old = saved(tmp_path)
     with caplog.at_level(logging.INFO, "callsheet"):
         found = loaded(tmp_path, LoadCheckpoint(path=path, strict=False), model=Net(width=5))
@@ -172,7 +174,7 @@ def test_if_not_strict_what_fits_is_loaded_and_the_rest_named(tmp_path: Path, ca
 def test_tied_weights(tmp_path: Path, there: bool, here: bool) -> None:
     path, old = saved(tmp_path, model=Net(tied=there))
     found = loaded(tmp_path, LoadCheckpoint(path=path), model=Net(tied=here))
-    if here and not there:  # the two are one now, whichever was read last
+    if here and not there:  # the two became one weight, with the value that was read last
         assert any(torch.equal(found["inner.weight"], old[f"{name}.weight"]) for name in ("inner", "again"))
         assert torch.equal(found["inner.weight"], found["again.weight"])
     else:
@@ -185,13 +187,13 @@ def test_a_tied_weight_whose_other_name_is_left_out_is_named(tmp_path: Path) -> 
         trainer(tmp_path, LoadCheckpoint(path=path, weights="again.*"))
 
 
-def test_it_is_cast_to_the_models_own_type(tmp_path: Path) -> None:
+def test_weights_are_cast_to_the_model_s_dtype(tmp_path: Path) -> None:
     path, old = saved(tmp_path)
     found = loaded(tmp_path, LoadCheckpoint(path=path), model=Net().double())
     assert torch.equal(found["head.weight"], old["head.weight"].double())
 
 
-def test_several_put_a_model_together(tmp_path: Path) -> None:
+def test_several_callbacks_load_parts_of_a_model(tmp_path: Path) -> None:
     path, old = saved(tmp_path)
     other, others = saved(tmp_path, seed=4, run_name="other")
     body, head = LoadCheckpoint(path=path, weights="body.*"), LoadCheckpoint(path=other, weights="head.*")
@@ -201,7 +203,7 @@ def test_several_put_a_model_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "changed"])
-def test_a_checkpoint_that_does_not_hold_is_an_error(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, harm: str) -> None:
     path, _ = saved(tmp_path)
     if harm == "changed":
         shard = next(Path(path).glob("shard*"))
@@ -210,14 +212,14 @@ def test_a_checkpoint_that_does_not_hold_is_an_error(tmp_path: Path, harm: str) 
         trainer(tmp_path, LoadCheckpoint(path=path if harm == "changed" else f"{path}-gone"))
 
 
-def test_no_weight_of_that_name_is_an_error(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_weight_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.raises(CheckpointError, match="no weight of the model matches boddy"):
         trainer(tmp_path, LoadCheckpoint(path=path, weights="boddy.*"))
 
 
 @pytest.mark.parametrize("options", [{"path": ""}, {"path": "x", "weights": []}])
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LoadCheckpoint(**options)
 
@@ -239,7 +241,7 @@ def with_another_path(folder: str, path: str) -> None:
     trainer(Path(folder), LoadCheckpoint(path=here), timeout_seconds=20).close()
 
 
-def test_where_one_rank_fails_all_do(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(with_another_path, 2, str(tmp_path), path)

@@ -23,7 +23,7 @@ CALM = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]
 
 
 class Losses:
-    """A loss function with one value after the other; `start` is how many a resumed run has had."""
+    """A loss function that returns the given values, one per step; a resumed run continues after the first `start` values."""
 
     def __init__(self, values: Sequence[float], start: int = 0) -> None:
         self.values = list(values)
@@ -35,7 +35,7 @@ class Losses:
 
 
 class Records(Callback):
-    """What every record says in the end."""
+    """Records every metrics record in its final form."""
 
     phase = "report"
 
@@ -76,19 +76,19 @@ def spikes(records: Records) -> list[int]:
     ("losses", "expected"),
     [
         ([*CALM, 5.0, *CALM], [11]),
-        ([*CALM, 5.0, 5.0, 1.0], [11, 12]),  # the first does not hide the second
-        ([*CALM, 0.01, *CALM], []),  # only upwards
+        ([*CALM, 5.0, 5.0, 1.0], [11, 12]),  # the first spike does not hide the second
+        ([*CALM, 0.01, *CALM], []),  # only increases count
         ([*CALM, 1.4, 1.0], []),
-        ([1.0, 100.0, *CALM], []),  # too early to say
+        ([1.0, 100.0, *CALM], []),  # too few losses to detect a spike
         ([*CALM, math.nan, 1.0, math.inf, -math.inf, 1.0, 5.0], [11, 13, 14, 16]),
         ([math.nan, *CALM], [1]),
         ([1.0] * 10 + [1.005, 1.02], [12]),
         ([0.0] * 10 + [0.1], [11]),
         ([-1.0] * 10 + [5.0], [11]),
-        ([*CALM, *[5.0, 5.1, 4.9] * 5], [11, 12, 13, 14, 15]),  # a new level becomes the normal one
+        ([*CALM, *[5.0, 5.1, 4.9] * 5], [11, 12, 13, 14, 15]),  # a new level becomes normal
     ],
 )
-def test_names_a_loss_far_above_those_before_it(
+def test_reports_a_loss_far_above_the_previous_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, losses: list[float], expected: list[int]
 ) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -149,7 +149,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"window": 3}, {"threshold": 0.0}, {"threshold": math.nan}, {"action": "panic"}])
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LossSpikeDetector(**options)
 
@@ -165,5 +165,5 @@ def on_a_rank(folder: str, bad: float) -> tuple[int, str]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("bad", [20.0, math.nan, math.inf])
-def test_two_ranks_see_what_one_of_them_has(tmp_path: Path, bad: float) -> None:
+def test_two_ranks_detect_the_spike_of_one(tmp_path: Path, bad: float) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), bad) == [(11, "stopped")] * 2

@@ -14,7 +14,7 @@ RATES = [1.0, 0.1, 0.01]
 
 
 class Rates(Callback):
-    """Keeps what every record says of rates."""
+    """Records the learning rates of every metrics record."""
 
     phase = "report"
 
@@ -88,8 +88,8 @@ def test_an_evaluations_record_has_no_rate(tmp_path: Path) -> None:
     assert seen.records == [{"lr/SGD/0": 0.5}, {}] * 2
 
 
-class Grows(Callback):
-    """Gives the optimizer a second group after the first step."""
+class AddsGroup(Callback):
+    """Adds a second parameter group after the first step."""
 
     phase = "change"
 
@@ -98,20 +98,20 @@ class Grows(Callback):
             ctx.optimizer.add_param_group({"params": list(ctx.model[1].parameters()), "lr": 0.5})
 
 
-def test_one_group_is_as_the_record_says_and_a_later_group_is_logged_too(tmp_path: Path) -> None:
+def test_a_parameter_group_that_is_added_later_is_logged_too(tmp_path: Path) -> None:
     model, seen = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
     with Trainer(
-        model, nn.functional.mse_loss, data, optimizer=optimizer, callbacks=[LRMonitor(), Grows(), seen], log_interval=1,
+        model, nn.functional.mse_loss, data, optimizer=optimizer, callbacks=[LRMonitor(), AddsGroup(), seen], log_interval=1,
         runs_folder=tmp_path, device="cpu",
     ) as trainer:  # fmt: skip
         trainer.fit()
     assert seen.records == [{"lr/SGD/0": 1.0}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}, {"lr/SGD/0": 1.0, "lr/SGD/1": 0.5}]
 
 
-class Rateless(torch.optim.Optimizer):
-    """An optimizer of the user's whose parameter groups have no `lr`."""
+class WithoutLearningRate(torch.optim.Optimizer):
+    """A custom optimizer whose parameter groups have no `lr`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without the overloads
@@ -125,7 +125,7 @@ class Rateless(torch.optim.Optimizer):
 def test_an_optimizer_without_a_learning_rate(groups: int, loop: str, tmp_path: Path) -> None:
     model, seen, loss = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates(), nn.functional.mse_loss
     layers = [model] if groups == 1 else list(model)
-    optimizer = Rateless([{"params": list(layer.parameters())} for layer in layers], {})
+    optimizer = WithoutLearningRate([{"params": list(layer.parameters())} for layer in layers], {})
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
     if loop == "Trainer":
         with Trainer(

@@ -15,8 +15,8 @@ from callsheet.testing import run_ranks
 BALLAST = 200_000_000
 
 
-class Ballast(Callback):
-    """Takes memory on one rank from step 3 to step 5."""
+class AllocatesMemory(Callback):
+    """Holds memory on one rank from step 3 to step 5."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -58,13 +58,13 @@ def fit(folder: Path | str, *callbacks: Callback) -> Records:
 
 
 def test_logs_the_memory_at_the_record_and_the_peak_since(tmp_path: Path) -> None:
-    records = fit(tmp_path, MemoryMonitor(), Ballast(0)).records
+    records = fit(tmp_path, MemoryMonitor(), AllocatesMemory(0)).records
     now = [record["memory/resident"] for record in records]
     peak = [record["memory/peak_resident"] for record in records]
     assert now[1] - now[0] > 0.9 * BALLAST
     assert now[1] - now[2] > 0.9 * BALLAST
     assert all(one >= now[1] for one in peak[1:])
-    assert set(records[0]) == {"memory/resident", "memory/peak_resident"}  # nothing of a device that is not there
+    assert set(records[0]) == {"memory/resident", "memory/peak_resident"}  # no metrics of a device that does not exist
 
 
 def test_two_work_in_one_run(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
 
 
 def on_ranks(folder: str) -> tuple[list[dict[str, float]], list[int]]:
-    records = fit(folder, MemoryMonitor(), Ballast(1))
+    records = fit(folder, MemoryMonitor(), AllocatesMemory(1))
     return records.records, records.own
 
 

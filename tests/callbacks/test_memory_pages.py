@@ -18,7 +18,7 @@ from callsheet.callbacks.support.memory_pages import Drawing, render_memory
 from callsheet.loggers import Logger
 
 FRAME = {"filename": "train.py", "line": 12, "name": "forward"}
-SNAPSHOT: dict[str, Any] = {  # as torch.cuda.memory._snapshot gives it: one segment, of which half is in use
+SNAPSHOT: dict[str, Any] = {  # in the form of torch.cuda.memory._snapshot: one segment, half of it in use
     "segments": [
         {
             "device": 0,
@@ -53,15 +53,15 @@ PAGES = ("memory.html", "memory-segments.html")
 
 
 def shown_in(page: Path) -> tuple[str, Any]:
-    """What kind of picture a page shows, and the snapshot that is in it."""
+    """Return the view that a page opens, and the snapshot that it contains."""
     text = page.read_text()
     found = re.search(r"const local_files = (\[.*\])\nadd_local_files\(local_files, '([^']+)'\)", text)
     assert found is not None, text[:500]
     return found[2], pickle.loads(base64.b64decode(json.loads(found[1])[0]["base64"]))
 
 
-class Draws(Callback):
-    """Has a snapshot drawn at the second step, as `MemorySnapshot` does on a device."""
+class DrawsSnapshot(Callback):
+    """Renders a snapshot at the second step, as `MemorySnapshot` does on a device."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,8 +75,8 @@ class Draws(Callback):
         self.drawing.end(ctx)
 
 
-class Files(Logger):
-    """Which files it was given."""
+class RecordsFiles(Logger):
+    """Records the names of the files that are logged."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -100,30 +100,30 @@ def fit(folder: Path, *callbacks: Callback) -> None:
 
 
 @pytest.mark.test_all
-def test_a_run_has_it_drawn_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_rendered_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draws_here(path: Path) -> list[Path]:
         raise AssertionError("in the training process")
 
     monkeypatch.setattr(memory_pages, "render_memory", draws_here)
-    path, files = tmp_path / "memory.pickle", Files()
+    path, files = tmp_path / "memory.pickle", RecordsFiles()
     path.write_bytes(pickle.dumps(SNAPSHOT))
-    fit(tmp_path, Draws(path), files)
+    fit(tmp_path, DrawsSnapshot(path), files)
     assert files.names == ["memory/memory.pickle", *(f"memory/{name}" for name in PAGES)]
     assert shown_in(tmp_path / PAGES[0])[1] == SNAPSHOT
 
 
 @pytest.mark.test_all
-def test_what_cannot_be_drawn_is_said_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, files = tmp_path / "memory.pickle", Files()
+def test_a_damaged_snapshot_is_reported_and_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, files = tmp_path / "memory.pickle", RecordsFiles()
     path.write_bytes(b"torn")
     with caplog.at_level(logging.ERROR, "callsheet"):
-        fit(tmp_path, Draws(path), files)
+        fit(tmp_path, DrawsSnapshot(path), files)
     assert files.names == ["memory/memory.pickle"]
     assert "Callback MemoryPages" in caplog.text
     assert "failed at draw_memory, step 2" in caplog.text
 
 
-def test_a_stored_snapshot_is_drawn(tmp_path: Path) -> None:
+def test_a_stored_snapshot_is_rendered(tmp_path: Path) -> None:
     path = tmp_path / "memory.pickle"
     path.write_bytes(pickle.dumps(SNAPSHOT))
     pages = render_memory(path)

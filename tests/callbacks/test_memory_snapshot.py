@@ -29,7 +29,7 @@ def fit(folder: Path | str, *callbacks: MemorySnapshot) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
 
 
-def test_without_a_device_it_says_so_once_and_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_device_it_warns_once_and_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = fit(tmp_path / "plain")
     other = MemorySnapshot(skip_batches=3)
     other.name = "later"
@@ -51,7 +51,7 @@ def test_on_one_rank_of_two(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="interval=0"):
         MemorySnapshot(interval=0)
     with pytest.raises(ConfigError, match="stacks='c'"):

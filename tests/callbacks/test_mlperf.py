@@ -31,7 +31,7 @@ LOSSES = [0.9, 0.7, 0.5, 0.3, 0.1, 0.0]
 
 
 class LogsValues(Callback):
-    """Logs one number after the other, one an evaluation."""
+    """Logs the given numbers, one per evaluation."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = values
@@ -85,7 +85,7 @@ def results(folder: Path) -> list[Path]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Of the only result under the folder."""
+    """Return the lines of the only result under the folder."""
     (path,) = results(folder)
     assert all(line.startswith(":::MLLOG ") for line in path.read_text().splitlines())
     return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
@@ -106,7 +106,7 @@ def status(folder: Path) -> str:
 
 
 def checked(folder: Path, *options: str, ruleset: str = RULESET) -> tuple[bool, list[str]]:
-    """Whether the package's own checker, run as a user would, accepts the only result; and of what it complains."""
+    """Run the package's checker on the only result, and return whether it accepts it, and its complaints."""
     options = ("--ruleset", ruleset, *options) if ruleset else options
     (path,) = results(folder)
     log = folder / "compliance.log"
@@ -122,14 +122,14 @@ def checked(folder: Path, *options: str, ruleset: str = RULESET) -> tuple[bool, 
 
 def test_the_checker_accepts_a_run_that_reaches_its_target(tmp_path: Path) -> None:
     trained = fit(tmp_path, mlperf(ruleset=""))
-    assert checked(tmp_path, ruleset="") == (True, [])  # by the newest rules, which are the checker's own choice as well
+    assert checked(tmp_path, ruleset="") == (True, [])  # with the newest rules, which are the checker's default too
     assert checked(tmp_path, "--werror") == (True, [])
     assert (trained.state.timestamp.epoch, trained.run.outcome) == (3, "stopped")
     assert status(tmp_path) == "success"
     assert [line["value"] for line in lines(tmp_path) if line["key"] == "eval_accuracy"] == [0.9, 0.7, 0.5]
 
 
-def test_it_complains_of_a_missed_target_and_of_nothing_else(tmp_path: Path) -> None:
+def test_the_checker_complains_only_of_a_missed_target(tmp_path: Path) -> None:
     trained = fit(tmp_path, mlperf(), values=[1.5] * 6)
     assert status(tmp_path) == "aborted"
     assert trained.run.outcome == "finished"
@@ -155,7 +155,7 @@ def test_it_complains_of_a_missed_target_and_of_nothing_else(tmp_path: Path) -> 
             },
         ),
         (
-            "dlrmv4",  # its rules bound the rate by the batch size, which they read first
+            "dlrmv4",  # its rules limit the learning rate by the batch size, which they read first
             {
                 "train_samples": 2290835423,
                 "eval_samples": 2058204,
@@ -205,7 +205,7 @@ def test_older_rules_and_the_closed_division(tmp_path: Path) -> None:
         ({"ruleset": "6.0.0", "benchmark": "dlrm_dcnv2", "target": 2.0}, r"<= 1.0"),
     ],
 )
-def test_what_the_checker_would_reject_ends_the_run_after_its_first_step(
+def test_a_run_that_the_checker_would_reject_ends_after_its_first_step(
     tmp_path: Path, options: dict[str, Any], recorded: str
 ) -> None:
     trained = trainer(tmp_path, mlperf(**options))
@@ -242,13 +242,13 @@ def test_the_clock_starts_before_the_data_is_made_and_stops_at_the_target(tmp_pa
         seen.append(keys(tmp_path))
         return DATA
 
-    class Sees(Callback):
+    class RecordsKeys(Callback):
         phase = "restore"
 
         def on_eval_all_end(self, ctx: Context) -> None:
             seen.append(keys(tmp_path))
 
-    fit(tmp_path, mlperf(), Sees(), train_dataloader=data)
+    fit(tmp_path, mlperf(), RecordsKeys(), train_dataloader=data)
     assert (seen[0][0], seen[0][1]) == ("init_start", "cache_clear")
     assert seen[0][-2:] == ["init_stop", "run_start"]
     assert [recorded[-1] for recorded in seen[1:]] == ["block_start", "block_start", "run_stop"]
@@ -295,7 +295,7 @@ def test_events_are_written_in_order_with_epoch_and_samples(tmp_path: Path) -> N
     assert checked(tmp_path) == (True, [])
 
 
-def test_the_run_s_own_facts_are_written(tmp_path: Path) -> None:
+def test_facts_of_the_run_are_written(tmp_path: Path) -> None:
     def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         weight, bias = parameters
         groups = [{"params": [bias], "weight_decay": 0.0}, {"params": [weight], "weight_decay": 0.25}]
@@ -319,12 +319,12 @@ def test_the_run_s_own_facts_are_written(tmp_path: Path) -> None:
         "submission_division": "open",
         "global_batch_size": 8,
         "micro_batch_size": 3,
-        "gradient_accumulation_steps": 4,  # each batch of 4 as 3 and 1
+        "gradient_accumulation_steps": 4,  # each batch of 4 is split into 3 and 1
         "max_steps": 8,
         "seed": 1234,
         "config_filename": "big.yaml",
         "opt_name": "adamw",
-        "opt_base_learning_rate": 0.02,  # not that of the warm-up
+        "opt_base_learning_rate": 0.02,  # not the learning rate during the warm-up
         "opt_adamw_beta_1": 0.8,
         "opt_adamw_beta_2": 0.95,
         "opt_adamw_epsilon": 1e-6,
@@ -336,13 +336,13 @@ def test_the_run_s_own_facts_are_written(tmp_path: Path) -> None:
     assert results(tmp_path)[0].parts[-3] == "my_box"
 
 
-def test_what_is_given_goes_before_what_is_found(tmp_path: Path) -> None:
+def test_given_values_override_detected_ones(tmp_path: Path) -> None:
     fit(tmp_path, mlperf(hyperparameters=GIVEN | {"micro_batch_size": 7, "seed": 5, "tensor_parallelism": 2}))
     assert (value_of(tmp_path, "micro_batch_size"), value_of(tmp_path, "seed")) == (7, 5)
-    assert "global_batch_size" not in keys(tmp_path)  # ranks that share a sample are not counted
+    assert "global_batch_size" not in keys(tmp_path)  # with ranks that share a sample, it is not detected
 
 
-def test_of_other_optimizers_and_batches() -> None:
+def test_values_of_other_optimizers_and_batches() -> None:
     ctx = Context(RunInfo("run"))
     assert "opt_name" not in found(ctx, [[1]], {})
     ctx.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), weight_decay=0.125)
@@ -356,7 +356,7 @@ def test_of_other_optimizers_and_batches() -> None:
     assert samples(torch.tensor(1.0)) == 1
 
 
-def test_a_number_of_its_own_or_the_first_that_is_free(tmp_path: Path) -> None:
+def test_the_result_has_the_given_index_or_the_first_free_one(tmp_path: Path) -> None:
     for name in ("one", "two"):
         fit(tmp_path, mlperf(root_folder=tmp_path / "all"), run_name=name)
     fit(tmp_path, mlperf(root_folder=str(tmp_path / "all"), index=7), run_name="three")
@@ -370,8 +370,8 @@ def test_a_number_of_its_own_or_the_first_that_is_free(tmp_path: Path) -> None:
 # --- how runs end ---
 
 
-class Interferes(Callback):
-    """At the sixth step."""
+class EndsRun(Callback):
+    """Ends the run in one of several ways at the sixth step."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -387,7 +387,7 @@ class Interferes(Callback):
 
 @pytest.mark.parametrize("how", ["raises", "signal", "stops"])
 def test_a_run_that_ends_otherwise_is_aborted(tmp_path: Path, how: str) -> None:
-    with trainer(tmp_path, mlperf(), Interferes(how)) as trained:
+    with trainer(tmp_path, mlperf(), EndsRun(how)) as trained:
         if how == "raises":
             with pytest.raises(RuntimeError, match="broken"):
                 trained.fit()
@@ -412,18 +412,18 @@ def test_training_can_continue_after_the_target(tmp_path: Path) -> None:
     ("min", "validation/measured", [0.9, 0.6, 0.4]),
     ("min", "validation/measured", [float("nan"), 0.6, 0.4]),
 ])  # fmt: skip
-def test_reached_is_at_the_target_or_beyond_it(tmp_path: Path, mode: str, monitor: str, values: list[float]) -> None:
+def test_the_target_is_reached_at_or_beyond_it(tmp_path: Path, mode: str, monitor: str, values: list[float]) -> None:
     trained = fit(tmp_path, mlperf(mode=mode, monitor=monitor), values=values)
     assert trained.state.timestamp.epoch == 3
     assert checked(tmp_path) == (True, [])
 
 
-def test_evaluations_by_hand_are_no_part_of_it(tmp_path: Path) -> None:
+def test_evaluations_by_hand_are_not_in_the_result(tmp_path: Path) -> None:
     with trainer(tmp_path, mlperf()) as trained:
         trained.evaluate()
         trained.fit("1ep")
         trained.evaluate()
-        assert keys(tmp_path)[-1] == "eval_stop"  # and nothing of what came after it
+        assert keys(tmp_path)[-1] == "eval_stop"  # and nothing from later evaluations
         trained.fit("2ep")
         trained.fit("4ep")
         trained.close()
@@ -438,7 +438,7 @@ def test_a_run_that_only_evaluates_writes_nothing(tmp_path: Path) -> None:
     assert not results(tmp_path)
 
 
-def test_two_side_by_side_and_one_for_run_after_run(tmp_path: Path) -> None:
+def test_two_in_one_run_and_one_for_several_runs(tmp_path: Path) -> None:
     one, other = mlperf(root_folder=tmp_path / "one"), mlperf(root_folder=tmp_path / "other", target=0.8, stop=False)
     other.name = "other"
     began = []
@@ -452,7 +452,7 @@ def test_two_side_by_side_and_one_for_run_after_run(tmp_path: Path) -> None:
         for path, earliest in zip(paths, began, strict=True):
             text = path.read_text()
             first = json.loads(text.splitlines()[0].removeprefix(":::MLLOG "))
-            assert (first["key"], first["time_ms"] >= earliest) == ("init_start", True)  # not when it was constructed
+            assert (first["key"], first["time_ms"] >= earliest) == ("init_start", True)  # not the time of the constructor
             assert text.count('"eval_accuracy"') == evaluations
             assert text.count('"success"') == text.count('"run_start"') == 1
 
@@ -470,7 +470,7 @@ def test_weights_are_the_same_with_and_without_it(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_stops_at_the_target_and_writes_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, mlperf(), CheckpointSaver(), Interferes("signal"))
+    fit(tmp_path, mlperf(), CheckpointSaver(), EndsRun("signal"))
     assert status(tmp_path) == "aborted"
     before = results(tmp_path)[0].read_bytes()
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -488,7 +488,7 @@ def test_a_resumed_run_stops_at_the_target_and_writes_no_result(tmp_path: Path, 
 # --- clearing the cache ---
 
 
-def test_the_command_is_run_before_the_clock_starts_and_no_shell_reads_it(tmp_path: Path) -> None:
+def test_the_command_runs_without_a_shell_before_the_clock_starts(tmp_path: Path) -> None:
     program = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(repr(sys.argv[2:]))"
     seen: list[bool] = []
 
@@ -504,7 +504,7 @@ def test_the_command_is_run_before_the_clock_starts_and_no_shell_reads_it(tmp_pa
     assert checked(tmp_path) == (True, [])
 
 
-def test_without_a_command_nothing_was_cleared(tmp_path: Path) -> None:
+def test_without_a_command_the_cache_is_not_cleared(tmp_path: Path) -> None:
     fit(tmp_path, mlperf())
     assert value_of(tmp_path, "cache_clear") is False
 
@@ -540,7 +540,7 @@ def test_two_ranks_stop_together_and_write_one_result(tmp_path: Path) -> None:
     assert value_of(tmp_path, "global_batch_size") == 7  # 4 and 3
     assert [line["metadata"]["samples_count"] for line in lines(tmp_path) if line["key"] == "eval_accuracy"] == [28, 56, 84]
     assert results(tmp_path)[0].parts[-3].startswith("2x_")
-    assert (tmp_path / "cleared").read_text() == "x"  # by one of the machine's ranks
+    assert (tmp_path / "cleared").read_text() == "x"  # by one rank of the machine
 
 
 def rejected_on_a_rank(folder: str) -> str:
@@ -551,7 +551,7 @@ def rejected_on_a_rank(folder: str) -> str:
     return ""
 
 
-def test_two_ranks_learn_together_what_would_be_rejected(tmp_path: Path) -> None:
+def test_two_ranks_reject_the_run_together(tmp_path: Path) -> None:
     one, other = run_ranks(rejected_on_a_rank, 2, str(tmp_path))
     assert "< 1.0" in one
     assert one == other
@@ -560,7 +560,7 @@ def test_two_ranks_learn_together_what_would_be_rejected(tmp_path: Path) -> None
 # --- arguments ---
 
 
-def test_without_a_benchmark_it_says_once_that_it_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_benchmark_it_warns_once_and_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"), trainer(tmp_path, MLPerfCallback()) as trained:
         trained.fit("1ep")
         trained.fit("2ep")
@@ -591,7 +591,7 @@ def test_without_a_benchmark_it_says_once_that_it_has_nothing_to_do(tmp_path: Pa
         ({"hyperparameters": {"seed": torch.ones(1)}}, "plain data"),
     ],
 )
-def test_rejects_what_cannot_work(options: Mapping[str, Any], recorded: str) -> None:
+def test_rejects_bad_arguments(options: Mapping[str, Any], recorded: str) -> None:
     with pytest.raises(ConfigError, match=recorded):
         mlperf(**options)
 
@@ -601,7 +601,7 @@ def test_a_dataset_that_is_not_evaluated_is_an_error_before_the_first_step(tmp_p
         fit(tmp_path, mlperf(monitor="valid/measured"))
 
 
-def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "sys.modules['mlperf_logging'] = None\n"
@@ -617,8 +617,8 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
     assert "pip install 'callsheet[mlperf]'" in done.stdout, done.stderr
 
 
-def test_in_a_loop_of_one_s_own(tmp_path: Path) -> None:
-    """A loop that reports neither its data nor its microbatches: these values are given."""
+def test_in_a_loop_by_hand(tmp_path: Path) -> None:
+    """The loop provides neither its data nor its microbatches, so these values are given."""
     manager = CallbackManager([mlperf(hyperparameters=GIVEN | {"micro_batch_size": 4})])
     ctx = Context(RunInfo("own", folder=tmp_path / "own"))
     manager.open(ctx)
@@ -645,7 +645,7 @@ def _leaves_no_handlers() -> Iterator[None]:
 
 
 @pytest.mark.test_all
-def test_the_example_makes_a_result_that_the_checker_accepts(tmp_path: Path) -> None:
+def test_the_checker_accepts_the_result_of_the_example(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "mlperf.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -655,7 +655,7 @@ def test_the_example_makes_a_result_that_the_checker_accepts(tmp_path: Path) -> 
 
 
 def test_a_file_is_written_line_by_line(tmp_path: Path) -> None:
-    """What a killed process leaves is whole."""
+    """The file of a killed process therefore has complete lines only."""
     result = ResultFile(tmp_path)
     result.write("run_start", epoch_num=1)
     assert result.path.read_text().endswith("}\n")

@@ -123,6 +123,6 @@ def test_rank_zero_shows_the_whole_model(parallel: str, tmp_path: Path) -> None:
     assert second == []
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="depth=-1"):
         ModelSummary(depth=-1)

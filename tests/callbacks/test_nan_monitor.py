@@ -18,7 +18,7 @@ from callsheet.core.ranks import Ranks
 
 
 class Losses:
-    """A loss function whose value at a step is given, and 0.5 elsewhere."""
+    """A loss function that returns the given values at some steps, and 0.5 at all others."""
 
     def __init__(self, special: dict[int, float]) -> None:
         self.special = special
@@ -32,7 +32,7 @@ class Losses:
 
 
 class Events(Callback):
-    """Return the names of the events, and the step at which training ended."""
+    """Records the names of the events, with their steps."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[str, int]] = []
@@ -67,23 +67,23 @@ def test_names_the_first_bad_step_at_the_next_record(tmp_path: Path, bad: float)
     assert ("on_train_step_start", 21) not in events.recorded
 
 
-def test_says_nothing_where_all_is_finite(tmp_path: Path) -> None:
+def test_finite_losses_raise_no_error(tmp_path: Path) -> None:
     fit(tmp_path, {}, max_duration="700ba", log_interval="600ba")
 
 
-def test_counts_steps_across_what_it_has_folded(tmp_path: Path) -> None:
+def test_counts_steps_beyond_its_buffer(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="at step 513 "):
         fit(tmp_path, {513: math.nan}, max_duration="600ba", log_interval="600ba")
 
 
-def test_looks_before_an_evaluation(tmp_path: Path) -> None:
+def test_checks_before_an_evaluation(tmp_path: Path) -> None:
     events = Events()
     with pytest.raises(NonFiniteError, match="at step 3 "):
         fit(tmp_path, {3: math.nan}, callbacks=(events,), max_duration="10ba", log_interval="10ba", eval_interval="5ba")
     assert not [event for event, _ in events.recorded if event.startswith("on_eval_s")]
 
 
-def test_looks_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_checks_before_a_checkpoint_is_written(tmp_path: Path) -> None:
     class Save(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 5:
@@ -94,17 +94,17 @@ def test_looks_before_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_looks_at_the_last_steps_of_a_stopped_run(tmp_path: Path) -> None:
+def test_checks_the_last_steps_of_a_stopped_run(tmp_path: Path) -> None:
     class Stop(Callback):
         def on_checkpoint_due(self, ctx: Context) -> None:
-            if ctx.step == 5:  # after the boundary has decided whether to make a record
+            if ctx.step == 5:  # after the boundary has decided whether a record is due
                 ctx.control.stop("asked for")
 
     with pytest.raises(NonFiniteError, match="at step 5 "):
         fit(tmp_path, {5: math.nan}, callbacks=(Stop(),), max_duration="10ba", log_interval="10ba")
 
 
-def test_a_sum_too_great_for_its_dtype_is_no_bad_loss(tmp_path: Path) -> None:
+def test_an_overflow_of_the_sum_is_not_a_bad_loss(tmp_path: Path) -> None:
     monitor, ctx = NaNMonitor(), Context(RunInfo("run"))
     for ctx.step in (1, 2):
         ctx.loss = torch.tensor(60000.0, dtype=torch.float16)
@@ -131,7 +131,7 @@ def two_ranks(rank: int, folder: str, event: str) -> None:
     for ctx.step in (1, 2, 3):
         ctx.loss = torch.tensor(math.nan if (rank, ctx.step) == (1, 2) else 0.5)
         manager.fire("on_train_step_end", ctx)
-    ctx.record = MetricsRecord(3, {"train/loss": math.nan})  # as reduced over the ranks
+    ctx.record = MetricsRecord(3, {"train/loss": math.nan})  # the record is reduced over the ranks
     try:
         manager.fire(event, ctx)
     except NonFiniteError as error:

@@ -37,13 +37,13 @@ from callsheet.errors import ConfigError
 from callsheet.loggers import InMemoryLogger
 from callsheet.testing import run_ranks
 
-SECRET = "T0K3N-of-ours"  # part of an address
+SECRET = "T0K3N-of-ours"  # a secret part of the URL
 NONE_OF_OURS = "the URL to notify is not an http or https URL with a host; give one such as https://example.org/hook"
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
 
-class Hook:
-    """A web server that keeps what is posted to it. It answers each request with the next of the given status codes, then with 200."""
+class WebhookServer:
+    """A web server that records what is posted to it. It answers with the given status codes in turn, then with 200."""
 
     def __init__(self, *answers: int) -> None:
         self.posts: list[dict[str, Any]] = []
@@ -90,8 +90,8 @@ class Hook:
 
 
 @contextmanager
-def hook_of(*answers: int) -> Iterator[Hook]:
-    hook = Hook(*answers)
+def hook_of(*answers: int) -> Iterator[WebhookServer]:
+    hook = WebhookServer(*answers)
     try:
         yield hook
     finally:
@@ -99,13 +99,13 @@ def hook_of(*answers: int) -> Iterator[Hook]:
 
 
 @pytest.fixture
-def hook() -> Iterator[Hook]:
+def hook() -> Iterator[WebhookServer]:
     with hook_of() as made:
         yield made
 
 
 class LogsNumbers(Callback):
-    """Logs one number after the other, a step each."""
+    """Logs the given numbers, one per step."""
 
     def __init__(self, numbers: Sequence[float] = ()) -> None:
         self.numbers = numbers
@@ -115,8 +115,8 @@ class LogsNumbers(Callback):
             ctx.log({"some/number": self.numbers[ctx.step - 1]}, across="same")
 
 
-class Does(Callback):
-    """Something at one step."""
+class CallsAtStep(Callback):
+    """Calls a function at one step."""
 
     def __init__(self, step: int, what: Callable[[], Any]) -> None:
         self.step = step
@@ -158,7 +158,7 @@ def raises(error: BaseException) -> Callable[[], None]:
 # --- which notifications are sent ---
 
 
-def test_a_run_that_finishes(hook: Hook, tmp_path: Path) -> None:
+def test_a_run_that_finishes(hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=f"{hook.url}/hook/{SECRET}"), evaluation=DATA[:1])
     assert hook.events == ["start", "end"]
     assert set(hook.paths) == {f"/hook/{SECRET}"}
@@ -170,11 +170,11 @@ def test_a_run_that_finishes(hook: Hook, tmp_path: Path) -> None:
     assert f"validation/loss: {end['metrics']['validation/loss']:.6g}" in end["text"]
 
 
-def test_a_run_that_fails(hook: Hook, tmp_path: Path) -> None:
+def test_a_run_that_fails(hook: WebhookServer, tmp_path: Path) -> None:
     error = ValueError("no such <thing>")
     error.add_note("seen at midnight")
     with pytest.raises(ValueError, match="no such"):
-        fit(tmp_path, Notify(to=hook.url), Does(3, raises(error)))
+        fit(tmp_path, Notify(to=hook.url), CallsAtStep(3, raises(error)))
     assert hook.events == ["start", "failure"]
     failure = hook.posts[1]
     assert failure["exception"] == {"type": "ValueError", "message": "no such <thing>", "span": "train_step", "rank": 0}
@@ -182,10 +182,10 @@ def test_a_run_that_fails(hook: Hook, tmp_path: Path) -> None:
         "my-run failed at step 3, in train_step, on rank 0: ValueError\nValueError: no such <thing>\n"
     )
     assert "seen at midnight" in failure["text"]
-    assert "raised by callback Does" in failure["text"]
+    assert "raised by callback CallsAtStep" in failure["text"]
 
 
-def test_a_run_that_fails_in_its_set_up(hook: Hook, tmp_path: Path) -> None:
+def test_a_run_that_fails_in_its_set_up(hook: WebhookServer, tmp_path: Path) -> None:
     def no_data() -> Any:
         raise OSError("the disk is gone")
 
@@ -195,23 +195,23 @@ def test_a_run_that_fails_in_its_set_up(hook: Hook, tmp_path: Path) -> None:
     assert "in data_init" in hook.posts[0]["text"]
 
 
-def test_a_preempted_run(hook: Hook, tmp_path: Path) -> None:
-    fit(tmp_path, Notify(to=hook.url), Does(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+def test_a_preempted_run(hook: WebhookServer, tmp_path: Path) -> None:
+    fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert hook.events == ["start", "preemption"]
     assert hook.posts[1]["text"] == "my-run is preempted by a signal at step 2"
 
 
-def test_an_interruption_is_an_end(hook: Hook, tmp_path: Path) -> None:
+def test_an_interruption_is_an_end(hook: WebhookServer, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, Notify(to=hook.url), Does(2, raises(KeyboardInterrupt())))
+        fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, raises(KeyboardInterrupt())))
     assert hook.events == ["start", "end"]
     assert hook.posts[1]["outcome"] == "interrupted"
 
 
-def test_an_exit_is_a_failure(hook: Hook, tmp_path: Path) -> None:
-    """As the run's outcome calls it."""
+def test_an_exit_is_a_failure(hook: WebhookServer, tmp_path: Path) -> None:
+    """The run's outcome is `failed` too."""
     with pytest.raises(SystemExit):
-        fit(tmp_path, Notify(to=hook.url), Does(2, raises(SystemExit(3))))
+        fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, raises(SystemExit(3))))
     assert hook.events == ["start", "failure"]
     assert hook.posts[1]["exception"]["type"] == "SystemExit"
     assert hook.posts[1]["text"].startswith("my-run failed at step 2, in train_step, on rank 0: SystemExit\nSystemExit: 3")
@@ -221,21 +221,23 @@ def test_an_exit_is_a_failure(hook: Hook, tmp_path: Path) -> None:
     ("on", "fails", "expected"),
     [("failure", False, []), ("failure", True, ["failure"]), (["end"], True, []), (["start", "end"], False, ["start", "end"])],
 )
-def test_only_what_is_asked_for(on: Any, fails: bool, expected: list[str], hook: Hook, tmp_path: Path) -> None:
+def test_only_the_requested_notifications_are_sent(
+    on: Any, fails: bool, expected: list[str], hook: WebhookServer, tmp_path: Path
+) -> None:
     try:
-        fit(tmp_path, Notify(to=hook.url, on=on), *([Does(2, raises(ValueError("x")))] if fails else []))
+        fit(tmp_path, Notify(to=hook.url, on=on), *([CallsAtStep(2, raises(ValueError("x")))] if fails else []))
     except ValueError:
         assert fails
     assert hook.events == expected
 
 
-def test_so_often(hook: Hook, tmp_path: Path) -> None:
+def test_progress_is_sent_at_the_interval(hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url, on=(), every="3ba"))
     assert [(post["event"], post["step"]) for post in hook.posts] == [("progress", 3), ("progress", 6)]
     assert hook.posts[0]["text"].startswith("my-run is at step 3, 0% of 2ep\ntrain/loss: ")
 
 
-def test_at_the_next_record(hook: Hook, tmp_path: Path) -> None:
+def test_progress_is_sent_at_the_next_record(hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url, on=(), every=3), log_interval="4ba")
     assert [post["step"] for post in hook.posts] == [4, 8]
 
@@ -255,7 +257,7 @@ NUMBERS = [3.0, 1.0, 0.5, math.nan, 1.0, 2.0, math.inf, 0.0]
         ("some/number < -1", []),
     ],
 )
-def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], hook: Hook, tmp_path: Path) -> None:
+def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url, on=(), when=rule), LogsNumbers(NUMBERS))
     assert [(post["event"], post["step"]) for post in hook.posts] == [("crossing", step) for step in expected]
     for post in hook.posts:
@@ -263,14 +265,14 @@ def test_a_rule_notifies_when_it_becomes_true(rule: str, expected: list[int], ho
         assert post["text"] == f"my-run some/number is {NUMBERS[post['step'] - 1]:.6g} ({rule}) at step {post['step']}"
 
 
-def test_several_rules_and_metrics_of_evaluations(hook: Hook, tmp_path: Path) -> None:
+def test_several_rules_and_metrics_of_evaluations(hook: WebhookServer, tmp_path: Path) -> None:
     rules = ["validation/loss < 1e9", "some/number > 2.5"]
     fit(tmp_path, Notify(to=hook.url, on=(), when=rules), LogsNumbers(NUMBERS), evaluation=DATA[:1])
     assert [(post["rule"], post["step"]) for post in hook.posts] == [(rules[1], 1), (rules[0], 4), (rules[1], 7)]
-    assert hook.posts[2]["metrics"]["some/number"] == "inf"  # which JSON does not have
+    assert hook.posts[2]["metrics"]["some/number"] == "inf"  # JSON has no infinity
 
 
-def test_an_evaluation_by_hand_is_no_crossing(hook: Hook, tmp_path: Path) -> None:
+def test_an_evaluation_by_hand_does_not_trigger_a_rule(hook: WebhookServer, tmp_path: Path) -> None:
     with trainer(
         tmp_path, Notify(to=hook.url, on=(), when="validation/loss < 1e9"), evaluation=DATA, eval_interval=None
     ) as trained:
@@ -280,7 +282,7 @@ def test_an_evaluation_by_hand_is_no_crossing(hook: Hook, tmp_path: Path) -> Non
     assert not hook.posts
 
 
-def test_a_metric_that_was_never_logged_is_named(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_was_never_logged_is_named(hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=hook.url, when=["some/numbers < 1", "some/number < 1"]), LogsNumbers(NUMBERS))
     assert [message for message in caplog.messages if "of a rule" in message] == [
@@ -292,7 +294,7 @@ def test_a_metric_that_was_never_logged_is_named(hook: Hook, tmp_path: Path, cap
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on": (), "every": "3ba", "when": ["some/number < 2", "some/number > 1e0"]}
 
-    def recorded(hook: Hook, since: int = 0) -> list[tuple[str, int]]:
+    def recorded(hook: WebhookServer, since: int = 0) -> list[tuple[str, int]]:
         return [(post.get("rule", ""), post["step"]) for post in hook.posts if post["step"] > since]
 
     with hook_of() as hook:
@@ -315,7 +317,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert hook.posts[0]["text"] == "again resumes at step 1, to 2ep (cpu)"
 
 
-def test_a_new_run_starts_from_scratch(hook: Hook, tmp_path: Path) -> None:
+def test_a_new_run_starts_from_scratch(hook: WebhookServer, tmp_path: Path) -> None:
     notify = Notify(to=hook.url, when="some/number > 100")
     fit(tmp_path, notify, LogsNumbers(NUMBERS))
     fit(tmp_path, notify, LogsNumbers(NUMBERS), run_name="other")
@@ -323,7 +325,7 @@ def test_a_new_run_starts_from_scratch(hook: Hook, tmp_path: Path) -> None:
     assert [post["run"] for post in hook.posts] == ["my-run"] * 3 + ["other"] * 3
 
 
-def test_two_fits_are_one_run(hook: Hook, tmp_path: Path) -> None:
+def test_two_fits_are_one_run(hook: WebhookServer, tmp_path: Path) -> None:
     with trainer(tmp_path, Notify(to=hook.url)) as trained:
         trained.fit("1ep")
         trained.fit("2ep")
@@ -333,10 +335,10 @@ def test_two_fits_are_one_run(hook: Hook, tmp_path: Path) -> None:
 # --- Slack and mail ---
 
 
-def test_slack(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slack(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLACK_URL", f"{hook.url}/services/{SECRET}\n")
     with pytest.raises(ValueError, match="&"):
-        fit(tmp_path, Notify(to="slack", url_env="SLACK_URL", on="failure"), Does(1, raises(ValueError("<a> & b"))))
+        fit(tmp_path, Notify(to="slack", url_env="SLACK_URL", on="failure"), CallsAtStep(1, raises(ValueError("<a> & b"))))
     (post,) = hook.posts
     assert list(post) == ["text"]
     assert "ValueError: &lt;a&gt; &amp; b" in post["text"]
@@ -345,14 +347,14 @@ def test_slack(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert hook.posts[1:] == [{"text": "my-run starts, to 2ep (cpu)"}]
 
 
-def test_a_webhook_from_the_environment(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_from_the_environment(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOK_URL", hook.url)
     fit(tmp_path, Notify(url_env="HOOK_URL"))
     assert hook.events == ["start", "end"]
 
 
-class Sink:
-    """A mail server of a few words."""
+class MailServer:
+    """A minimal mail server."""
 
     def __init__(
         self, tls: ssl.SSLContext | None = None, *, at_once: bool = False, rejects: bool = False, unknown: bytes = b""
@@ -367,7 +369,7 @@ class Sink:
                 try:
                     self.speak()
                 except (OSError, ssl.SSLError):
-                    pass  # the client went away, as it may
+                    pass  # the client may disconnect at any time
 
             def speak(self) -> None:
                 connection, is_safe = self.request, False
@@ -417,7 +419,7 @@ class Sink:
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> MailServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -426,7 +428,7 @@ class Sink:
 
 
 def test_mail(tmp_path: Path) -> None:
-    with Sink() as sink:
+    with MailServer() as sink:
         notify = Notify(
             to="mailto:me@example.org,you@example.org",
             server=f"smtp://localhost:{sink.port}",
@@ -434,7 +436,7 @@ def test_mail(tmp_path: Path) -> None:
             on="failure",
         )
         with pytest.raises(ValueError, match="two"):
-            fit(tmp_path, notify, Does(2, raises(ValueError("of\ntwo lines, and \u00fc"))))
+            fit(tmp_path, notify, CallsAtStep(2, raises(ValueError("of\ntwo lines, and \u00fc"))))
     (mail,) = sink.mails
     assert mail["Subject"] == "my-run failed at step 2, in train_step, on rank 0: ValueError"
     assert (mail["From"], mail["To"]) == ("run@example.org", "me@example.org, you@example.org")
@@ -443,9 +445,9 @@ def test_mail(tmp_path: Path) -> None:
 
 def test_a_rejected_recipient_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     to = "mailto:me@example.org,you@example.org,her@example.org"
-    with Sink(unknown=b"you@") as sink, caplog.at_level(logging.WARNING, "callsheet"):
+    with MailServer(unknown=b"you@") as sink, caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{sink.port}", on="end"))
-    assert len(sink.mails) == 1  # those who have it do not get it again
+    assert len(sink.mails) == 1  # recipients that have the mail do not get it again
     assert [message for message in caplog.messages if "did not reach" in message] == [
         "Notify: 'end' did not reach mail by localhost: it rejected 1 of 3 recipients"
     ]
@@ -453,7 +455,7 @@ def test_a_rejected_recipient_is_reported(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate of its own for `localhost`."""
+    """Return a key with a self-signed certificate for `localhost`."""
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2", "-nodes"]
     parts = ["-keyout", str(path) + ".key", "-out", str(path) + ".crt"]
@@ -472,7 +474,7 @@ def encrypting(certificate: Path) -> ssl.SSLContext:
 
 @pytest.mark.parametrize("scheme", ["smtp+starttls", "smtps"])
 @pytest.mark.parametrize("is_trusted", [True, False])
-def test_mail_with_a_password_goes_encrypted_to_whom_we_trust(
+def test_mail_with_a_password_is_sent_only_encrypted_to_a_trusted_server(
     scheme: str,
     is_trusted: bool,
     certificate: Path,
@@ -483,7 +485,7 @@ def test_mail_with_a_password_goes_encrypted_to_whom_we_trust(
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     if is_trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with Sink(encrypting(certificate), at_once=scheme == "smtps") as sink, caplog.at_level(logging.WARNING, "callsheet"):
+    with MailServer(encrypting(certificate), at_once=scheme == "smtps") as sink, caplog.at_level(logging.WARNING, "callsheet"):
         server = f"{scheme}://me@localhost:{sink.port}"
         notify = Notify(to="mailto:me@example.org", server=server, password_env="MAIL_PASSWORD", on="start", retries=0)
         fit(tmp_path, notify)
@@ -503,7 +505,7 @@ def test_a_wrong_password_is_tried_once(
 ) -> None:
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with Sink(encrypting(certificate), rejects=True) as sink, caplog.at_level(logging.WARNING, "callsheet"):
+    with MailServer(encrypting(certificate), rejects=True) as sink, caplog.at_level(logging.WARNING, "callsheet"):
         server = f"smtp+starttls://me@localhost:{sink.port}"
         fit(tmp_path, Notify(to="mailto:me@example.org", server=server, password_env="MAIL_PASSWORD", on="start"))
     assert set(sink.logins) == {("me", SECRET)}
@@ -522,7 +524,7 @@ def weights_of(trained: Trainer) -> list[Any]:
 
 def test_an_unreachable_address_is_reported_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with hook_of() as hook:
-        pass  # it is closed, and its port free
+        pass  # the server is closed and its port is free
     plain = fit(tmp_path / "plain")
     with caplog.at_level(logging.WARNING, "callsheet"):
         trained = fit(tmp_path, Notify(to=f"{hook.url}/{SECRET}", every="1ba", retries=0))
@@ -537,18 +539,18 @@ def test_an_unreachable_address_is_reported_and_changes_nothing(tmp_path: Path, 
     ("answers", "posts", "is_lost"),
     [((503, 429, 200), 3, False), ((500, 500, 500, 200), 3, True), ((404, 200), 1, True), ((302, 200), 1, True)],
 )
-def test_another_try_where_it_may_help(
+def test_a_failure_is_retried_if_that_may_help(
     answers: tuple[int, ...], posts: int, is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hook_of(*answers) as hook, caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=f"{hook.url}/{SECRET}", on="start"))
-    assert hook.paths == [f"/{SECRET}"] * posts  # nor is a redirect followed
+    assert hook.paths == [f"/{SECRET}"] * posts  # a redirect is not followed either
     assert any(f"it answered {answers[posts - 1]}" in message for message in caplog.messages) == is_lost
     assert SECRET not in caplog.text
 
 
 def test_an_endpoint_that_does_not_answer_does_not_delay_training(
-    hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hook.lets_go.clear()
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -558,13 +560,16 @@ def test_an_endpoint_that_does_not_answer_does_not_delay_training(
 
 
 @pytest.mark.test_all
-def test_what_waits_is_bounded_and_so_is_the_end(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_queue_and_the_wait_at_the_end_are_bounded(
+    hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hook.lets_go.clear()
     notify = Notify(to=hook.url, every="1ba", timeout=60)
     notify.lane_options = LaneOptions(queue=4, overflow="drop_oldest", deadline=1.0)
     memory = InMemoryLogger()
-    # On a busy machine the lane's thread may start late. Its short queue would then drop the start of training, and Notify sends nothing.
-    busy = Does(1, lambda: hook.is_asked.wait(30))
+    # On a busy machine, the lane's thread may start late. Its short queue would then drop the start of training, and Notify
+    # would send nothing.
+    busy = CallsAtStep(1, lambda: hook.is_asked.wait(30))
     start = time.monotonic()
     with caplog.at_level(logging.ERROR, "callsheet"):
         trained = fit(tmp_path, notify, busy, loggers=[memory], max_duration="20ep")
@@ -592,13 +597,13 @@ class Broken:
         raise NotDelivered("for good", is_final=True)
 
 
-def test_what_is_final_is_not_tried_again() -> None:
+def test_a_final_failure_is_not_retried() -> None:
     broken = Broken()
     assert why_not_delivered(Notification("first", facts={"event": "start"}), broken, timeout=1, retries=5) == "for good"
     assert broken.tried == 1
 
 
-def test_without_a_destination_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_destination_it_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(every="1ba"))
     assert caplog.messages == ["Notify has no address to send to; give it to= or url_env="]
@@ -614,7 +619,7 @@ def test_without_a_destination_it_says_so_once(tmp_path: Path, caplog: pytest.Lo
         (f"file:///{SECRET}", NONE_OF_OURS),
     ],
 )
-def test_a_variable_that_does_not_help_is_named(
+def test_a_bad_environment_variable_is_named(
     value: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("HOOK_URL", raising=False)
@@ -625,7 +630,7 @@ def test_a_variable_that_does_not_help_is_named(
     assert caplog.messages == [f"Notify sends nothing: {said}"]
 
 
-def test_an_url_that_python_rejects_is_not_shown(hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_url_that_python_rejects_is_not_shown(hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=f"{hook.url}/{SECRET} with a space", on="start"))
     assert "did not reach the webhook at 127.0.0.1: InvalidURL" in caplog.text
@@ -636,7 +641,9 @@ def test_an_url_that_python_rejects_is_not_shown(hook: Hook, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("kind", ["", "slack:"])
-def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_is_left_out_of_records(
+    kind: str, hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notify = Notify(to=f"{kind}http://user:{SECRET}@127.0.0.1/services/{SECRET}?key={SECRET}", on=["start"])
     spec = CallbackSpec.of(notify)
     assert spec.init_args == {"to": f"{kind}http://127.0.0.1/...", "on": ["start"]}
@@ -683,7 +690,7 @@ def test_an_address_is_left_out_of_records(kind: str, hook: Hook, tmp_path: Path
         ({"retries": -1}, "retries=-1"),
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         Notify(**options)
     assert SECRET.lower() not in str(caught.value).lower()
@@ -695,7 +702,7 @@ def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
 def on_a_rank(folder: str, url: str, failing: int) -> str:
     logging.disable(logging.CRITICAL)
     rank = int(os.environ["RANK"])
-    does = [Does(3, raises(ValueError("only here")))] if rank == failing else [Does(3, lambda: None)]
+    does = [CallsAtStep(3, raises(ValueError("only here")))] if rank == failing else [CallsAtStep(3, lambda: None)]
     try:
         with trainer(folder, Notify(to=url, when="train/loss < 1e9"), *does, timeout_seconds=20.0) as trained:
             trained.fit()
@@ -705,13 +712,13 @@ def on_a_rank(folder: str, url: str, failing: int) -> str:
 
 
 @pytest.mark.test_all
-def test_only_rank_zero_notifies(hook: Hook, tmp_path: Path) -> None:
+def test_only_rank_zero_notifies(hook: WebhookServer, tmp_path: Path) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), hook.url, -1) == ["finished"] * 2
     assert hook.events == ["start", "crossing", "end"]
     assert "on 2 ranks" in hook.posts[0]["text"]
 
 
-def test_another_ranks_failure_is_reported(hook: Hook, tmp_path: Path) -> None:
+def test_another_ranks_failure_is_reported(hook: WebhookServer, tmp_path: Path) -> None:
     ends = run_ranks(on_a_rank, 2, str(tmp_path), hook.url, 1)
     assert ends[1] == "ValueError"
     assert hook.events[-1] == "failure"

@@ -35,7 +35,7 @@ def fit(folder: Path | str, *callbacks: Callback) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
 
 
-def test_without_a_device_it_says_so_once_and_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_device_it_warns_once_and_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = fit(tmp_path / "plain")
     other = OOMObserver(folder=tmp_path / "other")
     other.name = "other"
@@ -46,7 +46,7 @@ def test_without_a_device_it_says_so_once_and_does_nothing(tmp_path: Path, caplo
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_device_the_error_comes_out_as_it_was(tmp_path: Path) -> None:
+def test_without_a_device_the_error_is_unchanged(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
         fit(tmp_path, OOMObserver(), Fails())
     assert not list(tmp_path.rglob("*.pickle"))
@@ -61,7 +61,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="max_entries=0"):
         OOMObserver(max_entries=0)
     with pytest.raises(ConfigError, match="stacks='c'"):

@@ -14,8 +14,8 @@ from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 
-class Truth(Callback):
-    """Computes the norms independently, without avoiding synchronizations, and keeps those of the records."""
+class ReferenceNorms(Callback):
+    """Computes the norms independently, in a simple and slow way, and records those of the monitor."""
 
     phase = "report"
 
@@ -42,15 +42,15 @@ class Truth(Callback):
 
 
 class Reporting(torch.optim.AdamW):
-    """Says of itself what Composer's optimizers do."""
+    """An optimizer with the reporting method of Composer's optimizers."""
 
     def report_per_parameter_metrics(self, parameter: Tensor, name: str, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         metrics[f"second_moment/{name}"] = self.state[parameter]["exp_avg_sq"].sum()
         return metrics
 
 
-def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.AdamW, **options: Any) -> Truth:
-    truth = Truth()
+def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.AdamW, **options: Any) -> ReferenceNorms:
+    truth = ReferenceNorms()
     torch.manual_seed(0)
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(12)]
     with Trainer(
@@ -69,7 +69,7 @@ def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.A
     return truth
 
 
-def check(truth: Truth, steps: list[int], kinds: tuple[str, ...]) -> None:
+def check(truth: ReferenceNorms, steps: list[int], kinds: tuple[str, ...]) -> None:
     for step in steps:
         wanted = {name: value for name, value in truth.truth[step].items() if name.split("/")[1] in kinds}
         assert truth.records[step] == pytest.approx(wanted, rel=1e-5)
@@ -79,10 +79,10 @@ def test_the_norms_are_of_the_whole_step_before_clipping(tmp_path: Path) -> None
     truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=4, weights=True), microbatch_size=1)
     check(truth, [4, 8, 12], ("grad", "weight"))
     assert truth.records[2] == truth.records[6] == {}
-    assert truth.records[4]["l2_norm/grad/global"] > 0.1  # clipped it would be 0.01
+    assert truth.records[4]["l2_norm/grad/global"] > 0.1  # after clipping, it would be 0.01
 
 
-def test_the_global_norm_alone(tmp_path: Path) -> None:
+def test_only_the_global_norm(tmp_path: Path) -> None:
     truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=2, per_parameter=False))
     assert set(truth.records[2]) == {"l2_norm/grad/global"}
 
@@ -92,10 +92,10 @@ def test_a_parameter_without_a_gradient_is_left_out(tmp_path: Path) -> None:
         def on_train_start(self, ctx: Context) -> None:
             ctx.model[0].weight.requires_grad_(False)
 
-    class NoTruth(Truth):
+    class OnlyRecords(ReferenceNorms):
         def on_clip_gradients_start(self, ctx: Context) -> None: ...
 
-    seen = NoTruth()
+    seen = OnlyRecords()
     fit_with = [Frozen(), OptimizerMonitor(batch_log_interval=2), seen]
     data = [(torch.randn(4, 3), torch.randn(4, 1))] * 2
     with Trainer(
@@ -113,7 +113,7 @@ def test_a_parameter_without_a_gradient_is_left_out(tmp_path: Path) -> None:
     assert "l2_norm/grad/0.bias" in seen.records[2]
 
 
-def test_an_infinite_gradient_is_seen(tmp_path: Path) -> None:
+def test_an_infinite_gradient_is_logged(tmp_path: Path) -> None:
     class Spoil(Callback):
         phase = "change"
 
@@ -166,7 +166,7 @@ def on_ranks(folder: str, parallel: str) -> tuple[dict[int, dict[str, float]], d
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_sharded_norms_are_those_of_the_whole(parallel: str, tmp_path: Path) -> None:
+def test_sharded_norms_equal_those_of_the_whole(parallel: str, tmp_path: Path) -> None:
     (truth, first), (_, second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert first == second
     for step, values in first.items():

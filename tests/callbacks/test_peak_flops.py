@@ -54,7 +54,7 @@ from callsheet.callbacks.support.peak_flops import PRECISIONS, device_name, peak
         ("", "", None),
     ],
 )
-def test_the_figure_is_the_devices_own(device: str, precision: str, teraflops: float | None) -> None:
+def test_the_figure_is_that_of_the_device(device: str, precision: str, teraflops: float | None) -> None:
     found = peak_flops(device, precision)
     assert found == (pytest.approx(teraflops * 1e12) if teraflops is not None else None)
 
@@ -69,5 +69,5 @@ def test_narrower_types_are_never_slower() -> None:
         assert figures == sorted(figures)
 
 
-def test_a_device_that_is_not_cuda_is_called_what_it_is() -> None:
+def test_the_name_of_a_device_that_is_not_cuda() -> None:
     assert device_name("cpu") == "cpu"

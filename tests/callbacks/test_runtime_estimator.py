@@ -39,8 +39,8 @@ def exact_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("callsheet.callbacks.runtime_estimator.time", exact)
 
 
-class Sleepy(Callback):
-    """Makes steps, the first step and evaluations take a given time; keeps the estimates with their times."""
+class TakesTime(Callback):
+    """Makes the first step, other steps and evaluations take a given time, and records the estimates."""
 
     def __init__(self, first: float = 0.0, evaluation: float = 0.0, *, stop_at: int = 0) -> None:
         self.first, self.evaluation, self.stop_at = first, evaluation, stop_at
@@ -67,7 +67,7 @@ class Sleepy(Callback):
 class Keep(Callback):
     phase = "report"
 
-    def __init__(self, into: Sleepy) -> None:
+    def __init__(self, into: TakesTime) -> None:
         self.into = into
 
     def on_log(self, ctx: Context) -> None:
@@ -75,7 +75,7 @@ class Keep(Callback):
         self.into.recorded.append((ctx.step, clock.monotonic(), values))
 
 
-def fit(folder: Path | str, sleepy: Sleepy, *estimators: Callback, **options: Any) -> Sleepy:
+def fit(folder: Path | str, sleepy: TakesTime, *estimators: Callback, **options: Any) -> TakesTime:
     data = [(torch.ones(4, 2), torch.ones(4, 1))] * 10
     arguments: dict[str, Any] = {"log_interval": "2ba", "eval_interval": None, "max_duration": "20ba"}
     with Trainer(
@@ -94,46 +94,48 @@ def fit(folder: Path | str, sleepy: Sleepy, *estimators: Callback, **options: An
     return sleepy
 
 
-def test_the_warm_up_is_left_out_and_the_estimate_comes_true(tmp_path: Path) -> None:
-    recorded = fit(tmp_path, Sleepy(first=1.0)).recorded
+def test_the_warm_up_is_left_out_and_the_estimate_is_exact(tmp_path: Path) -> None:
+    recorded = fit(tmp_path, TakesTime(first=1.0)).recorded
     for step, _, values in recorded:
-        assert values["time/remaining_estimate"] == pytest.approx((20 - step) * STEP, rel=1e-6, abs=1e-9)  # with the first: 9 s
+        assert values["time/remaining_estimate"] == pytest.approx(
+            (20 - step) * STEP, rel=1e-6, abs=1e-9
+        )  # would be 9 s if the first step counted
     assert recorded[-1][2] == {"time/remaining_estimate": 0.0}
 
 
-def test_within_an_epoch_progress_is_seen(tmp_path: Path) -> None:
-    step, _, values = fit(tmp_path, Sleepy(), max_duration="2ep").recorded[1]
+def test_estimates_take_account_of_progress_within_an_epoch(tmp_path: Path) -> None:
+    step, _, values = fit(tmp_path, TakesTime(), max_duration="2ep").recorded[1]
     assert step == 4
     assert values["time/remaining_estimate"] == pytest.approx(16 * STEP, rel=1e-6)
 
 
-def test_evaluations_to_come_are_counted(tmp_path: Path) -> None:
-    sleepy = fit(tmp_path, Sleepy(evaluation=EVALUATION), max_duration="40ba", eval_interval="10ba", log_interval="5ba")
+def test_future_evaluations_are_counted(tmp_path: Path) -> None:
+    sleepy = fit(tmp_path, TakesTime(evaluation=EVALUATION), max_duration="40ba", eval_interval="10ba", log_interval="5ba")
     by_step = {step: values["time/remaining_estimate"] for step, _, values in sleepy.recorded if values}
     assert by_step[15] == pytest.approx(25 * STEP + 3 * EVALUATION, rel=1e-6)
     assert by_step[35] == pytest.approx(5 * STEP + EVALUATION, rel=1e-6)
 
 
-def test_a_resumed_run_knows_the_pace_at_its_first_record(tmp_path: Path) -> None:
-    fit(tmp_path, Sleepy(evaluation=EVALUATION, stop_at=10), eval_interval="5ba", max_duration="20ba")
-    sleepy = Sleepy(first=0.5, evaluation=EVALUATION)
+def test_a_resumed_run_has_an_estimate_at_its_first_record(tmp_path: Path) -> None:
+    fit(tmp_path, TakesTime(evaluation=EVALUATION, stop_at=10), eval_interval="5ba", max_duration="20ba")
+    sleepy = TakesTime(first=0.5, evaluation=EVALUATION)
     estimator = RuntimeEstimator(skip_batches=5)
     fit(tmp_path, sleepy, estimator, eval_interval="5ba", max_duration="40ba", resume="auto")
     step, _, values = sleepy.recorded[0]
-    assert step == 12  # still in its warm-up; twice as long a run as when it began
+    assert step == 12  # still in the warm-up; the run is twice as long as before
     assert values["time/remaining_estimate"] == pytest.approx(28 * STEP + 6 * EVALUATION, rel=1e-6)
 
 
 def test_the_unit_is_in_the_name_and_two_work_in_one_run(tmp_path: Path) -> None:
     hours = RuntimeEstimator(time_unit="hours")
     hours.name = "time/coarse"
-    values = fit(tmp_path, Sleepy(), RuntimeEstimator(), hours).recorded[2][2]
+    values = fit(tmp_path, TakesTime(), RuntimeEstimator(), hours).recorded[2][2]
     assert set(values) == {"time/remaining_estimate", "time/coarse/remaining_estimate_hours"}
     assert values["time/coarse/remaining_estimate_hours"] * 3600 == pytest.approx(values["time/remaining_estimate"], rel=1e-6)
 
 
 def on_ranks(folder: str) -> list[dict[str, float]]:
-    return [values for _, _, values in fit(folder, Sleepy()).recorded]
+    return [values for _, _, values in fit(folder, TakesTime()).recorded]
 
 
 def test_all_ranks_report_the_same(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_all_ranks_report_the_same(tmp_path: Path) -> None:
     assert first[1]["time/remaining_estimate"] > 0
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="skip_batches=-1"):
         RuntimeEstimator(skip_batches=-1)
     with pytest.raises(ConfigError, match="did you mean 'hours'"):

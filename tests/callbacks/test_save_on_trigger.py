@@ -18,8 +18,8 @@ from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 
-class Writes(Callback):
-    """Writes the trigger at a step, as an operator would, and notes what the loop did."""
+class WritesTrigger(Callback):
+    """Writes the trigger file at a step, as an operator would, and records what the loop did."""
 
     def __init__(self, file: Path, content: str, *, at: int = 3, age: float = 0.0) -> None:
         self.file, self.content, self.at, self.age = file, content, at, age
@@ -73,9 +73,9 @@ def fit(folder: Path | str, *callbacks: Callback, steps: int = 8, **options: Any
         ("save\nevaluate\nstop\n", [("save", 3), ("evaluate", 3), ("end", 3)]),
     ],
 )
-def test_each_word_does_what_it_says_once(content: str, recorded: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_each_request_is_carried_out_once(content: str, recorded: list[tuple[str, int]], tmp_path: Path) -> None:
     file = tmp_path / "run" / "trigger"
-    writes = Writes(file, content)
+    writes = WritesTrigger(file, content)
     trainer = fit(tmp_path, SaveOnTrigger(seconds=0), writes)
     assert writes.recorded == recorded
     assert not [path for path in file.parent.iterdir() if path.name.startswith("trigger")]
@@ -84,8 +84,8 @@ def test_each_word_does_what_it_says_once(content: str, recorded: list[tuple[str
         assert writes.requested_by == ("SaveOnTrigger",)
 
 
-def test_an_empty_file_asks_for_a_save_when_it_has_settled(tmp_path: Path) -> None:
-    fresh, old = Writes(tmp_path / "fresh", ""), Writes(tmp_path / "old", "", age=5)
+def test_an_empty_file_requests_a_save_once_it_is_old_enough(tmp_path: Path) -> None:
+    fresh, old = WritesTrigger(tmp_path / "fresh", ""), WritesTrigger(tmp_path / "old", "", age=5)
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "fresh", seconds=0), fresh)
     assert fresh.recorded == [("end", 8)]
     assert fresh.file.exists()
@@ -93,14 +93,14 @@ def test_an_empty_file_asks_for_a_save_when_it_has_settled(tmp_path: Path) -> No
     assert old.recorded == [("save", 3), ("end", 8)]
 
 
-def test_a_line_without_an_end_may_be_half_written(tmp_path: Path) -> None:
-    writes = Writes(tmp_path / "trigger", "stop")
+def test_a_line_without_a_newline_may_be_incomplete(tmp_path: Path) -> None:
+    writes = WritesTrigger(tmp_path / "trigger", "stop")
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
     assert writes.recorded == [("end", 8)]
 
 
 def test_an_invalid_request_is_named_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writes = Writes(tmp_path / "trigger", "sav\n__import__('os').abort()\n\x1b[31m\n" + "x" * 100_000 + "\n", age=5)
+    writes = WritesTrigger(tmp_path / "trigger", "sav\n__import__('os').abort()\n\x1b[31m\n" + "x" * 100_000 + "\n", age=5)
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=0), writes)
     assert "unknown request 'sav'; did you mean 'save'?" in caplog.text
@@ -109,7 +109,7 @@ def test_an_invalid_request_is_named_and_removed(tmp_path: Path, caplog: pytest.
     assert not writes.file.exists()
 
 
-def test_a_link_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "target").write_text("stop\n")
     (tmp_path / "trigger").symlink_to(tmp_path / "target")
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -118,7 +118,7 @@ def test_a_link_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert (tmp_path / "target").exists()
 
 
-def test_it_looks_during_an_evaluation_too(tmp_path: Path) -> None:
+def test_it_checks_during_an_evaluation_too(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
 
     class DuringEvaluation(Callback):
@@ -129,13 +129,13 @@ def test_it_looks_during_an_evaluation_too(tmp_path: Path) -> None:
             if ctx.step == 3:
                 ctx.control.evaluate("now")
 
-    writes = Writes(tmp_path / "never", "", at=99)
+    writes = WritesTrigger(tmp_path / "never", "", at=99)
     fit(tmp_path, SaveOnTrigger(file=file, seconds=0), DuringEvaluation(), writes)
     assert writes.recorded == [("evaluate", 3), ("end", 3)]
 
 
 def test_it_checks_at_the_given_interval(tmp_path: Path) -> None:
-    writes = Writes(tmp_path / "trigger", "stop\n")
+    writes = WritesTrigger(tmp_path / "trigger", "stop\n")
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "trigger", seconds=1000), writes)
     assert writes.recorded == [("end", 8)]
 
@@ -143,14 +143,14 @@ def test_it_checks_at_the_given_interval(tmp_path: Path) -> None:
 def test_two_files_work_in_one_run(tmp_path: Path) -> None:
     other = SaveOnTrigger(file=tmp_path / "two", seconds=0)
     other.name = "two"
-    one, two = Writes(tmp_path / "one", "evaluate\n", at=2), Writes(tmp_path / "two", "save\n", at=5)
+    one, two = WritesTrigger(tmp_path / "one", "evaluate\n", at=2), WritesTrigger(tmp_path / "two", "save\n", at=5)
     fit(tmp_path, SaveOnTrigger(file=tmp_path / "one", seconds=0), other, one, two)
     assert two.recorded == [("evaluate", 2), ("save", 5), ("end", 8)]
     assert two.requested_by == ("two",)
 
 
-class Looks(Callback):
-    """Return the listed trigger files at one step."""
+class RecordsListeners(Callback):
+    """Records the list of trigger files at one step."""
 
     def __init__(self) -> None:
         self.recorded: dict[str, str] = {}
@@ -160,9 +160,9 @@ class Looks(Callback):
             self.recorded = listeners_in(ctx.run.folder or "")
 
 
-def test_while_it_looks_it_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_file_is_listed_while_the_run_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    named, looks = SaveOnTrigger(file="else/where"), Looks()
+    named, looks = SaveOnTrigger(file="else/where"), RecordsListeners()
     named.name = "other"
     fit(tmp_path, SaveOnTrigger(), named, looks)
     assert looks.recorded == {"SaveOnTrigger": "trigger", "other": str(tmp_path / "else" / "where")}
@@ -182,7 +182,7 @@ def test_it_checks_its_file_even_if_the_list_of_files_cannot_be_written(tmp_path
         def on_checkpoint_load_end(self, ctx: Context) -> None:
             (tmp_path / "run" / LISTENERS).mkdir(parents=True)
 
-    writes = Writes(tmp_path / "run" / "trigger", "stop\n")
+    writes = WritesTrigger(tmp_path / "run" / "trigger", "stop\n")
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Hinders(), SaveOnTrigger(seconds=0), writes)
     assert writes.recorded == [("end", 3)]
@@ -194,7 +194,7 @@ def on_ranks(folder: str) -> tuple[list[tuple[str, int]], int]:
         def on_train_step_start(self, ctx: Context) -> None:
             time.sleep(0.01)
 
-    writes = Writes(Path(folder, "trigger"), "save now\nstop now\n", at=3)
+    writes = WritesTrigger(Path(folder, "trigger"), "save now\nstop now\n", at=3)
     trainer = fit(folder, SaveOnTrigger(file=Path(folder, "trigger"), seconds=0), Slow(), writes, steps=400)
     return writes.recorded, trainer.ctx.step
 
@@ -208,6 +208,6 @@ def test_all_ranks_act_at_the_same_step(tmp_path: Path) -> None:
     assert len(find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints) == 1
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="seconds=-1"):
         SaveOnTrigger(seconds=-1)

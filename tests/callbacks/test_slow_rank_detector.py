@@ -35,7 +35,7 @@ CLOCK = Clock()
 
 
 class Slow(Callback):
-    """One rank sleeps in one stage, until a step."""
+    """Sleeps in one stage of the step on one rank, up to a given step."""
 
     def __init__(self, rank: int, stage: str, until: int = 10_000) -> None:
         self.rank, self.stage, self.until = rank, stage, until
@@ -76,7 +76,7 @@ class Lines(logging.Handler):
 
 def fit(folder: str | Path, slow: Slow, *detectors: Callback, **options: Any) -> Result:
     records, lines = Records(), Lines()
-    now = time.perf_counter if slow.stage == "backward" else CLOCK  # that is waited for in earnest
+    now = time.perf_counter if slow.stage == "backward" else CLOCK  # the backward really waits for the other rank
     logging.getLogger("callsheet").addHandler(lines)
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 40
     try:
@@ -122,19 +122,19 @@ def test_names_the_slow_rank_and_where_it_is_slow(stage: str, tmp_path: Path) ->
     for record in first:
         assert record[f"slow_rank/{stage}/slowest"] == 1
         assert record[f"slow_rank/{stage}/ratio"] == pytest.approx(50)
-    assert len(recorded) == 1  # at the third record, and not again
+    assert len(recorded) == 1  # at the third record, and only once
     assert f"rank 1 is slow in its {stage}: 0.05" in recorded[0]
     assert "(step 12)" in recorded[0]
     assert recorded_by_second == []
 
 
 @pytest.mark.test_all
-def test_waiting_for_each_other_in_the_backward_is_nobodys_slowness(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other_in_the_backward_are_not_slow(tmp_path: Path) -> None:
     (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "backward", 10_000, False)
     assert recorded == []
 
 
-def test_a_short_slowness_is_not_named(tmp_path: Path) -> None:
+def test_a_short_slowdown_is_not_reported(tmp_path: Path) -> None:
     (first, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 8, False)
     assert recorded == []
     assert first[0]["slow_rank/forward/ratio"] == pytest.approx(50)
@@ -143,7 +143,7 @@ def test_a_short_slowness_is_not_named(tmp_path: Path) -> None:
 def test_the_count_continues_across_a_resume(tmp_path: Path) -> None:
     (_, recorded), _ = run_ranks(on_ranks, 2, str(tmp_path), "forward", 10_000, True)
     assert len(recorded) == 1
-    assert "(step 12)" in recorded[0]  # two records before it, one after
+    assert "(step 12)" in recorded[0]  # two records before the resume, one after
 
 
 def evaluating_on_ranks(folder: str) -> Result:
@@ -152,7 +152,7 @@ def evaluating_on_ranks(folder: str) -> Result:
     return fit(folder, Slow(1, "forward"), SlowRankDetector(), other, eval_interval="4ba")
 
 
-def test_evaluations_say_nothing(tmp_path: Path) -> None:
+def test_evaluations_do_not_count(tmp_path: Path) -> None:
     (records, _), _ = run_ranks(evaluating_on_ranks, 2, str(tmp_path))
     assert [len(record) for record in records[:4]] == [12, 0, 12, 0]
 
@@ -163,7 +163,7 @@ def test_a_single_rank_is_not_compared(tmp_path: Path) -> None:
     assert records == [{}] * 5
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="factor=1"):
         SlowRankDetector(factor=1)
     with pytest.raises(ConfigError, match="patience=0"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.utils  # what has been compiled is counted here
+import torch._dynamo.utils  # counts what has been compiled
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +19,14 @@ from callsheet.trainer import Task
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled() -> None:
-    """Other tests compile in this process, and what is compiled is not counted."""
+def without_compiled_code() -> None:
+    """Remove compiled code of other tests, because FLOPs of compiled code are not counted."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 class Records(Callback):
-    """Keeps every record with its timestamp."""
+    """Records every metrics record with its timestamp."""
 
     phase = "report"
 
@@ -34,14 +34,14 @@ class Records(Callback):
         self.records: list[tuple[int, float, dict[str, float]]] = []
 
     def on_log(self, ctx: Context) -> None:
-        assert not any(name.endswith("/flops") for name in ctx.record.values)  # what was added up for the rate
+        assert not any(
+            name.endswith("/flops") for name in ctx.record.values
+        )  # the sum from which the rate is computed is not logged
         speeds = {name: value for name, value in ctx.record.values.items() if name.startswith("throughput")}
         self.records.append((ctx.step, ctx.state.timestamp.seconds, speeds))
 
 
 class SaveAndStop(Callback):
-    """Saves and stops at a step."""
-
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 5:
             ctx.control.save("to resume")
@@ -77,7 +77,7 @@ def test_the_rates_are_over_the_window_and_in_the_record_that_ends_it(tmp_path: 
         assert speeds["throughput/batches_per_second"] == pytest.approx(rate)
         assert speeds["throughput/samples_per_second"] == pytest.approx(4 * rate)
         assert speeds["throughput/device/samples_per_second"] == pytest.approx(4 * rate)
-        assert "throughput/tokens_per_second" not in speeds  # nothing here is a token
+        assert "throughput/tokens_per_second" not in speeds  # the data has no tokens
 
 
 def test_tokens_are_logged_if_they_are_counted(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_window_shorter_than_the_log_interval_is_that_interval(tmp_path: Path)
     assert speeds["throughput/batches_per_second"] == pytest.approx(6 / (second - first))
 
 
-def test_an_evaluations_record_has_no_speed_and_moves_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_s_record_has_no_speed_and_does_not_move_the_window(tmp_path: Path) -> None:
     records = fit(tmp_path, SpeedMonitor(window_size=100), log_interval="4ba", eval_interval="4ba", max_duration="8ba").records
     assert [bool(speeds) for _, _, speeds in records] == [True, False, True, False]
     _, seconds, speeds = records[2]
@@ -123,7 +123,7 @@ def test_the_window_continues_across_a_resume(tmp_path: Path) -> None:
     resumed = fit(tmp_path, SpeedMonitor(window_size=100), log_interval="2ba", eval_interval=None, resume="auto").records
     step, seconds, speeds = resumed[0]
     assert step == 6
-    assert speeds["throughput/batches_per_second"] == pytest.approx(6 / seconds)  # from the first process's start
+    assert speeds["throughput/batches_per_second"] == pytest.approx(6 / seconds)  # measured from the first process on
 
 
 def test_a_new_run_has_a_new_window(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ PER_SAMPLE = DEPTH * 3 * 2 * 8 * 8 - 2 * 8 * 8 + 3 * 2 * 8 * 4
 
 
 class Net(nn.Module):
-    """Layers that may be recomputed in the backward."""
+    """A model whose layers can be recomputed in the backward."""
 
     def __init__(self, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -170,26 +170,26 @@ class Net(nn.Module):
         return self.last(inputs)
 
 
-class SaysMethod(Net):
-    """Has a method of its own, which keeps what it was asked."""
+class FlopsByMethod(Net):
+    """Reports its FLOPs by a method, which records the batch sizes."""
 
     def flops_per_batch(self, batch: Any) -> Any:
         vars(self).setdefault("asked", []).append(len(batch[0]))
         return 100 * len(batch[0])
 
 
-class SaysTensor(Net):
-    """Its method gives a tensor, as one that counts labels would."""
+class FlopsAsTensor(Net):
+    """Reports its FLOPs as a tensor, as a method that counts labels would."""
 
     def floating_point_ops(self, inputs: Any) -> Any:
         return (inputs[0] == inputs[0]).sum()
 
 
-class SaysNumber(Net):
+class FlopsAsNumber(Net):
     flops_per_batch = 1000
 
 
-class SaysNonsense(Net):
+class FlopsAsText(Net):
     flops_per_batch = "many"
 
 
@@ -197,7 +197,7 @@ SIZES = (4, 6, 4, 2, 4, 4)
 
 
 def train(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None, **options: Any) -> tuple[Records, Any]:
-    """A short run over batches of several sizes; its records and its weights."""
+    """Train on batches of several sizes, and return the records and the weights."""
     torch.manual_seed(0)
     model = model or Net()
     generator = torch.Generator().manual_seed(1)
@@ -236,13 +236,13 @@ def flops_per_sample(records: Records) -> list[float]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}, {"precision": "bf16"}])
-def test_a_model_is_counted_without_what_it_computes_again(options: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
+def test_recomputation_does_not_count(options: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     records, _ = train(tmp_path, SpeedMonitor(window_size=2), model=Net(recomputes=recomputes), **options)
     assert flops_per_sample(records) == pytest.approx([PER_SAMPLE] * len(records.records))
 
 
-def test_the_rate_is_of_what_was_computed_in_the_window(tmp_path: Path) -> None:
-    """The first step is not counted, so its record has no rate; the rate of a later record is that of its window."""
+def test_the_rate_is_that_of_the_window(tmp_path: Path) -> None:
+    """The first step is not counted, so its record has no rate. A later record has the rate of its window."""
     records = train(tmp_path, SpeedMonitor(window_size=1), log_interval=1)[0].records
     assert "throughput/flops_per_second" not in records[0][2]
     for (_, before, _), (_, seconds, speeds), size in zip(records, records[1:], SIZES[1:], strict=False):
@@ -257,8 +257,8 @@ class Tokens(Task):
         return outputs.sum()
 
 
-class ListensTo(SpeedMonitor):
-    """Notes the steps whose batches it receives."""
+class RecordsFetches(SpeedMonitor):
+    """Records the steps at which it receives batches."""
 
     def __init__(self) -> None:
         super().__init__(window_size=2)
@@ -269,8 +269,8 @@ class ListensTo(SpeedMonitor):
         self.steps.append(ctx.step + 1)
 
 
-def of_tokens(folder: Path | str, *callbacks: Callback, name: str = "input_ids", **options: Any) -> list[float]:
-    """FLOPs a token, of each record of a run over batches of several lengths."""
+def flops_per_token(folder: Path | str, *callbacks: Callback, name: str = "input_ids", **options: Any) -> list[float]:
+    """Train on batches of several lengths, and return the FLOPs per token of each record."""
     lengths = (5, 7, 3, 8, 4, 6, 9, 2)
     records = Records()
     with Trainer(
@@ -296,29 +296,29 @@ def of_tokens(folder: Path | str, *callbacks: Callback, name: str = "input_ids",
 PER_TOKEN = 3 * 2 * 4 * 8
 
 
-def test_tokens_count_where_batches_are_dictionaries(tmp_path: Path) -> None:
-    """Once the run has counted the tokens itself, the batches are no longer read."""
-    monitor = ListensTo()
-    assert of_tokens(tmp_path, monitor) == pytest.approx([PER_TOKEN] * 4)
+def test_tokens_are_counted_if_batches_are_dictionaries(tmp_path: Path) -> None:
+    """Once the run counts the tokens itself, the monitor no longer receives batches."""
+    monitor = RecordsFetches()
+    assert flops_per_token(tmp_path, monitor) == pytest.approx([PER_TOKEN] * 4)
     assert monitor.steps == [1, 2]
 
 
-def test_tokens_count_on_across_a_resume(tmp_path: Path) -> None:
-    before = of_tokens(tmp_path, ListensTo(), SavesAndStops(5, stops=True))
-    monitor = ListensTo()
-    assert before + of_tokens(tmp_path, monitor, resume="auto") == pytest.approx([PER_TOKEN] * 5)
-    assert monitor.steps == [6]  # in which it is found that nothing is left to be counted
+def test_the_token_count_continues_across_a_resume(tmp_path: Path) -> None:
+    before = flops_per_token(tmp_path, RecordsFetches(), SavesAndStops(5, stops=True))
+    monitor = RecordsFetches()
+    assert before + flops_per_token(tmp_path, monitor, resume="auto") == pytest.approx([PER_TOKEN] * 5)
+    assert monitor.steps == [6]  # then the monitor finds that the run counts the tokens
 
 
 def test_without_counted_tokens_it_receives_all_batches(tmp_path: Path) -> None:
-    monitor = ListensTo()
+    monitor = RecordsFetches()
     train(tmp_path, monitor)
-    assert monitor.steps == list(range(1, len(SIZES) + 2))  # the last finds the data at its end
+    assert monitor.steps == list(range(1, len(SIZES) + 2))  # the last fetch finds the end of the data
 
 
 def tokens_on_ranks(folder: str) -> tuple[list[float], list[int]]:
-    monitor = ListensTo()
-    return of_tokens(folder, monitor), monitor.steps
+    monitor = RecordsFetches()
+    return flops_per_token(folder, monitor), monitor.steps
 
 
 def test_tokens_are_counted_equally_on_all_ranks(tmp_path: Path) -> None:
@@ -327,44 +327,44 @@ def test_tokens_are_counted_equally_on_all_ranks(tmp_path: Path) -> None:
         assert steps == [1, 2]
 
 
-def test_the_model_is_asked_where_it_says_what_a_batch_has(tmp_path: Path) -> None:
-    model = SaysMethod()
+def test_the_flops_that_a_model_reports_are_used(tmp_path: Path) -> None:
+    model = FlopsByMethod()
     records, _ = train(tmp_path, SpeedMonitor(), model=model, microbatch_size=2, log_interval=1)
-    assert model.asked == list(SIZES)  # whole batches, one after the other
+    assert model.asked == list(SIZES)  # whole batches, in order
     assert flops_per_sample(records) == pytest.approx([100.0] * 6)
-    assert flops_per_sample(train(tmp_path / "tensor", SpeedMonitor(), model=SaysTensor())[0]) == pytest.approx([8.0] * 3)
-    for _, _, speeds in train(tmp_path / "number", SpeedMonitor(), model=SaysNumber())[0].records:
+    assert flops_per_sample(train(tmp_path / "tensor", SpeedMonitor(), model=FlopsAsTensor())[0]) == pytest.approx([8.0] * 3)
+    for _, _, speeds in train(tmp_path / "number", SpeedMonitor(), model=FlopsAsNumber())[0].records:
         assert speeds["throughput/flops_per_second"] / speeds["throughput/batches_per_second"] == pytest.approx(1000)
 
 
-def test_a_model_that_says_no_number_is_rejected(tmp_path: Path) -> None:
+def test_a_model_that_reports_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the model reports 'many' as the FLOPs of a batch"):
-        train(tmp_path, SpeedMonitor(), model=SaysNonsense())
+        train(tmp_path, SpeedMonitor(), model=FlopsAsText())
 
 
-def test_utilization_is_of_the_peak_that_is_given(tmp_path: Path) -> None:
-    for _, _, speeds in train(tmp_path, SpeedMonitor(peak_flops=2e9), model=SaysNumber())[0].records:
+def test_utilization_is_relative_to_the_given_peak(tmp_path: Path) -> None:
+    for _, _, speeds in train(tmp_path, SpeedMonitor(peak_flops=2e9), model=FlopsAsNumber())[0].records:
         assert speeds["throughput/device/mfu"] == pytest.approx(speeds["throughput/device/flops_per_second"] / 2e9)
 
 
 class OnAnotherDevice(Callback):
-    """Makes the run's device an unknown one."""
+    """Changes the run's device to an unknown one."""
 
     def on_run_start(self, ctx: Context) -> None:
         ctx.run.device = "new:0"
 
 
-def test_an_unknown_device_has_no_utilization_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_device_has_no_utilization_and_a_single_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
-    train(tmp_path, OnAnotherDevice(), SpeedMonitor(), model=SaysNumber(), log_interval=1)
+    train(tmp_path, OnAnotherDevice(), SpeedMonitor(), model=FlopsAsNumber(), log_interval=1)
     (said,) = [record.getMessage() for record in caplog.records if "MFU" in record.getMessage()]
     assert "'new:0'" in said
     assert "give peak_flops=" in said
 
 
-def test_nothing_is_said_of_utilization_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_there_is_no_warning_about_utilization(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
-    records, _ = train(tmp_path, SpeedMonitor(), model=SaysNumber(), log_interval=1)
+    records, _ = train(tmp_path, SpeedMonitor(), model=FlopsAsNumber(), log_interval=1)
     assert "MFU" not in caplog.text
     assert any("flops" in name for _, _, speeds in records.records for name in speeds)
     assert not any("mfu" in name for _, _, speeds in records.records for name in speeds)
@@ -372,7 +372,7 @@ def test_nothing_is_said_of_utilization_on_a_cpu(tmp_path: Path, caplog: pytest.
 
 def test_flops_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
-    model = SaysMethod()
+    model = FlopsByMethod()
     records, _ = train(tmp_path, SpeedMonitor(count_flops=False), model=model)
     assert flops_per_sample(records) == []
     assert not hasattr(model, "asked")
@@ -395,7 +395,7 @@ def test_a_model_without_a_known_operation_is_warned_about(tmp_path: Path, caplo
 
 
 class Attends(nn.Module):
-    """Convolution, attention and dropout."""
+    """A model with convolution, attention and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ def test_counting_changes_nothing(kind: type[nn.Module], options: dict[str, Any]
 
 
 def test_two_monitors_both_count_and_leave_nothing_behind(tmp_path: Path) -> None:
-    """They may not count in one step: what is entered first would be left first, and torch takes no note of whose turn it is."""
+    """They must not count in the same step: torch's dispatch modes must be left in the reverse of the order of entry."""
     other = SpeedMonitor()
     other.name = "throughput/other"
     records = train(tmp_path, SpeedMonitor(), other)[0].records
@@ -429,7 +429,7 @@ def test_two_monitors_both_count_and_leave_nothing_behind(tmp_path: Path) -> Non
     assert speeds["throughput/flops_per_second"] / samples == pytest.approx(PER_SAMPLE)
     assert "throughput/flops" not in speeds
     _, seconds, _ = records[-1]
-    _, before, _ = records[0]  # the other one counts in step 3: the first record came too early for it
+    _, before, _ = records[0]  # the other monitor counts in step 3, too late for the first record
     recorded = speeds["throughput/other/flops_per_second"] * (seconds - before)
     assert recorded == pytest.approx(sum(SIZES[2:]) * PER_SAMPLE)
     assert not is_in_torch_dispatch_mode(include_infra_modes=True)
@@ -452,7 +452,7 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 class SavesAndStops(Callback):
-    """Saves at a step between two records, and may stop there."""
+    """Saves at a step, and stops there if `stops`."""
 
     def __init__(self, step: int, *, stops: bool) -> None:
         self.step = step
@@ -466,9 +466,11 @@ class SavesAndStops(Callback):
 
 
 @pytest.mark.parametrize(("step", "recorded"), [(1, 2), (3, 2), (4, 1)])
-@pytest.mark.parametrize("kind", [Net, SaysNumber])
-def test_a_resumed_run_logs_what_an_unbroken_one_logs(step: int, recorded: int, kind: type[nn.Module], tmp_path: Path) -> None:
-    """Saved between two records as well; where nothing was counted yet, that is done in the second step of the other process."""
+@pytest.mark.parametrize("kind", [Net, FlopsAsNumber])
+def test_a_resumed_run_logs_the_same_as_an_uninterrupted_one(
+    step: int, recorded: int, kind: type[nn.Module], tmp_path: Path
+) -> None:
+    """One checkpoint is between two records. If nothing was counted before, the resumed process counts in its second step."""
     monitor = SpeedMonitor(window_size=2)
     unbroken = flops_per_sample(train(tmp_path, monitor, SavesAndStops(step, stops=False), model=kind())[0])
     rest = flops_per_sample(train(tmp_path, SpeedMonitor(window_size=2), model=kind(), resume="auto")[0])
@@ -477,8 +479,8 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(step: int, recorded: int, 
     assert len(rest) == (recorded if kind is Net else 3 - step // 2)
 
 
-def test_what_was_counted_is_kept_and_not_counted_again(tmp_path: Path) -> None:
-    """Other layers are frozen in the second step of another process: the resumed curve continues unchanged."""
+def test_counted_flops_are_kept_in_the_checkpoint(tmp_path: Path) -> None:
+    """The resumed process has frozen layers, but keeps the earlier count instead of counting again."""
     train(tmp_path, SpeedMonitor(), SavesAndStops(4, stops=True))
     other = Net()
     other.layers.requires_grad_(False)
@@ -499,7 +501,7 @@ def test_a_new_run_counts_from_zero(tmp_path: Path) -> None:
 # --- torch.compile ---
 
 
-def test_what_is_compiled_is_not_counted_and_stays_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_code_is_not_counted_and_stays_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
     compile = {"backend": "aot_eager", "dynamic": True}
     _, bare = train(tmp_path / "bare", compile=compile)
@@ -515,7 +517,7 @@ def test_what_is_compiled_is_not_counted_and_stays_compiled(tmp_path: Path, capl
 
 
 def test_a_compiled_model_reports_its_own_flops(tmp_path: Path) -> None:
-    records, _ = train(tmp_path, SpeedMonitor(peak_flops=1e9), model=SaysMethod(), compile={"backend": "eager"})
+    records, _ = train(tmp_path, SpeedMonitor(peak_flops=1e9), model=FlopsByMethod(), compile={"backend": "eager"})
     assert flops_per_sample(records) == pytest.approx([100.0] * 3)
     assert all("throughput/device/mfu" in speeds for _, _, speeds in records.records)
 
@@ -545,7 +547,7 @@ def test_the_flops_of_all_ranks_are_logged_and_training_is_unchanged(parallel: s
         assert weights == bare_weights
 
 
-def test_rejects_what_cannot_work() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="peak_flops=0"):
         SpeedMonitor(peak_flops=0)
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):

@@ -16,7 +16,7 @@ from callsheet.testing import run_ranks
 
 
 class Busy(Callback):
-    """Idles until step 4, then computes and sends; on one rank."""
+    """Is idle until step 4, then computes and sends data, on one rank."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -57,7 +57,7 @@ def fit(folder: Path | str, *callbacks: Callback) -> list[dict[str, float]]:
     return records.records
 
 
-def test_logs_what_the_process_and_the_machine_did_since_the_last_record(tmp_path: Path) -> None:
+def test_logs_the_activity_of_process_and_machine_since_the_last_record(tmp_path: Path) -> None:
     idle, busy, *_ = fit(tmp_path, Busy(), SystemMetricsMonitor(seconds=0))
     assert 2 * idle["system/process_cpu_percent"] < busy["system/process_cpu_percent"]
     assert busy["system/network_sent_per_second"] > 1e6 + idle["system/network_sent_per_second"]
@@ -68,7 +68,7 @@ def test_logs_what_the_process_and_the_machine_did_since_the_last_record(tmp_pat
 
 
 class Clock(Callback):
-    """A clock for the monitor by which each step takes 0.05 s, however busy the machine is."""
+    """A clock for the monitor that advances by 0.05 s per step, independently of the machine's load."""
 
     seconds = 1.0
 
@@ -79,7 +79,7 @@ class Clock(Callback):
         return self.seconds
 
 
-def test_looks_at_the_first_record_and_then_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_at_the_first_record_and_then_at_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(system_metrics_monitor, "time", clock)
     first, *rest = fit(tmp_path, clock, Busy(), SystemMetricsMonitor(seconds=0.35))  # records are 0.2 s apart
@@ -88,7 +88,7 @@ def test_looks_at_the_first_record_and_then_now_and_then(tmp_path: Path, monkeyp
     assert rest[2] == rest[1]
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="seconds=-1"):
         SystemMetricsMonitor(seconds=-1)
 
@@ -104,13 +104,13 @@ def on_ranks(folder: str) -> list[dict[str, float]]:
     return fit(folder, Busy(rank=1), SystemMetricsMonitor(seconds=0))
 
 
-def test_all_ranks_log_the_busiest(tmp_path: Path) -> None:
+def test_all_ranks_log_the_maximum(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
-    assert first[1]["system/process_cpu_percent"] > 5  # the machine may be busy with more
+    assert first[1]["system/process_cpu_percent"] > 5  # the exact value depends on the machine's load
 
 
-def test_an_evaluation_alone_says_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_without_training_logs_nothing(tmp_path: Path) -> None:
     records = Records()
     with Trainer(
         nn.Linear(2, 1),

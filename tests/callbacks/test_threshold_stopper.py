@@ -22,7 +22,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
 
 class LogsNumbers(Callback):
-    """Logs one number after the other, a step each, and one an evaluation: on rank 1 with a share of its own."""
+    """Logs the given numbers, one per step and one per evaluation; rank 1 logs `rank_one` more in each step."""
 
     def __init__(self, steps: Sequence[float], evaluations: Sequence[float] = (), rank_one: float = 0.0) -> None:
         self.steps = list(steps)
@@ -52,7 +52,7 @@ def trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def steps(folder: Path, stopper: ThresholdStopper, logs: LogsNumbers, *callbacks: Callback, **options: Any) -> tuple[int, str]:
-    """After how many steps training ended, and how."""
+    """Return the number of steps after which training ended, and the outcome."""
     with trainer(folder, logs, stopper, *callbacks, **options) as trained:
         trained.fit()
     return trained.state.timestamp.batch, str(trained.run.outcome)
@@ -85,12 +85,12 @@ def test_stops_at_the_record_that_reaches_it(
     assert steps(tmp_path, stopper(**options), LogsNumbers(numbers)) == (expected, "stopped" if expected < 12 else "finished")
 
 
-def test_a_record_is_looked_at_at_its_boundary(tmp_path: Path) -> None:
+def test_a_record_is_checked_at_its_boundary(tmp_path: Path) -> None:
     assert steps(tmp_path, stopper(), LogsNumbers(RISES), log_interval="3ba") == (6, "stopped")
 
 
 @pytest.mark.parametrize(("monitor", "expected"), [("train/loss", 1), ("validation/loss", 4)])
-def test_what_is_lost_is_to_fall(tmp_path: Path, monitor: str, expected: int) -> None:
+def test_a_loss_has_to_fall(tmp_path: Path, monitor: str, expected: int) -> None:
     assert steps(tmp_path, stopper(monitor=monitor, threshold=1e6), LogsNumbers(RISES))[0] == expected
 
 
@@ -100,7 +100,7 @@ def test_stops_at_the_evaluation_that_reaches_it(tmp_path: Path, records: str) -
     assert steps(tmp_path, reached, LogsNumbers(RISES, [1, 6, 1])) == (8, "stopped")
 
 
-def test_an_evaluation_by_hand_decides_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
     with trainer(tmp_path, LogsNumbers(RISES, [1, 2, 3]), stopper(monitor="validation/score")) as trained:
         trained.evaluate()
         trained.fit("1ep")
@@ -132,7 +132,7 @@ def test_a_metric_that_is_logged_is_not_named(tmp_path: Path, caplog: pytest.Log
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, records: str) -> None:
     numbers = [6.0, 1, 1, 4, 4, 6, 6, 6, 6, 6, 6, 6] if records == "epoch" else [1.0] * 5 + [6.0] * 7
     saver = CheckpointSaver(keep=None, save_interval="1ba")
-    # in the records of every third step the epoch's last is the one of step 6
+    # with a record every third step, the last record of the epoch is that of step 6
     options = {"log_interval": "3ba", "eval_interval": None} if records == "epoch" else {}
     expected = (8 if records == "epoch" else 6, "stopped")
     assert steps(tmp_path, stopper(records=records), LogsNumbers(numbers), saver, **options) == expected
@@ -143,7 +143,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, records: str)
         )
 
 
-def test_a_stopped_run_continues_only_if_the_threshold_has_moved(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_only_with_another_threshold(tmp_path: Path) -> None:
     assert steps(tmp_path, stopper(), LogsNumbers(RISES), CheckpointSaver()) == (5, "stopped")
     assert steps(tmp_path, stopper(), LogsNumbers(RISES), resume="auto") == (5, "stopped")
     assert steps(tmp_path, stopper(threshold=7.0), LogsNumbers(RISES), resume="auto") == (7, "stopped")
@@ -162,7 +162,7 @@ def test_two_work_in_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"threshold": math.nan}, {"mode": "above"}, {"records": "some"}, {"monitor": ""}])
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         stopper(**options)
 
@@ -175,5 +175,5 @@ def on_a_rank(folder: str, rank_one: float) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("rank_one", "expected"), [(0.0, 5), (4.0, 3), (math.inf, 1)])
-def test_two_ranks_stop_together_on_what_they_have_in_common(tmp_path: Path, rank_one: float, expected: int) -> None:
+def test_two_ranks_stop_together_on_the_reduced_value(tmp_path: Path, rank_one: float, expected: int) -> None:
     assert run_ranks(on_a_rank, 2, str(tmp_path), rank_one) == [(expected, "stopped")] * 2

@@ -21,7 +21,7 @@ BATCH = (torch.ones(2, 2), torch.ones(2, 1))
 
 
 class Clock:
-    """Replaces the module `time`: only `Slow` makes it advance, so that a busy machine changes no test."""
+    """Replaces the module `time`. Only `Slow` advances it, so tests do not depend on the machine's load."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Slow(Callback):
-    """Makes an event take some time: of a clock, or real time."""
+    """Makes an event take some time, on the given clock or in real time."""
 
     def __init__(self, event: str, seconds: float, *, clock: Clock | None = None, rank: int | None = None) -> None:
         self.event = event
@@ -94,14 +94,14 @@ def test_stops_by_the_real_clock(tmp_path: Path) -> None:
     assert trained.run.outcome == "stopped"
 
 
-def test_a_run_that_is_done_in_time_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_time_is_not_stopped(tmp_path: Path) -> None:
     with trainer(tmp_path, TimeLimit(limit="1h")) as trained:
         trained.fit()
     assert (trained.run.outcome, trained.state.timestamp.batch) == ("finished", 1000)
     assert kinds(tmp_path) == {}
 
 
-def test_leaves_saving_to_others(tmp_path: Path, clock: Clock) -> None:
+def test_without_saving_no_checkpoint_is_requested(tmp_path: Path, clock: Clock) -> None:
     limit = TimeLimit(limit=0.5, save=False)
     with trainer(tmp_path, limit, Slow("on_train_step_end", 0.125, clock=clock)) as trained:
         trained.fit()
@@ -113,7 +113,7 @@ def test_the_set_up_counts(tmp_path: Path, clock: Clock) -> None:
     with trainer(tmp_path, TimeLimit(limit=0.25), Slow("on_data_init_start", 0.25, clock=clock)) as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 0
-    assert kinds(tmp_path) == {}  # there is nothing new to save
+    assert kinds(tmp_path) == {}  # no step was trained, so there is nothing to save
 
 
 def test_an_evaluation_counts(tmp_path: Path, clock: Clock) -> None:
@@ -125,14 +125,14 @@ def test_an_evaluation_counts(tmp_path: Path, clock: Clock) -> None:
 
 
 def saved_after(folder: Path, clock: Clock, seconds: float) -> None:
-    """A run that took so long, and was saved and stopped after a step."""
+    """Train a run that took `seconds`, and was saved after its only step."""
     slow = Slow("on_data_init_start", seconds, clock=clock)
     with trainer(folder, TimeLimit(limit="1h"), CheckpointSaver(), slow) as trained:
         trained.fit("1ba")
 
 
 @pytest.mark.parametrize(("across", "steps"), [(True, 2), (False, 8)])
-def test_what_earlier_processes_took_counts_if_it_is_to(tmp_path: Path, clock: Clock, across: bool, steps: int) -> None:
+def test_the_time_of_earlier_processes_counts_with_across_resumes(tmp_path: Path, clock: Clock, across: bool, steps: int) -> None:
     saved_after(tmp_path, clock, 0.75)
     limit = TimeLimit(limit=1.0, across_resumes=across)
     with trainer(tmp_path, limit, Slow("on_train_step_end", 0.125, clock=clock), resume="auto") as trained:
@@ -140,7 +140,7 @@ def test_what_earlier_processes_took_counts_if_it_is_to(tmp_path: Path, clock: C
     assert (trained.run.outcome, trained.state.timestamp.batch - 1) == ("stopped", steps)
 
 
-def test_a_run_that_is_over_trains_no_further_when_it_is_resumed(tmp_path: Path, clock: Clock) -> None:
+def test_a_run_at_its_limit_does_not_continue_when_resumed(tmp_path: Path, clock: Clock) -> None:
     saved_after(tmp_path, clock, 0.5)
     with trainer(tmp_path, TimeLimit(limit=0.5), resume="auto") as trained:
         trained.fit()
@@ -158,7 +158,7 @@ def test_the_clock_starts_again_with_a_new_run_and_stops_between_runs(tmp_path: 
         assert limit.state_dict()["seconds"] == 0.375
 
 
-def test_two_limits_of_one_run(tmp_path: Path, clock: Clock) -> None:
+def test_two_limits_in_one_run(tmp_path: Path, clock: Clock) -> None:
     job, run = TimeLimit(limit=0.25, across_resumes=False), TimeLimit(limit="1h")
     job.name = "job"
     with trainer(tmp_path, job, run, Slow("on_train_step_end", 0.125, clock=clock)) as trained:
@@ -169,7 +169,7 @@ def test_two_limits_of_one_run(tmp_path: Path, clock: Clock) -> None:
 @pytest.mark.parametrize(
     "options", [{"limit": "10ba"}, {"limit": 0}, {"limit": "-1sec"}, {"limit": 60, "margin": "1m"}, {"limit": "1m", "margin": -1}]
 )
-def test_rejects_what_cannot_work(options: dict[str, Any]) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         TimeLimit(**options)
 

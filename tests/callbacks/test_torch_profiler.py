@@ -17,7 +17,7 @@ from callsheet.testing import run_ranks
 
 
 class Marks(Callback):
-    """Marks every step in the trace by its number; fails at one; saves and stops at another."""
+    """Marks every step in the trace with its number. Fails at step `fails_at`, and saves and stops at step `stops_at`."""
 
     def __init__(self, fails_at: int = 0, stops_at: int = 0) -> None:
         self.fails_at, self.stops_at = fails_at, stops_at
@@ -52,7 +52,7 @@ def fit(folder: Path | str, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def traces(folder: Path) -> dict[str, list[int]]:
-    """The steps that each trace holds, by the file's name."""
+    """Return the steps in each trace, by file name."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
@@ -68,17 +68,17 @@ def test_profiles_the_given_steps(tmp_path: Path) -> None:
     }
 
 
-def test_from_the_first_step_and_for_ever(tmp_path: Path) -> None:
+def test_profiles_from_the_first_step_and_repeats_without_end(tmp_path: Path) -> None:
     fit(tmp_path, Marks(), TorchProfiler(skip_first=0, wait=0, warmup=0, active=6, repeat=0))
     assert traces(tmp_path / "run" / "traces") == {
         "TorchProfiler-step6-rank0.json": [1, 2, 3, 4, 5, 6],
         "TorchProfiler-step12-rank0.json": [7, 8, 9, 10, 11, 12],
         "TorchProfiler-step18-rank0.json": [13, 14, 15, 16, 17, 18],
-        "TorchProfiler-step20-rank0.json": [19, 20],  # cut short by the end
+        "TorchProfiler-step20-rank0.json": [19, 20],  # shortened by the end of the run
     }
 
 
-def test_what_led_to_an_exception_is_written(tmp_path: Path) -> None:
+def test_the_steps_before_an_exception_are_written(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         fit(tmp_path, Marks(fails_at=6), TorchProfiler(skip_first=3, wait=0, warmup=1, active=5))
     assert not torch._C._autograd._profiler_enabled()
@@ -105,7 +105,7 @@ def test_two_work_in_one_run_one_at_a_time(tmp_path: Path, caplog: pytest.LogCap
     assert "overlapping: the steps from 10 on are not profiled" in caplog.text
 
 
-def test_of_two_that_would_warm_up_together_one_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_two_that_would_warm_up_together_only_one_profiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, other = (TorchProfiler(skip_first=1, wait=0, warmup=2, active=2) for _ in range(2))
     one.name, other.name = "one", "other"
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -114,7 +114,7 @@ def test_of_two_that_would_warm_up_together_one_is_left_out(tmp_path: Path, capl
     assert "other: the steps from 2 on are not profiled" in caplog.text
 
 
-def test_another_profiler_is_left_alone(tmp_path: Path) -> None:
+def test_another_profiler_is_not_disturbed(tmp_path: Path) -> None:
     with profile() as theirs:
         data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
         with Trainer(
@@ -145,6 +145,6 @@ def test_each_rank_writes_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_rejects_what_cannot_be() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="active=0: give 1 or more"):
         TorchProfiler(active=0)

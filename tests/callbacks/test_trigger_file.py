@@ -14,8 +14,8 @@ from callsheet.errors import ConfigError
 from callsheet.report import leave_request, withdraw_request
 
 
-class Leaves(Callback):
-    """Leaves requests at a step, as another program would."""
+class LeavesRequests(Callback):
+    """Writes requests to the trigger file at a step, as another program would."""
 
     def on_train_step_start(self, ctx: Context) -> None:
         assert ctx.run.folder is not None
@@ -25,14 +25,14 @@ class Leaves(Callback):
             leave_request(ctx.run.folder / "trigger", "stop", "for it")
 
 
-def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
+def test_requests_in_the_file_are_carried_out(tmp_path: Path) -> None:
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 8
     with Trainer(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
         data,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        callbacks=[SaveOnTrigger(seconds=0), Leaves()],
+        callbacks=[SaveOnTrigger(seconds=0), LeavesRequests()],
         runs_folder=tmp_path,
         run_name="run",
         device="cpu",
@@ -43,7 +43,7 @@ def test_what_is_left_is_carried_out(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", "run.json"}
 
 
-def test_waiting_requests_stay_and_none_is_there_twice(tmp_path: Path) -> None:
+def test_pending_requests_are_kept_without_duplicates(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
     line = leave_request(file, "save", "one\nsave two")
     assert line == "save one save two"
@@ -54,11 +54,11 @@ def test_waiting_requests_stay_and_none_is_there_twice(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trigger"]
 
 
-def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
+def test_requests_of_an_operator_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "trigger"
     file.touch()
     leave_request(file, "stop")
-    assert sorted(file.read_text().splitlines()) == ["save", "stop"]  # `touch` asks for a save
+    assert sorted(file.read_text().splitlines()) == ["save", "stop"]  # an empty file requests a save
     file.write_text("evaluate without an end")
     line = leave_request(file, "stop", "x" * 5000)
     assert sorted(file.read_text().splitlines()) == ["evaluate without an end", line]
@@ -89,8 +89,8 @@ def test_a_harmful_request_is_rejected(tmp_path: Path) -> None:
         leave_request(tmp_path / "nowhere" / "trigger", "stop")
 
 
-def test_no_request_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The last of each word is taken, and none twice; what is written again while it waits takes the place of what was there."""
+def test_no_request_is_lost_while_one_thread_writes_and_one_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last request of each kind is read, and none is read twice. A newer request replaces a pending one of its kind."""
     taken: list[str] = []
     trigger = SaveOnTrigger(file=tmp_path / "trigger", seconds=0)
     trigger.on_run_start(Context(RunInfo("run")))
@@ -116,7 +116,7 @@ def test_no_request_is_lost_while_one_writes_and_one_takes(tmp_path: Path, caplo
     assert not caplog.records
 
 
-def test_where_nothing_can_be_linked_it_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_written_although_links_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reject(*_: object) -> None:
         raise PermissionError("no links here")
 

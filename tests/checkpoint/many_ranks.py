@@ -16,7 +16,7 @@ from callsheet.errors import CheckpointError
 
 
 class Net(nn.Module):
-    """Sizes that do not divide by the ranks, fewer rows than ranks, and a tied weight."""
+    """A model with sizes that the ranks do not divide, a weight with fewer rows than ranks, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def world(seconds: float = 30) -> distributed.ProcessGroup | None:
-    """The gloo group of this process's ranks; None alone."""
+    """Return a gloo group of all ranks, or None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
@@ -50,7 +50,7 @@ def training(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The same on any number of ranks."""
+    """Train one step, which gives the same result on any number of ranks."""
     model(torch.arange(7)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -61,7 +61,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def whole(tree: Any) -> Any:
-    """The tree as plain data: of each tensor all of it, exactly. (A tensor cannot be handed over by a process that ends.)"""
+    """Return the tree as plain data with the exact values of whole tensors. (A process that ends cannot send a tensor.)"""
     if isinstance(tree, DTensor):
         tree = tree.full_tensor()
     if isinstance(tree, Tensor):
@@ -72,7 +72,7 @@ def whole(tree: Any) -> Any:
 
 
 def raised(act: Callable[[], object]) -> str:
-    """What a failing checkpoint says, on each rank."""
+    """Return the message of the checkpoint's error on this rank."""
     try:
         act()
     except CheckpointError as error:

@@ -20,7 +20,7 @@ from callsheet.errors import CheckpointError
 
 
 class SlowFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """A store that takes nothing until it may."""
+    """A store whose writes wait until an event is set."""
 
     protocol = "slow"
     store: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def slow() -> Iterator[threading.Event]:
     SlowFileSystem.store.clear()
 
 
-def test_training_continues_while_it_is_written_and_changes_nothing_of_it(slow: threading.Event) -> None:
+def test_training_continues_during_a_write_without_changing_the_checkpoint(slow: threading.Event) -> None:
     state: dict[str, Any] = {"w": torch.ones(3), "view": torch.arange(6.0).reshape(2, 3).T, "list": [1], "bytes": b"x"}
     info = {"losses": [1.0]}
     writer = AsyncWriter()
@@ -69,7 +69,7 @@ def test_training_continues_while_it_is_written_and_changes_nothing_of_it(slow: 
     writer.close()
 
 
-def test_one_waits_for_the_one_before_and_uses_its_buffers_again(slow: threading.Event) -> None:
+def test_a_save_waits_for_the_previous_one_and_reuses_its_buffers(slow: threading.Event) -> None:
     writer, weight = AsyncWriter(), torch.zeros(1000)
     writer.begin("slow://run/0", {"w": weight}, {}, {})
     begun = threading.Event()
@@ -80,10 +80,10 @@ def test_one_waits_for_the_one_before_and_uses_its_buffers_again(slow: threading
 
     thread = threading.Thread(target=second)
     thread.start()
-    assert not begun.wait(0.05)  # it has not come to copy over what is being written
+    assert not begun.wait(0.05)  # it does not overwrite buffers that are being written
     slow.set()
     thread.join(60)
-    writer.begin("slow://run/2", {"w": torch.full((7,), 2.0)}, {}, {})  # another size under that name
+    writer.begin("slow://run/2", {"w": torch.full((7,), 2.0)}, {}, {})  # a tensor of another size with the same name
     writer.close()
     writer.close()
     assert [read_checkpoint(f"slow://run/{n}").shared["w"].tolist() for n in range(3)] == [[0.0] * 1000, [1.0] * 1000, [2.0] * 7]
@@ -98,7 +98,7 @@ def test_a_failure_is_raised_by_the_result_or_the_next_call(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match="a: a <class 'object'> is not plain data"):
             writer.result()
     writer.begin(tmp_path / "ck", {"a": 1}, {}, {"bad": object()})
-    with pytest.raises(CheckpointError, match="bad: a <class 'object'>"):  # not awaited
+    with pytest.raises(CheckpointError, match="bad: a <class 'object'>"):  # the result was not awaited
         writer.begin(tmp_path / "ck", {"a": 1}, {}, {})
     (tmp_path / "file").touch()
     writer.begin(tmp_path / "file", {"a": 1}, {}, {})
@@ -107,7 +107,7 @@ def test_a_failure_is_raised_by_the_result_or_the_next_call(tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
-def test_the_writing_thread_uses_one_thread_of_torchs_and_no_other_thread_changes() -> None:
+def test_only_the_writing_thread_is_limited_to_one_torch_thread() -> None:
     def here() -> int:
         return torch.get_num_threads()
 
@@ -138,7 +138,7 @@ if len(sys.argv) > 2:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("code", [[], ["3"]], ids=["end", "exit"])
-def test_a_process_that_ends_writes_to_the_end_first(tmp_path: Path, code: list[str]) -> None:
+def test_a_process_completes_its_write_before_it_ends(tmp_path: Path, code: list[str]) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", EXITS, str(tmp_path), *code], env=env, check=False, timeout=120)
     assert done.returncode == int(code[0] if code else 0)

@@ -46,7 +46,7 @@ def test_shards_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None
         assert "head.weight" not in file.keys()  # noqa: SIM118
 
 
-def test_what_is_no_weight_is_rejected(tmp_path: Path) -> None:
+def test_state_that_is_not_a_tensor_is_rejected(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"a": 1}
@@ -106,7 +106,7 @@ def test_a_sharded_language_model_is_exported_for_transformers(tmp_path: Path, r
     assert all("transformers writes only to folders of this machine" in end[1] for end in ends)
 
 
-def test_a_folder_is_never_taken_for_the_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_replaced_by_the_file(tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "precious.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"runs is a folder; give a file"):
@@ -114,7 +114,7 @@ def test_a_folder_is_never_taken_for_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "first" / "precious.txt").read_text() == "mine"
 
 
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_file_is_kept_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     export_weights(torch.nn.Linear(2, 1), path)
     before = path.read_bytes()

@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def seal_again(path: Path) -> None:
-    """Seal the current files: a valid seal over crafted files."""
+    """Write a valid manifest for the current files, which a test has modified."""
     (path / "manifest.json").unlink()
     folder = LocalFolder(path)
     write_seal(folder, {name: measure(folder, name) for name in FILES - {"checkpoint.txt", "manifest.json"}}, {}, kind=KIND)
@@ -80,7 +80,7 @@ def read(path):
 
 
 def run(script: str, *arguments: object) -> None:
-    """Run a script in a process of its own; its failed assertion is ours."""
+    """Run a script in its own process, and fail with its output if it fails."""
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     command = [sys.executable, "-c", WRITE_AND_READ + script, *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
@@ -131,7 +131,7 @@ def test_targets_are_filled_in_place(tmp_path: Path) -> None:
         "more": (torch.Size([2]), torch.float32),
     }
     assert state["w"] is given["w"]
-    assert state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]  # through another dtype and other strides
+    assert state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]  # in a tensor of another dtype with other strides
     assert (given["n"].item(), state["more"].tolist()) == (7, [1, 1])
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_kind_is_rejected(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_sealed_checkpoint_is_not_written_over_unasked(tmp_path: Path) -> None:
+def test_a_sealed_checkpoint_is_overwritten_only_on_request(tmp_path: Path) -> None:
     write(tmp_path / "ck", {"a": 1}, {})
     with pytest.raises(CheckpointError, match="is already a sealed checkpoint; choose a new folder or pass overwrite=True"):
         write(tmp_path / "ck", {"a": 2}, {})
@@ -254,7 +254,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert not (tmp_path / "ck").exists()
 
 
-def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     write(path, STATE, {})
     (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:50])
@@ -308,7 +308,7 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     (root / "foreign" / "thesis.tex").touch()
     (root / "best").symlink_to(root / "z")
     (root / "metrics.jsonl").touch()
-    (root / "latest").write_text("killed\n")  # the hint says nothing
+    (root / "latest").write_text("killed\n")  # the `latest` hint is not trusted
 
     found = find_checkpoints(root)
     assert [checkpoint.name for checkpoint in found.checkpoints] == ["odd", "none", "again", "a", "z"]
@@ -323,7 +323,7 @@ def test_checkpoints_are_found_newest_first_with_reasons_for_the_rest(tmp_path: 
     assert first.path == str(root / "odd")
 
 
-def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+def test_a_root_that_is_not_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "root").touch()
     with pytest.raises(CheckpointError, match=r"cannot read .*root"):
         find_checkpoints(tmp_path / "root")
@@ -390,7 +390,7 @@ else:
 
 
 @pytest.mark.test_all
-def test_a_folder_that_we_may_not_write_to(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     run(NO_PERMISSION, tmp_path / "root")
     assert not list((tmp_path / "root").iterdir())
@@ -429,7 +429,7 @@ check_rejected("manifest.json", 2500, {}, {"x": "x" * 100_000})
 
 
 @pytest.mark.test_all
-def test_a_file_that_the_system_cuts_off_leaves_nothing_and_the_old_one_whole(tmp_path: Path) -> None:
+def test_a_truncated_write_leaves_nothing_and_the_old_checkpoint_intact(tmp_path: Path) -> None:
     run(LIMITED_FILES, tmp_path)
 
 
@@ -453,7 +453,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         assert rejection.value.__cause__.errno == errno.ENOSPC
     assert names(small_disk) == {"old"}
     assert read(small_disk / "old")[1] == {"step": 1}
-    write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # the space of the incomplete write is free again
+    write(small_disk / "new", {"w": torch.ones(20_000)}, {})  # the incomplete write has been deleted
 
 
 KILLED_BEFORE_EVERY_CALL = """

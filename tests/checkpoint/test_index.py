@@ -88,14 +88,14 @@ def test_a_crafted_index_is_rejected_by_name(entry: Any, why: str) -> None:
         read_index(json.dumps({"good": GOOD, "model.w": entry}).encode(), FILES, "ck/index.json")
 
 
-def test_many_tensors_cannot_share_one_place() -> None:
+def test_tensors_cannot_overlap() -> None:
     document = {f"w{i}": {"dtype": "F64", "size": [6], "chunks": [chunk("a", [0], [6])]} for i in range(5)}
     with pytest.raises(CheckpointError, match=r"w4: a is too small"):
         read_index(json.dumps(document).encode(), FILES, "ck/index.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"1", b"{", b'{"a": NaN}', b"[" * 100_000, b"\x80\x04"])
-def test_what_is_no_index_is_rejected(content: bytes) -> None:
+def test_content_that_is_not_an_index_is_rejected(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"ck/index\.json is no"):
         read_index(content, FILES, "ck/index.json")
 
@@ -117,7 +117,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def craft(path: Path, name: str, content: bytes) -> None:
-    """Put a file there, and a true seal over all of them."""
+    """Write a file into the folder, and a valid manifest for all files."""
     (path / name).write_bytes(content)
     (path / "manifest.json").unlink()
     folder = LocalFolder(path)

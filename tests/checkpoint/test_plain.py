@@ -50,7 +50,7 @@ def through_json(tree: object) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type all the way down; NaN is NaN, and -0.0 is not 0.0."""
+    """Return whether two trees have equal values and types. NaN equals NaN, and -0.0 differs from 0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -67,7 +67,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(trees)
-def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
+def test_a_tree_is_restored(tree: Any) -> None:
     assert same(through_json(tree), tree)
 
 
@@ -92,11 +92,11 @@ def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
     ],
     ids=lambda tree: type(tree).__name__,
 )
-def test_what_is_awkward_comes_back(tree: Any) -> None:
+def test_unusual_values_are_restored(tree: Any) -> None:
     assert same(through_json(tree), tree)
 
 
-def test_tensors_are_named_by_their_path_and_are_the_trees_own() -> None:
+def test_tensors_are_named_by_their_path_and_not_copied() -> None:
     weight = torch.ones(2)
     document, found = flatten({"model": {"layers": [{"weight": weight}]}})
     assert found == {"model.layers.0.weight": weight}
@@ -104,7 +104,7 @@ def test_tensors_are_named_by_their_path_and_are_the_trees_own() -> None:
     assert document == {"model": {"layers": [{"weight": {"$tensor": "model.layers.0.weight"}}]}}
 
 
-def test_names_that_would_fall_together_stay_apart() -> None:
+def test_names_that_could_collide_stay_distinct() -> None:
     tree = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "__metadata__": torch.tensor(3), "\ud800": torch.tensor(4)}
     document, found = flatten(tree)
     assert len(found) == 4
@@ -113,7 +113,7 @@ def test_names_that_would_fall_together_stay_apart() -> None:
     assert same(unflatten(document, found), tree)
 
 
-def test_tied_tensors_are_stored_once_and_come_back_as_one() -> None:
+def test_tied_tensors_are_stored_once_and_restored_as_tied() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,14 +159,14 @@ def test_optimizer_states(kind: type[torch.optim.Optimizer], options: dict[str, 
 
 def test_scheduler_states() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    multi = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])  # keeps its milestones in a Counter
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # keeps inf
+    multi = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])  # stores its milestones in a Counter
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # its state contains inf
     for state in (multi.state_dict(), plateau.state_dict()):
         assert same(through_json(state), state)
     assert type(through_json(multi.state_dict())["milestones"]) is Counter
 
 
-def test_an_ordered_dict_comes_back_as_a_dict() -> None:
+def test_an_ordered_dict_is_restored_as_a_dict() -> None:
     assert same(through_json(OrderedDict(b=1, a=2)), {"b": 1, "a": 2})
 
 
@@ -174,7 +174,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 @pytest.mark.parametrize("value", [object(), {1}, Pair(1, 2), 1j, bytearray(), Path(), torch.float32, lambda: 0, int])
-def test_what_is_not_plain_is_rejected_by_path_and_type(value: object) -> None:
+def test_values_that_are_not_plain_are_rejected_with_path_and_type(value: object) -> None:
     with pytest.raises(
         CheckpointError, match=r"callbacks\.EarlyStopper\.best: a <class '.*'> is not plain data; .* turn it into"
     ):
@@ -206,7 +206,7 @@ def test_a_tree_that_contains_itself_is_rejected() -> None:
     assert through_json([twice, twice]) == [[1], [1]]
 
 
-def test_a_tree_without_a_bottom_is_rejected() -> None:
+def test_a_tree_that_is_nested_too_deeply_is_rejected() -> None:
     deep: list[Any] = []
     for _ in range(99):
         deep = [deep]
@@ -246,7 +246,7 @@ def test_a_tree_without_a_bottom_is_rejected() -> None:
         object(),
     ],
 )
-def test_a_malformed_document_is_rejected_by_its_path(document: Any) -> None:
+def test_a_malformed_document_is_rejected_with_its_path(document: Any) -> None:
     with pytest.raises(CheckpointError, match=r"a\.1: malformed state document: .*; use another checkpoint"):
         unflatten({"a": [0, document]}, {"here": torch.ones(1)})
 

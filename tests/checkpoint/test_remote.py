@@ -47,7 +47,7 @@ def write(path: str, step: int, **more: Any) -> None:
 
 
 def stored_step(path: str) -> int | None:
-    """The step of the whole checkpoint there; None where there is none."""
+    """Return the step of the complete checkpoint at the path, or None."""
     try:
         loaded = read_checkpoint(path)
     except Unsealed:
@@ -87,7 +87,7 @@ def test_a_checkpoint_in_a_store_is_written_overwritten_found_and_deleted(memory
         delete_checkpoint(ROOT)
 
 
-def test_a_store_whose_folder_holds_other_files_is_left_alone(memory: Any) -> None:
+def test_a_store_folder_with_other_files_is_not_changed(memory: Any) -> None:
     memory.pipe_file(f"{ROOT}/thesis.tex", b"")
     with pytest.raises(CheckpointError, match="holds files that do not belong to a checkpoint"):
         write(ROOT, 1, overwrite=True)
@@ -118,7 +118,7 @@ def test_protocols() -> None:
 
 
 class DyingFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """Memory's files, until the nth change; from then on it is as if the machine were dead, or only that change fails."""
+    """A memory file system in which the nth change fails, and all later ones too if the machine is dead."""
 
     protocol = "dying"
     left = 1 << 30
@@ -186,7 +186,7 @@ def test_a_store_that_fails_at_any_change_holds_a_whole_checkpoint_or_none(first
         seen.add(stored_step("memory://ck"))
         if is_over:
             break
-        write("memory://ck", 9, overwrite=True)  # whatever was left, the next writer gets through
+        write("memory://ck", 9, overwrite=True)  # the next writer succeeds, whatever files were left
         assert stored_step("memory://ck") == 9
         assert len(fsspec.filesystem("memory").find("ck")) == 6
     assert seen == {first, 2}
@@ -194,7 +194,7 @@ def test_a_store_that_fails_at_any_change_holds_a_whole_checkpoint_or_none(first
 
 
 class SharedFileSystem(LocalFileSystem):  # type: ignore[misc]
-    """A store that several processes see."""
+    """A store that several processes share."""
 
     protocol = "shared"
 

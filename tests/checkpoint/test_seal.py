@@ -28,7 +28,7 @@ def write_seal(path: Path, files: dict[str, FileSeal], info: dict[str, Any], **m
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with two sealed files."""
+    """Return a folder with two sealed files."""
     folder = tmp_path / "ck"
     folder.mkdir()
     (folder / "shard").write_bytes(b"shard")
@@ -39,13 +39,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def craft(folder: Path, **changes: Any) -> None:
-    """Put a manifest there that holds against its own digest, whatever it says."""
+    """Write a manifest with the given changes and a valid digest of its own."""
     content = {key: value for key, value in json.loads((folder / "manifest.json").read_bytes()).items() if key != "sha256"}
     body = json.dumps(content | changes)[1:].encode()
     (folder / "manifest.json").write_bytes(b'{"sha256": "%s",%s' % (hashlib.sha256(body).hexdigest().encode(), body))
 
 
-def test_a_seal_reads_back(folder: Path) -> None:
+def test_a_seal_is_read_back(folder: Path) -> None:
     sealed = read_seal(folder)
     assert sealed == read_manifest(folder)
     assert sealed.kind == KIND
@@ -57,7 +57,7 @@ def test_a_seal_reads_back(folder: Path) -> None:
     storage.verify(LocalFolder(folder), "shard", sealed.files["shard"])
 
 
-def test_a_manifest_is_json_for_everyone(folder: Path) -> None:
+def test_a_manifest_is_strict_json(folder: Path) -> None:
     content = json.loads((folder / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert content["format"] == 1
     assert content["files"]["a"]["size_bytes"] == 7
@@ -82,7 +82,7 @@ def test_sealing_twice_is_rejected(folder: Path) -> None:
     assert read_seal(folder).info == {"step": 7}
 
 
-def test_sealing_what_is_not_there_is_rejected(tmp_path: Path) -> None:
+def test_sealing_missing_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12")
     for name, message in [("b", "b is missing"), ("a", "a has 2 bytes, not 3")]:
         with pytest.raises(CheckpointError, match=message):
@@ -123,7 +123,7 @@ def test_every_changed_bit_of_the_manifest_is_rejected(folder: Path) -> None:
             read_seal(folder)
 
 
-def test_a_newer_format_says_so_and_is_no_leftover(folder: Path) -> None:
+def test_a_newer_format_is_named_and_not_treated_as_a_leftover(folder: Path) -> None:
     craft(folder, format=2)
     with pytest.raises(
         CheckpointError, match=r"has format 2, and this version of callsheet reads up to 1; use a newer callsheet"
@@ -156,7 +156,7 @@ def test_a_link_is_rejected(folder: Path) -> None:
     (folder / "a").symlink_to(folder.parent / "outside")
     with pytest.raises(CheckpointError, match="a is not a regular file"):
         read_seal(folder)
-    with pytest.raises(CheckpointError, match="a checkpoint may not contain links"):  # set after the seal was looked at
+    with pytest.raises(CheckpointError, match="a checkpoint may not contain links"):  # created after the seal was read
         storage.verify(LocalFolder(folder), "a", sealed.files["a"])
 
 
@@ -174,7 +174,7 @@ def test_a_manifest_that_is_a_link_or_a_pipe_is_rejected_without_waiting(folder:
 def test_a_missing_or_different_file_is_rejected(folder: Path) -> None:
     sealed = read_seal(folder)
     (folder / "a").write_bytes(b"conTent")
-    assert read_seal(folder) == sealed  # the size is right: the digest is for the reader
+    assert read_seal(folder) == sealed  # the size matches; readers check the digest
     for read in (storage.read_verified, storage.verify):
         with pytest.raises(CheckpointError, match="was changed or damaged after it was sealed"):
             read(LocalFolder(folder), "a", sealed.files["a"])
@@ -239,7 +239,7 @@ def test_an_existing_file_is_not_overwritten(folder: Path) -> None:
     assert (folder / "a").read_bytes() == b"content"
 
 
-def test_a_writer_that_fails_takes_its_half_away(tmp_path: Path) -> None:
+def test_a_writer_that_fails_deletes_its_incomplete_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         LocalFolder(tmp_path).write("a", (bytes([1 // n]) for n in (1, 0)))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What many ranks write together, any number of ranks reads."""
+"""A checkpoint that many ranks write can be read by any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .many_ranks import raised, state_of, step, training, whole, world
 
 
 def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str, torch.Size, torch.dtype], Tensor | None]:
-    """The model's own tensors, and for the optimizer's new ones like its parameters."""
+    """Return a function that gives the target of each tensor: the model's tensors, and new ones for the optimizer's state."""
     own, parameters = model.state_dict(), list(model.parameters())
 
     def target(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -43,7 +43,7 @@ def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str
 
 
 def saved(path: str) -> Any:
-    """Train two steps on these ranks, save, and give the whole state."""
+    """Train two steps on these ranks, save a checkpoint, and return the whole state."""
     group = world()
     model, optimizer = training(0, sharded=group is not None)
     step(model, optimizer)
@@ -54,7 +54,7 @@ def saved(path: str) -> Any:
 
 
 def resumed(path: str, copy_to: str) -> Any:
-    """Load what others saved, into shards if there are any; save it again, and give the whole state."""
+    """Load a checkpoint of other ranks, into shards if there are several ranks, save it again, and return the whole state."""
     group = world()
     model, optimizer = training(1, sharded=group is not None)
     loaded = read_checkpoint(path, group=group, target=targets(model, optimizer))
@@ -85,12 +85,12 @@ def test_four_ranks_to_two_to_one_to_four(tmp_path: Path) -> None:
 
 
 def laid_out(path: str) -> Any:
-    """Tensors that are cut along two dimensions, held by several ranks, and by this one alone."""
+    """Save tensors that are sharded along two dimensions, replicated, or held by this rank only."""
     group = world()
     assert group is not None
     mesh = init_device_mesh("cpu", (2, 2))
     grid = torch.arange(35.0).reshape(7, 5)
-    tied = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0), Shard(0)])  # rank 3 holds none of it, and cannot see what is tied
+    tied = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0), Shard(0)])  # rank 3 has no part of it, and cannot detect the tie
     shared: dict[str, Any] = {
         "grid": distribute_tensor(grid, mesh, [Shard(0), Shard(1)]),
         "rows": distribute_tensor(grid + 1, mesh, [Replicate(), Shard(0)]),
@@ -103,7 +103,7 @@ def laid_out(path: str) -> Any:
     mesh_of = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     linear = parallelize_module(nn.Linear(3, 7), mesh_of["tensor"], ColwiseParallel())
     fully_shard(linear, mesh=mesh_of["data"])
-    shared["linear"] = weights = linear.state_dict()  # tensor-parallel, then sharded once more
+    shared["linear"] = weights = linear.state_dict()  # tensor-parallel, then sharded again
     local = {"everywhere": torch.tensor(group.rank())}
     write_checkpoint(path, shared, local, {}, group=group)
     given = {
@@ -118,7 +118,7 @@ def laid_out(path: str) -> Any:
     assert torch.equal(loaded.shared["linear"]["weight"], weights["weight"].full_tensor())
 
 
-def test_every_layout_is_cut_again(tmp_path: Path) -> None:
+def test_every_layout_is_resharded(tmp_path: Path) -> None:
     run_ranks(laid_out, 4, str(tmp_path / "ck"))
     state = read_checkpoint(tmp_path / "ck").shared
     assert torch.equal(state["grid"], torch.arange(35.0).reshape(7, 5))
@@ -130,8 +130,8 @@ def test_every_layout_is_cut_again(tmp_path: Path) -> None:
     assert [name for name in index if "tied" in name] == ["state.tied.0"]
     assert state["tied"][0] is state["tied"][1]
     files = [chunk["file"] for name, entry in index.items() if name.startswith("state.every") for chunk in entry["chunks"]]
-    assert len(files) == 8  # each is written once,
-    assert len(set(files)) == 4  # and all ranks write
+    assert len(files) == 8  # each shard is written once,
+    assert len(set(files)) == 4  # and all ranks write shards
 
 
 def failing_writes(root: str) -> Any:
@@ -164,12 +164,12 @@ def failing_writes(root: str) -> Any:
     }
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, no_limit[1]))  # its disk, for the others, is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, no_limit[1]))  # to the other ranks, its disk appears full
     recorded["disk"] = write({}, {"w": torch.ones(10_000)})
     return recorded
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
     first, second = run_ranks(failing_writes, 2, str(tmp_path))
     assert first == second
     for name, message in {
@@ -195,7 +195,7 @@ def failing_reads(path: str) -> Any:
     write_checkpoint(path, {"a": weights, "b": weights + 1}, {"rank": rank}, {"loss": float("nan")}, group=group)
     given = torch.zeros(40_000 + 2 * rank)
     recorded = [raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given if name == "b" else None))]
-    assert given.sum() == 0  # also where it would have fitted
+    assert given.sum() == 0  # also on ranks where it would have fitted
     recorded.append(raised(lambda: read_checkpoint(path if rank == 0 else f"{path}-not-there", group=group)))
     given = torch.zeros(40_000)
     for name in ("shard-00000.safetensors", "shard-00001.safetensors", "state.json", "local-00001.json", "index.json"):
@@ -219,7 +219,7 @@ def failing_reads(path: str) -> Any:
     return recorded
 
 
-def test_a_checkpoint_that_does_not_hold_is_rejected_by_all_before_anything_is_filled(tmp_path: Path) -> None:
+def test_all_ranks_reject_a_damaged_checkpoint_before_any_tensor_is_filled(tmp_path: Path) -> None:
     first, second = run_ranks(failing_reads, 2, str(tmp_path / "ck"))
     assert first == second
     size, elsewhere, *damaged = first
@@ -233,7 +233,7 @@ def finite() -> list[bool]:
     group = world()
     mesh = init_device_mesh("cpu", (2,))
     bad = torch.ones(4)
-    bad[3] = float("nan")  # rank 1 holds it
+    bad[3] = float("nan")  # in rank 1's shard
     shards = [distribute_tensor(values, mesh, [Shard(0)]) for values in (torch.ones(4), torch.ones(1), bad)]
     return [all_finite([shard], group) for shard in shards] + [all_finite([shards[2]])]
 
@@ -266,7 +266,7 @@ def in_the_background(root: str) -> Any:
     return wholes, recorded
 
 
-def test_many_ranks_write_behind_the_training(tmp_path: Path) -> None:
+def test_many_ranks_write_in_the_background(tmp_path: Path) -> None:
     (wholes, recorded), (others, recorded_by_others) = run_ranks(in_the_background, 2, str(tmp_path))
     assert wholes == others
     assert [whole(read_checkpoint(tmp_path / str(number)).shared) for number in range(3)] == wholes
@@ -297,7 +297,7 @@ def killed_while_writing(root: str) -> Any:
     raise AssertionError("written")
 
 
-def test_a_rank_killed_while_it_writes_leaves_the_old_seal_and_stops_no_other(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     with RankProcesses(killed_while_writing, 3, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
     assert [end.exitcode for end in ends] == [0, -signal.SIGKILL, 0], ends
@@ -306,6 +306,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_old_seal_and_stops_no_other(tm
         assert f"rank {end.rank} lost the other ranks of the checkpoint; has one of them died?" in message
         assert seconds < 10
     assert read_checkpoint(tmp_path / "ck").shared == {"step": 1}
-    assert "local-00000.2.json" in os.listdir(tmp_path / "ck")  # a folder in which a lost rank may still write is not cleared
+    # The folder is not cleared, because a lost rank may still write to it.
+    assert "local-00000.2.json" in os.listdir(tmp_path / "ck")
     write_checkpoint(tmp_path / "ck", {"step": 3}, {}, {}, overwrite=True)
-    assert len(os.listdir(tmp_path / "ck")) == 5  # what was left is cleared
+    assert len(os.listdir(tmp_path / "ck")) == 5  # leftover files are cleared

@@ -16,7 +16,7 @@ from callsheet.errors import CheckpointError
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, as they come back from a file."""
+    """Write the tensors to a file, and return them as read back."""
     seal = write_tensors(LocalFolder(path), "t.safetensors", tensors)
     content = (path / "t.safetensors").read_bytes()
     assert seal.size_bytes == len(content)
@@ -27,7 +27,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return back
 
 
-def test_every_dtype_comes_back_also_through_the_library(tmp_path: Path) -> None:
+def test_every_dtype_is_read_back_also_by_the_library(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.tensor([[0, 1, 2]]).to(dtype) for dtype in DTYPES}
     back, library = written(tmp_path, tensors), safetensors.torch.load_file(tmp_path / "t.safetensors")
     for name, tensor in tensors.items():
@@ -36,7 +36,7 @@ def test_every_dtype_comes_back_also_through_the_library(tmp_path: Path) -> None
             assert torch.equal(other.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_every_layout_comes_back_by_value(tmp_path: Path) -> None:
+def test_every_layout_is_read_back_with_its_values(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
     z = torch.tensor([1 + 2j])
     tensors = {
@@ -55,7 +55,7 @@ def test_every_layout_comes_back_by_value(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-def test_no_tensor_at_all(tmp_path: Path) -> None:
+def test_a_file_without_tensors(tmp_path: Path) -> None:
     assert written(tmp_path, {}) == {}
 
 
@@ -65,17 +65,17 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
         (torch.ones(2).to_sparse(), "sparse"),
         (torch.ones(2, device="meta"), "meta"),
         (torch.ones(2, dtype=torch.complex128), "complex128"),
-        (torch.ones(2).to(torch.float8_e8m0fnu), "float8_e8m0fnu"),  # the library writes it, and cannot read it
+        (torch.ones(2).to(torch.float8_e8m0fnu), "float8_e8m0fnu"),  # the library can write it, but not read it
         (torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "Mine"),
     ],
     ids=["sparse", "meta", "complex128", "e8m0", "subclass"],
 )
-def test_what_the_file_cannot_hold_is_rejected(tensor: torch.Tensor, why: str) -> None:
+def test_tensors_that_the_format_does_not_support_are_rejected(tensor: torch.Tensor, why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"ema\.w: .*{why}.* cannot be written to a tensor file; save"):
         check_storable("ema.w", tensor)
 
 
-def test_rows_are_read_alone(tmp_path: Path) -> None:
+def test_selected_rows_are_read(tmp_path: Path) -> None:
     write_tensors(LocalFolder(tmp_path), "t", {"a": torch.arange(3), "b": torch.arange(12.0).reshape(4, 3)})
     with open(tmp_path / "t", "rb") as file:
         entry = read_header(file, (tmp_path / "t").stat().st_size, "t")["b"]
@@ -87,7 +87,7 @@ def test_rows_are_read_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
-def test_a_file_that_is_none_is_rejected(content: bytes) -> None:
+def test_a_file_in_another_format_is_rejected(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"ck/t: not a valid tensor file"):
         read_header(io.BytesIO(content), len(content), "ck/t")
 

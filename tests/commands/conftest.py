@@ -1,4 +1,4 @@
-"""A small recipe, and runs of it that are trained once for all tests of the commands that open a run."""
+"""A small recipe, and runs of it that are trained once for all tests of commands that open a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_sample(folder: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the recipe, and in it."""
+    """Create a folder with the recipe and change to it."""
     monkeypatch.chdir(tmp_path)
     write_sample(tmp_path)
     return tmp_path
@@ -56,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs: `tiny`; `averaged` with an EMA; `shifted` with another callback that changes the weights."""
+    """Train three runs: `tiny`; `averaged` with an EMA; `shifted` with a callback that changes the weights in evaluations."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -71,7 +71,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A copy of the runs, and in it."""
+    """Copy the runs to a new folder and change to it."""
     shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
@@ -80,7 +80,7 @@ def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.fixture
 def run_of_earlier_version(trained: Path) -> str:
-    """The name of a run whose `config.yaml` has the keys of version 0.1.0."""
+    """Return the name of a run whose `config.yaml` has the keys of version 0.1.0."""
     config = trained / "runs" / "tiny" / "config.yaml"
     before = config.read_text()
     config.write_text(before.replace("\ngradient_accumulation_steps:", "\naccumulate:"))

@@ -1,4 +1,4 @@
-"""A recipe and callbacks that are named by their import path, and a look at a folder."""
+"""A recipe and callbacks to be named by their import path, and a function that reads a folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from callsheet.recipes import Pretrain
 
 
 class Asked(Pretrain):
-    """Pretraining whose model can be asked: it says how long a text is, and how likely it finds its bytes."""
+    """Pretraining with predictions: the length of a text, and the model's loss on its bytes."""
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The length and the mean loss."""
+        """Return the length and the mean loss of each row."""
         for number, row in enumerate(rows, 1):
             if "text" not in row:
                 raise ConfigError(f"row {number}: there is no column 'text'")
@@ -27,7 +27,7 @@ class Asked(Pretrain):
 
 
 class Shifted(Callback):
-    """Evaluates other weights than are trained and saved."""
+    """Doubles the weights during evaluations."""
 
     phase = "change"
 
@@ -44,7 +44,7 @@ class Shifted(Callback):
 
 
 class Loud(Callback):
-    """Leaves a trace of every event."""
+    """Writes every event to a file."""
 
     def on_event(self, ctx: Context) -> None:
         with Path("loud.txt").open("a") as file:
@@ -52,5 +52,5 @@ class Loud(Callback):
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below, with its content and when it was written."""
+    """Return the content and modification time of every file below the folder."""
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,4 +1,4 @@
-"""`callsheet bridges` prints what the tests found."""
+"""`callsheet bridges` prints the results of the bridges' tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from callsheet.bridges.matrix import Cell, Framework, about, frameworks, markdow
 from callsheet.cli.main import main
 
 
-def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_bridges(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == list(frameworks())
@@ -17,7 +17,7 @@ def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "✗" in line
 
 
-def test_one_of_them_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bridge_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges", "bare"]) == 0
     printed = capsys.readouterr().out
     assert "torch 2." in printed
@@ -25,7 +25,7 @@ def test_one_of_them_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None
     assert frameworks()["bare"].callbacks["GradientAccumulationScheduler"].why in " ".join(printed.split())
 
 
-def test_one_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_bridge(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges", "bar"]) == 2
     assert "there is no bridge 'bar'; did you mean 'bare'?" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What a recipe's values are: of the file, the environment, the command line; and what is said of those that do not fit."""
+"""A recipe's values come from the file, the environment and the command line; errors name bad values and their source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = ["show", "tiny.yaml"]
 
 
 class Adjustable(Callback):
-    """Takes what it is given."""
+    """Stores its arguments."""
 
     def __init__(self, *, inner: Callback | None = None, count: int = 1, name: str = "") -> None:
         self.inner, self.count = inner, count
@@ -91,7 +91,7 @@ def test_code_is_not_imported_from_inside_a_plain_value(
     assert resolved()["model"]["config"]["x"] == [{"path": "os.getcwd"}]
 
 
-def test_jsonargparse_has_no_say_of_its_own_in_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jsonargparse_does_not_read_the_environment_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
     monkeypatch.setenv("CALLSHEET SHOW TINY_BATCH_SIZE", "99")
     assert resolved()["batch_size"] == 2
@@ -178,7 +178,7 @@ def test_names_in_other_places_are_left_alone() -> None:
     assert with_names(with_calls(named)) == named
 
 
-# --- what does not fit ---
+# --- values that do not fit ---
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_wrong_value_in_a_file_names_the_file_and_the_line(
         (["--config", "other.yaml", "--seed", "2"], "other.yaml:2: there is no key 'sed'; did you mean 'seed'?"),
     ],
 )
-def test_the_variable_of_a_near_or_overridden_key_is_not_blamed(
+def test_errors_do_not_name_the_variable_of_a_similar_or_overridden_key(
     place: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
@@ -295,7 +295,7 @@ def test_the_variable_of_a_near_or_overridden_key_is_not_blamed(
     assert "CALLSHEET_" not in str(rejected.value)
 
 
-def test_a_value_that_a_class_rejects_is_blamed_on_the_source_that_gave_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_class_names_the_source_of_the_value(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.yaml").write_text("seed: 1\nparallel: fsdb\n")
     with pytest.raises(ConfigError, match=r"^other\.yaml:2: unknown parallel 'fsdb'"):
         prepared("pretrain", ["--config", "other.yaml"], command="show")
@@ -319,7 +319,7 @@ def test_a_value_that_a_class_rejects_is_blamed_on_the_source_that_gave_it(place
         (["--config", "wrong.yaml"], "wrong.yaml:1: there is no key 'validation.a.pathh'; did you mean 'validation.a.path'?"),
     ],
 )
-def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: str) -> None:
+def test_an_error_in_a_part_of_a_value_names_its_source(place: Path, arguments: list[str], said: str) -> None:
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
     Path("list.yaml").write_text("- 3")
     with pytest.raises(ConfigError) as rejected:
@@ -336,13 +336,13 @@ def test_so_are_the_parts_of_a_value(place: Path, arguments: list[str], said: st
         ("a.b", "cannot import 'a.b'"),
     ],
 )
-def test_a_recipe_that_is_none(place: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+def test_a_recipe_that_does_not_exist(place: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
     Path("wrong.yaml").write_text(f"recipe: {name}\n")
     assert main(["show", "wrong.yaml"]) == 2
     assert said in capsys.readouterr().err
 
 
-# --- what is shown of them ---
+# --- printing values ---
 
 
 def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +355,7 @@ def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixtur
     assert resolved(recipe="printed.yaml") == resolved("--config", "two.yaml", "--batch_size", "4")
 
 
-def test_help_lists_classes_by_name_and_says_how_to_see_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_classes_by_name_and_how_to_see_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--help"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Files and values that cannot be read: each is rejected with one line that names the place and what to do."""
+"""Unreadable files and values are rejected with a one-line error that names the place and what to do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_resuming_over_a_damaged_configuration_names_the_file_and_the_way_out(
     ],
 )
 @pytest.mark.parametrize("words", [["show", "bad.yaml"], ["train", "bad.yaml"], ["show", "run"], ["evaluate", "run"]])
-def test_a_file_that_is_no_yaml_is_rejected_with_its_line(
+def test_a_file_that_is_not_yaml_is_rejected_with_its_line(
     words: list[str],
     content: str,
     message: str,
@@ -90,7 +90,7 @@ def test_a_value_that_is_nested_too_deeply_is_rejected(
         assert error_line(capsys).startswith("callsheet: --model: its lists and mappings are nested too deeply")
         assert loaded(value) == value
         with monkeypatch.context() as patch:
-            patch.setenv("CALLSHEET_MODEL", value)  # not a key: its parts are
+            patch.setenv("CALLSHEET_MODEL", value)  # not a key itself, only its parts are
             assert main(["show", "mine.yaml"]) == 0
             assert error_line(capsys).startswith("callsheet: the environment variable CALLSHEET_MODEL is not a key")
             patch.setenv("CALLSHEET_PROMPTS", value)
@@ -108,13 +108,13 @@ def test_a_row_that_is_nested_too_deeply_is_rejected_with_its_line(tmp_path: Pat
         Rows(str(path)).read(["text"])
 
 
-def test_a_file_that_is_as_deep_as_recipes_are_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_nested_as_deeply_as_a_recipe_is_read(tmp_path: Path) -> None:
     path = tmp_path / "fine.yaml"
     path.write_text("a: " + "[" * 30 + "]" * 30 + "\n")
     assert set(read_yaml(path)) == {"a"}
 
 
-def test_show_says_that_a_run_is_not_of_a_recipe(
+def test_show_reports_that_a_run_was_not_made_from_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`callsheet evaluate`: what the run itself found, from its checkpoint alone."""
+"""`callsheet evaluate` computes the run's results from its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def last_of(run: Path, metric: str) -> float:
 
 
 @pytest.mark.parametrize("run", ["tiny", "averaged", "shifted"])
-def test_it_finds_what_the_run_found_and_leaves_the_run_alone(
+def test_it_computes_the_run_s_results_and_does_not_change_the_run(
     trained: Path, capsys: pytest.CaptureFixture[str], run: str
 ) -> None:
     folder = Path("runs") / run
@@ -40,7 +40,7 @@ def test_it_finds_what_the_run_found_and_leaves_the_run_alone(
     assert float(rows[0].split()[1]) == pytest.approx(recorded["results"]["validation"]["loss"], rel=1e-5)
 
 
-def test_the_callbacks_that_change_weights_matter(trained: Path) -> None:
+def test_callbacks_that_change_weights_are_used(trained: Path) -> None:
     assert main(["evaluate", "shifted", "--out", "with.json"]) == 0
     assert main(["evaluate", "shifted", "--callbacks", "[]", "--out", "without.json"]) == 0
     losses = [json.loads(Path(name).read_text())["results"]["validation"]["loss"] for name in ("with.json", "without.json")]
@@ -56,7 +56,7 @@ def test_an_earlier_checkpoint_by_its_name(trained: Path, capsys: pytest.Capture
     assert main(["evaluate", "tiny", "--checkpoint", "runs/tiny/checkpoints/ep0-ba3"]) == 0
 
 
-def test_a_run_that_was_renamed_is_still_itself(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_renamed_run_can_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs/tiny").rename("kept")
     assert main(["evaluate", "kept"]) == 0
     assert "kept, step 6:" in capsys.readouterr().out
@@ -79,12 +79,14 @@ def test_by_its_recipe_file_and_with_other_values(trained: Path, capsys: pytest.
         (["tiny", "--out", "texts"], "texts is a folder; name another file with --out"),
     ],
 )
-def test_what_is_not_there_is_named(trained: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_missing_runs_and_checkpoints_are_named(
+    trained: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     assert main(["evaluate", *arguments]) in (1, 2)
     assert said in capsys.readouterr().err
 
 
-def test_a_run_of_bad_checkpoints_alone_is_rejected(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_only_bad_checkpoints_is_rejected(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             ["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]", "--stop_on_nan", "false"]
@@ -96,7 +98,7 @@ def test_a_run_of_bad_checkpoints_alone_is_rejected(place: Path, capsys: pytest.
     assert "has no good checkpoint: 1 have weights or a loss that are not finite" in capsys.readouterr().err
 
 
-def test_a_stray_word_is_no_key(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_is_not_a_key_is_rejected(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", "tiny", "more"])
     assert stopped.value.code == 2

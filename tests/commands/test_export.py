@@ -1,4 +1,4 @@
-"""`callsheet export`: what the run itself would have exported."""
+"""`callsheet export` writes the model that the run itself would have exported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sample import contents
 
 
 @pytest.mark.parametrize("run", ["averaged", "shifted"])
-def test_it_is_what_the_run_exported_at_its_end(trained: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
+def test_it_equals_the_run_s_own_export(trained: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     before = contents(Path("runs"))
@@ -37,7 +37,7 @@ def test_of_an_earlier_checkpoint(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "said"), [("texts", "texts is not empty; name a new folder"), ("tiny.yaml", "tiny.yaml is a file")]
 )
-def test_nothing_is_written_over(trained: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str) -> None:
+def test_nothing_is_overwritten(trained: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str) -> None:
     assert main(["export", "tiny", folder]) == 2
     assert said in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What a person gets wrong in a recipe file: the message names the file, the place and what to do."""
+"""Mistakes in a recipe file: the message names the file, the place and what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_message_names_the_place(
     Path("mine.yaml").write_bytes(content.encode("utf-8", "surrogateescape"))
     assert main([command, "mine.yaml"]) == 2
     err = capsys.readouterr().err
-    if command == "show" or "callbacks[1]" not in message:  # an evaluation makes no saver
+    if command == "show" or "callbacks[1]" not in message:  # an evaluation does not create the saver
         assert err.startswith(f"callsheet: {message}")
     assert err.count("\n") == 1
     assert [each.name for each in tmp_path.iterdir()] == ["mine.yaml"]
@@ -58,7 +58,7 @@ def test_a_value_of_the_command_line_has_no_file(
     assert capsys.readouterr().err.startswith("callsheet: eval_interval='5 epochs': unknown unit 'epochs'")
 
 
-def test_a_resume_with_other_values_names_them_and_the_way_out(tmp_path: Path) -> None:
+def test_a_resume_with_other_values_names_them_and_what_to_do(tmp_path: Path) -> None:
     there = tmp_path / "config.yaml"
     there.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")
     now = "batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.2}}\n"
@@ -71,7 +71,7 @@ def test_a_resume_with_other_values_names_them_and_the_way_out(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "why"), [("./nowhere", "there is no such folder; give a folder"), ("empty", "the folder has no tokenizer; name one")]
 )
-def test_a_model_path_that_is_none_is_explained_plainly(
+def test_a_model_path_that_does_not_exist_is_explained(
     name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_a_model_path_that_is_none_is_explained_plainly(
     assert "Repo id" not in str(found.value)
 
 
-def test_show_takes_a_run_and_train_says_that_it_is_one(
+def test_show_accepts_a_run_and_train_rejects_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,20 +133,18 @@ def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
     assert "The run (6 steps, finished: " in capsys.readouterr().out
 
 
-def test_why_a_run_was_stopped_is_in_the_terminal_without_a_logger_that_says_it(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopper = "{class_path: callsheet.callbacks.ThresholdStopper, init_args: {monitor: train/loss, threshold: 1.0e+9}}"
     assert main(["train", "tiny.yaml", "--loggers", "[]", f"--callbacks=[{stopper}]"]) == 0
     out = capsys.readouterr().out
     assert out.count("stopped by ThresholdStopper: ") == 1
     assert re.search(r"^The run \(\d+ steps, stopped by ThresholdStopper: .*\) is in ", out, re.MULTILINE)
     assert main(["runs"]) == 0
-    assert " ended " in capsys.readouterr().out  # nothing has recorded the outcome
+    assert " ended " in capsys.readouterr().out  # no logger has printed the outcome
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("lr", "; did you mean 'optimizer.lr'?"), ("loss", "; did you mean 'train/loss'?"), ("zz", "")]
 )
-def test_the_last_part_of_a_name_finds_the_whole(name: str, hint: str) -> None:
+def test_the_last_part_of_a_class_path_finds_the_class(name: str, hint: str) -> None:
     assert did_you_mean(name, ["optimizer.lr", "train/loss", "started"]) == hint

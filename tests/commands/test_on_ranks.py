@@ -32,7 +32,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.test_all
-def test_torchrun_trains_and_one_rank_speaks(place: Path) -> None:
+def test_with_torchrun_only_one_rank_prints(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--parallel", "ddp")
     assert done.returncode == 0, done.stderr
     for once in (
@@ -49,7 +49,7 @@ def test_torchrun_trains_and_one_rank_speaks(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_says_once_what_is_wrong_with_the_recipe(place: Path) -> None:
+def test_with_torchrun_an_error_in_the_recipe_is_printed_once(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--batch_sizee", "3")
     assert done.returncode != 0
     assert done.stderr.count("did you mean 'batch_size'?") == 1
@@ -57,7 +57,7 @@ def test_torchrun_says_once_what_is_wrong_with_the_recipe(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_says_of_a_later_error_whose_it_is(place: Path) -> None:
+def test_with_torchrun_a_later_error_names_its_rank(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--data.folder", "nowhere")
     assert done.returncode != 0
     assert "callsheet (rank 0): data.folder: there is no folder nowhere" in done.stderr
@@ -65,8 +65,8 @@ def test_torchrun_says_of_a_later_error_whose_it_is(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_opens_a_run_of_one_process_in_shards(trained: Path) -> None:
-    """Saved during an epoch, with an average of the weights: scores, predictions and the export are those of the run."""
+def test_with_torchrun_a_run_of_one_process_is_opened_in_shards(trained: Path) -> None:
+    """The checkpoint is from the middle of an epoch and has an average. Scores, predictions and export equal the run's."""
     Path("rows.jsonl").write_text('{"text": "abc"}\n{"text": "abcdef"}\n')
     before = contents(Path("runs"))
     sharded = ["--parallel", "fsdp", "--data.validation_windows", "4"]
@@ -84,7 +84,7 @@ def test_torchrun_opens_a_run_of_one_process_in_shards(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_average_in_other_shards_is_rejected_with_the_way_round_it(trained: Path) -> None:
+def test_an_average_in_other_shards_is_rejected_with_a_hint(trained: Path) -> None:
     rejected = torchrun("evaluate", "averaged", "--parallel", "fsdp", "--data.validation_windows", "4")
     assert rejected.returncode != 0
     assert "--callbacks '[]' evaluates the weights of the checkpoint without it" in rejected.stderr
@@ -121,7 +121,7 @@ def test_a_recipe_of_python_is_launched(place: Path) -> None:
     assert {"validation/loss", "unigram"} <= results.keys()
 
 
-def test_what_is_wrong_with_a_recipe_is_found_before_anything_starts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_a_recipe_are_found_before_ranks_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("something was started")
 

@@ -1,4 +1,4 @@
-"""`callsheet predict`: an answer a row, in order, in a file that is there whole or not at all."""
+"""`callsheet predict` writes one answer per row, in order, to a file that is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_each_row_has_its_answer(trained: Path, capsys: pytest.CaptureFixture[st
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == answers
 
 
-def test_it_asks_the_average_of_a_run_with_an_ema(trained: Path) -> None:
-    """The model that the run evaluated and exported, not the one that was trained."""
+def test_predictions_use_the_average_of_a_run_with_an_ema(trained: Path) -> None:
+    """The average is the model that the run evaluated and exported, not the one that was trained."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def test_it_asks_the_average_of_a_run_with_an_ema(trained: Path) -> None:
     assert json.loads(Path("answers.jsonl").read_text())["loss"] == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-6)
 
 
-def test_what_is_opened_is_not_in_training_mode(trained: Path) -> None:
+def test_the_opened_model_is_in_evaluation_mode(trained: Path) -> None:
     job = opened("tiny", [], command="predict")
     with job.trainer:
         assert not any(module.training for module in job.trainer.model.modules())
@@ -65,7 +65,7 @@ def test_a_row_that_cannot_be_answered_is_named_by_its_line(
     assert not list(Path().glob(".answers*"))
 
 
-def test_rows_that_are_not_there_and_a_recipe_without_answers(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_of_rows_and_a_recipe_without_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "tiny", "--input", "nowhere.jsonl"]) == 2
     assert "there is no file nowhere.jsonl" in capsys.readouterr().err
     write_rows(TEXTS)

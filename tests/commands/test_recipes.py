@@ -1,4 +1,4 @@
-"""`callsheet recipes`: what is shipped, and a copy to start from."""
+"""`callsheet recipes` lists the recipes of the package and copies one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.errors import ConfigError
 
 
-def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_recipe_is_listed_with_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     recorded = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
@@ -23,7 +23,7 @@ def test_each_has_a_line_that_says_what_it_does(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("to", "path"), [([], "pretrain.yaml"), (["--to", "deep/mine.yaml"], "deep/mine.yaml")])
-def test_a_copy_is_the_same_recipe_and_is_never_written_over(
+def test_a_copy_is_the_same_recipe_and_is_not_overwritten(
     place: Path, capsys: pytest.CaptureFixture[str], to: list[str], path: str
 ) -> None:
     assert main(["recipes", "--copy", "pretrain", *to]) == 0

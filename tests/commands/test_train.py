@@ -1,4 +1,4 @@
-"""`callsheet train`, as a process that a cluster ends and starts again."""
+"""`callsheet train` as a process that a cluster preempts and restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_same_command_twice(place: Path) -> None:
         assert f"runs/tiny is being trained by process {first.pid} on machine " in said
         assert "Use `--run_name` to start another run beside it." in said
         assert "Traceback" not in said
-    assert sorted(path.name for path in Path("runs").iterdir()) == before  # not set aside
+    assert sorted(path.name for path in Path("runs").iterdir()) == before  # the run's folder is not moved
     first.kill()
     first.communicate()
     third = started("--max_duration", "6ba", "--eval_interval", "100000ba", "--resume", "new")

@@ -1,4 +1,4 @@
-"""`make test-gpu` runs these tests with the interpreter that it is given, and installs nothing: whatever is missing there is named."""
+"""`make test-gpu` runs these tests with a given interpreter and installs nothing; missing packages are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def _missing() -> str:
-    """Return why these tests cannot run here; empty if they can."""
+    """Return the reason why these tests cannot run here, or an empty string."""
     try:
         import torch
 
@@ -26,7 +26,7 @@ def _missing() -> str:
 MISSING = _missing()
 
 if not MISSING:
-    # The fixtures: tests/conftest.py is not read here.
+    # Import the fixtures, because tests/conftest.py is not loaded here.
     from built_ins import built_in, collector, subjects  # type: ignore[import-not-found]  # noqa: F401
 
 

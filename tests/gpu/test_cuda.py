@@ -1,4 +1,4 @@
-"""The same on CUDA: nothing waits for the device off log boundaries, resume is exact, ranks meet over NCCL. `make test-gpu` runs them."""
+"""Trainer on CUDA: synchronizations happen only at log boundaries, resume is exact, ranks use NCCL. Run by `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOG_EVERY, STEPS = 10, 40
 
 
 class CountsWaits(Callback):
-    """Has torch warn of every wait for the device, and keeps the warnings of each step by its number."""
+    """Lets torch warn about every synchronization with the device, and records the warnings by step."""
 
     def __init__(self) -> None:
         self.waits: dict[int, list[str]] = {}
@@ -77,14 +77,14 @@ def test_nothing_waits_for_the_device_off_log_boundaries(options: dict[str, Any]
     }
     assert off
     assert {step: recorded for step, recorded in off.items() if recorded} == {}
-    assert any(counts.waits.values())  # the counter sees those of the boundaries
+    assert any(counts.waits.values())  # the counter records those at the boundaries
 
 
 WAITS = ("Generate",)
 """Those whose purpose takes a wait off log boundaries: it writes what it has drawn when its interval is over."""
 
 
-def test_no_built_in_that_watches_waits_for_the_device_off_log_boundaries(
+def test_no_observing_built_in_waits_for_the_device_off_log_boundaries(
     built_in: str, subjects: Mapping[str, Subject], tmp_path: Path
 ) -> None:
     try:
@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     assert first + second == straight
 
 
-def test_an_out_of_memory_error_says_what_to_try() -> None:
+def test_an_out_of_memory_error_lists_remedies() -> None:
     class Greedy(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             torch.empty(2**50, device="cuda")
@@ -170,7 +170,7 @@ def over_nccl(kind: str) -> list[str]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_meet_over_nccl(kind: str) -> None:
+def test_ranks_train_over_nccl(kind: str) -> None:
     first, second = run_ranks(over_nccl, 2, kind)
     assert first == second
     assert first
@@ -181,8 +181,8 @@ def test_one_rank_over_nccl(kind: str) -> None:
     assert all(run_ranks(over_nccl, 1, kind))
 
 
-class Weighs(Callback):
-    """Keeps the model's weights as they are when each checkpoint is saved."""
+class RecordsWeights(Callback):
+    """Records the model's weights when each checkpoint is saved."""
 
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
@@ -196,7 +196,7 @@ def test_a_checkpoint_written_in_the_background_has_the_weights_of_its_step(tmp_
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
     data = [(torch.randn(64, 2048, device="cuda"), torch.randn(64, 2048, device="cuda")) for _ in range(20)]
-    weighs = Weighs()
+    weighs = RecordsWeights()
     with Trainer(
         model,
         nn.functional.mse_loss,

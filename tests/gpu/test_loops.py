@@ -1,4 +1,4 @@
-"""On CUDA, in loops that are not our Trainer's: observing adds no wait for the device, and the losses stay what they are."""
+"""On CUDA, in loops other than the Trainer's: observers add no synchronization and do not change the losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PER_RECORD = 4
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the waits for the device in the block, by the line that waited."""
+    """Count the synchronizations with the device in the block, by the line that waited."""
     places: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,7 +45,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def check_waits(loop: Callable[[bool], list[str]]) -> None:
     """Check that the loop has the same losses when it is observed, and waits no more often than its records need."""
-    loop(False)  # so that neither has to load kernels
+    loop(False)  # load the kernels before both runs
     with counted() as alone:
         expected = loop(False)
     with counted() as observed:
@@ -183,8 +183,8 @@ def test_lightning(tmp_path: Path) -> None:
     check_waits(loop)
 
 
-class Reads(Callback):
-    """Keeps the loss of each record."""
+class RecordsLosses(Callback):
+    """Records the loss of each metrics record."""
 
     phase = "report"
 
@@ -196,7 +196,7 @@ class Reads(Callback):
 
 
 class WithLoss(nn.Module):
-    """Returns its loss, as the models of transformers do; the loss is computed in what is compiled."""
+    """Returns its loss like models of transformers, so that the loss is computed in compiled code."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -212,13 +212,13 @@ def test_losses_that_cuda_graphs_overwrite_in_attach(accumulate: int, tmp_path: 
     torch.compiler.reset()
     model, optimizer, data = parts()
     compiled = torch.compile(WithLoss(model), mode="reduce-overhead")
-    seen, reads = [], Reads()
+    seen, reads = [], RecordsLosses()
     watching = [reads, NaNMonitor(), *monitors()]
     with callsheet.attach(
         model=model, optimizer=optimizer, callbacks=watching, log_interval=5, runs_folder=tmp_path, strict=False,
         gradient_accumulation_steps=accumulate,
     ) as run:  # fmt: skip
-        for parameter in model.parameters():  # the gradients must not be in the graph's memory either
+        for parameter in model.parameters():  # the gradients must be outside of the graph's memory too
             parameter.grad = torch.zeros_like(parameter)
         for number, (inputs, labels) in enumerate(run.steps(data), 1):
             loss = compiled(inputs, labels)["loss"]
@@ -245,7 +245,7 @@ def test_losses_that_cuda_graphs_overwrite_in_the_trainer(tmp_path: Path) -> Non
     found = []
     for compiles in (False, {"mode": "reduce-overhead"}):
         model, _, data = parts()
-        reads = Reads()
+        reads = RecordsLosses()
         with callsheet.Trainer(
             WithLoss(model),
             ModelsOwnLoss(),
@@ -350,8 +350,8 @@ else:
 
 
 @pytest.mark.parametrize("loop", ["trainer", "attach"])
-def test_an_error_after_which_the_device_answers_nothing(loop: str, tmp_path: Path) -> None:
-    """After a failed assertion in a kernel, every use of the device in this process fails; the run still ends with that error."""
+def test_an_error_after_which_the_device_cannot_be_used(loop: str, tmp_path: Path) -> None:
+    """After a failed assertion in a kernel, every use of the device fails in this process. The run still ends with that error."""
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Recording the device's memory, and what is written of it."""
+"""Recordings of the device's memory, and the files that are written from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from callsheet.callbacks.oom_observer import OOMObserver
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-class Takes(Callback):
-    """Takes more than there is at a step."""
+class AllocatesTooMuch(Callback):
+    """Allocates more memory than the device has at a step."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -54,14 +54,14 @@ def test_a_snapshot_is_written_and_drawn(tmp_path: Path) -> None:
     assert (folder / "MemorySnapshot-step4-rank0.html").stat().st_size > 10_000
 
 
-def test_what_filled_the_device_is_written_when_it_is_full(tmp_path: Path) -> None:
+def test_a_snapshot_is_written_when_memory_runs_out(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        fit(tmp_path, OOMObserver(), Takes(3))
+        fit(tmp_path, OOMObserver(), AllocatesTooMuch(3))
     names = {path.name for path in (tmp_path / "run" / "memory").iterdir()}
     assert names == {f"OOMObserver-oom-rank0{end}" for end in (".pickle", ".html", "-segments.html")}
 
 
-def test_a_run_with_room_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_with_enough_memory_writes_nothing(tmp_path: Path) -> None:
     fit(tmp_path, OOMObserver())
     assert not (tmp_path / "run").exists()
 

@@ -19,7 +19,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Any) -> None:
         self.acts = acts
@@ -46,7 +46,7 @@ def fit(folder: Path, logger: ConsoleLogger, *callbacks: Callback, **options: An
 
 
 def steps(lines: list[str]) -> list[int]:
-    """Return the records in the printed lines."""
+    """Return the steps of the records in the printed lines."""
     return [int(found[1]) for line in lines if (found := re.match(r"epoch \d+  step (\d+)", line))]
 
 
@@ -66,7 +66,7 @@ def test_records_evaluations_and_the_outcome_are_lines(tmp_path: Path, capsys: p
     assert "time/" not in out
 
 
-def test_which_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_metrics_can_be_selected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = ConsoleLogger(stream="stderr", metrics=["*/*rate", "odd/*"], leave_out=["odd/not"])
     fit(tmp_path, logger, Acts(at_1=lambda ctx: ctx.log({"odd/one": 1 / 3, "odd/not": 1.0}, across="same")))
     out, err = capsys.readouterr()
@@ -86,9 +86,7 @@ def test_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str], interva
     assert sum(line.startswith("evaluation") for line in lines) == 2
 
 
-def test_what_an_evaluation_logs_besides_is_printed_whatever_the_interval(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_metrics_of_an_evaluation_are_printed_at_any_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Judges(Callback):
         def on_eval_end(self, ctx: Context) -> None:
             ctx.log({"judge/score": 0.25}, across="same")
@@ -124,7 +122,7 @@ def test_the_last_record_before_an_exception_is_printed(tmp_path: Path, capsys: 
     assert lines[-1].startswith("run failed: epoch 2  step 6")
 
 
-def test_tables_are_printed_and_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed_without_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [["a\x1b[31mb\n", 1 / 3], ["x" * 200, None], *[["more", 0]] * 3]
     fit(tmp_path, ConsoleLogger(table_rows=2), Acts(at_2=lambda ctx: ctx.log_table("some/table", ["text", "score"], rows)))
     lines = capsys.readouterr().out.splitlines()
@@ -137,7 +135,7 @@ def test_tables_are_printed_and_cannot_steer_the_terminal(tmp_path: Path, capsys
     ]
 
 
-def test_no_tables_where_none_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_can_be_turned_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ConsoleLogger(table_rows=0), Acts(at_2=lambda ctx: ctx.log_table("some/table", ["text"], [])))
     assert "table" not in capsys.readouterr().out
 
@@ -166,7 +164,7 @@ def test_a_pipe_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: py
         ({"table_rows": -1}, "table_rows=-1"),
     ],
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ConsoleLogger(**options)
 
@@ -178,7 +176,7 @@ def on_a_rank(folder: str) -> str:
     return kept.getvalue()
 
 
-def test_of_two_ranks_one_prints(tmp_path: Path) -> None:
+def test_only_one_of_two_ranks_prints(tmp_path: Path) -> None:
     first, second = run_ranks(on_a_rank, 2, str(tmp_path))
     assert "run finished" in first
     assert second == ""

@@ -18,7 +18,7 @@ TIMED = ("time", "elapsed_seconds", "samples_per_second", "tokens_per_second", "
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Any) -> None:
         self.acts = acts
@@ -73,7 +73,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 def curve(folder: Path) -> list[dict[str, str]]:
-    """What does not depend on the clock."""
+    """Return the columns that do not depend on the clock."""
     return [{name: cell for name, cell in row.items() if name not in TIMED} for row in table(folder)]
 
 
@@ -95,7 +95,7 @@ def test_a_metric_that_appears_later_makes_the_table_wider(tmp_path: Path) -> No
     path = tmp_path / "run" / "metrics.csv"
     look = Acts(at_2=lambda ctx: seen.append(path.read_bytes()), at_5=lambda ctx: ctx.log(odd, across="same"))
     fit(tmp_path, look)
-    assert len(seen[0].splitlines()) == 2  # the first record is there at once
+    assert len(seen[0].splitlines()) == 2  # the first record is written immediately
     rows = table(tmp_path / "run")
     assert list(rows[0])[-4:] == [*list(odd)[:3], "metric/step"]
     fifth = next(row for row in rows if row["step"] == "5")
@@ -105,17 +105,17 @@ def test_a_metric_that_appears_later_makes_the_table_wider(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
-def test_a_resume_drops_the_future_that_did_not_happen(tmp_path: Path, step: int) -> None:
+def test_a_resume_drops_the_rows_after_its_checkpoint(tmp_path: Path, step: int) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(**{f"at_{step}": save, "at_8": fail}))
     with open(tmp_path / "run" / "metrics.csv", "a") as file:
-        file.write("9,1.0,0.")  # torn
+        file.write("9,1.0,0.")  # an incomplete row
     fit(tmp_path, resume="auto")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_run_that_begins_again_and_one_that_forks(tmp_path: Path) -> None:
+def test_a_restarted_run_and_a_fork(tmp_path: Path) -> None:
     logger = CSVLogger()
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_5=fail), logger=logger)
@@ -151,13 +151,13 @@ def in_a_small_disk(folder: str) -> None:
     fit(Path(folder), Acts(at_3=fill, at_5=free), eval_interval=None)
 
 
-def test_a_row_that_could_not_be_written_leaves_none_of_itself(tmp_path: Path) -> None:
+def test_a_row_that_could_not_be_written_leaves_no_part(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     run_ranks(in_a_small_disk, 1, str(tmp_path))
     assert [row["step"] for row in table(tmp_path / "run")] == ["1", "2", "5", "6", "7", "8", "9"]
 
 
-def test_another_name_is_another_folder_and_it_may_be_ended_twice(tmp_path: Path) -> None:
+def test_another_name_is_another_folder_and_ending_twice_is_allowed(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.name = "again"
     fit(tmp_path, logger=logger)
@@ -170,7 +170,7 @@ def on_a_rank(folder: str) -> None:
     fit(Path(folder), resume="auto")
 
 
-def test_of_two_ranks_one_writes(tmp_path: Path) -> None:
+def test_only_one_of_two_ranks_writes(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path))
     steps = [int(row["step"]) for row in table(tmp_path / "run") if row["train/loss"]]
     assert steps == list(range(1, steps[-1] + 1))

@@ -1,4 +1,4 @@
-"""What a run was started with."""
+"""The environment with which a run was started: command, packages, repository."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "a" / environment.FILE).read_text())["git"] == {"commit": "abc"}
 
 
-def test_what_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def full(found: dict[str, Any]) -> None:
         raise OSError("No space left on device")
 

@@ -25,7 +25,7 @@ START = r"--- \S+  run run  rank 0 of 1  pid \d+ on \S+"
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Any) -> None:
         self.acts = acts
@@ -35,8 +35,8 @@ class Acts(Callback):
             act(ctx)
 
 
-class Talks(Callback):
-    """Prints from the first to the last."""
+class PrintsAtEvents(Callback):
+    """Prints at events from the start to the end of the run."""
 
     phase = "report"
 
@@ -64,9 +64,9 @@ def lines(folder: Path, rank: int = 0) -> list[str]:
     return (folder / "logs" / f"rank-{rank}.log").read_text().splitlines()
 
 
-def test_what_is_printed_is_in_the_file_and_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_in_the_file_and_on_the_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stdout, stderr = sys.stdout, sys.stderr
-    fit(tmp_path, Talks())
+    fit(tmp_path, PrintsAtEvents())
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
     recorded = ["on_run_start 0", *(f"on_train_step_end {step}" for step in (1, 2, 3, 4)), "on_run_end 4"]
     start, *rest = lines(tmp_path / "run")
@@ -77,15 +77,15 @@ def test_what_is_printed_is_in_the_file_and_where_it_was(tmp_path: Path, capsys:
     assert err.splitlines() == [recorded[1], recorded[3]]
 
 
-def test_other_loggers_are_captured_to_their_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_other_loggers_is_captured_completely(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, loggers=[FileLogger(), ConsoleLogger()])
     assert lines(tmp_path / "run")[-1].startswith("run finished: epoch 1  step 4")
 
 
-def test_the_records_of_logging_are_there(tmp_path: Path) -> None:
+def test_records_of_logging_are_captured(tmp_path: Path) -> None:
     kept = io.StringIO()
     before, sys.stderr = sys.stderr, kept
-    handler = logging.StreamHandler()  # which keeps the stream that it finds
+    handler = logging.StreamHandler()  # it keeps the stream that it finds
     logging.getLogger().addHandler(handler)
     try:
         fit(tmp_path, Acts(at_2=lambda ctx: logging.getLogger("mine").warning("careful")))
@@ -97,7 +97,7 @@ def test_the_records_of_logging_are_there(tmp_path: Path) -> None:
     assert handler.stream is kept
 
 
-def test_an_exception_is_there_with_its_traceback_and_the_streams_are_back(tmp_path: Path) -> None:
+def test_an_exception_is_in_the_file_and_the_streams_are_restored(tmp_path: Path) -> None:
     def fail(ctx: Context) -> None:
         raise ValueError("a bad step")
 
@@ -117,8 +117,8 @@ def test_a_resume_appends_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
         ctx.control.stop("asked for")
 
     logger = FileLogger()
-    fit(tmp_path, Talks(), Acts(at_2=leave), loggers=[logger])
-    fit(tmp_path, Talks(), resume="auto", loggers=[logger])
+    fit(tmp_path, PrintsAtEvents(), Acts(at_2=leave), loggers=[logger])
+    fit(tmp_path, PrintsAtEvents(), resume="auto", loggers=[logger])
     recorded = lines(tmp_path / "run")
     starts = [place for place, line in enumerate(recorded) if line.startswith("---")]
     assert len(starts) == 2
@@ -127,28 +127,28 @@ def test_a_resume_appends_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert recorded[starts[1] + 1 :] == ["on_run_start 0", "on_train_step_end 3", "on_train_step_end 4", "on_run_end 4"]
 
 
-def test_a_run_that_never_begins_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_that_does_not_start_writes_nothing(tmp_path: Path) -> None:
     fit(tmp_path, loggers=[])
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "run.json").touch()
     stdout, stderr = sys.stdout, sys.stderr
     with pytest.raises(ConfigError, match="already holds a run"):
-        fit(tmp_path, Talks())
+        fit(tmp_path, PrintsAtEvents())
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
     assert not (tmp_path / "run" / "logs").exists()
 
 
-def test_it_is_never_larger_than_it_may_be(tmp_path: Path) -> None:
+def test_the_size_limit_is_kept(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=lambda ctx: print(*range(300), sep="\n")), loggers=[FileLogger(max_bytes=700)])
     assert (tmp_path / "run" / "logs" / "rank-0.log").stat().st_size <= 700
     assert (tmp_path / "run" / "logs" / "rank-0.log.1").stat().st_size <= 700
 
 
-def test_two_need_two_names(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_loggers_need_two_names(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     stdout = sys.stdout
     other, third = FileLogger(), FileLogger()
     other.name = "other"
-    fit(tmp_path, Talks(), loggers=[FileLogger(), other, third])
+    fit(tmp_path, PrintsAtEvents(), loggers=[FileLogger(), other, third])
     assert lines(tmp_path / "run")[1:] == lines(tmp_path / "run" / "other")[1:]
     assert "is already written by another FileLogger; give this one its own name" in caplog.text
     assert sys.stdout is stdout
@@ -160,7 +160,7 @@ def test_two_runs_at_once_end_in_any_order(tmp_path: Path, capsys: pytest.Captur
     contexts = [Context(RunInfo(name, tmp_path / name)) for name in ("one", "two")]
     for logger, ctx in zip((first, second), contexts, strict=True):
         ctx.checkpoint = None
-        if logger is first:  # a handwritten loop may not fire it
+        if logger is first:  # a hand-written loop may not fire it
             logger.on_run_start(ctx)
         logger.on_checkpoint_load_end(ctx)
     print("both")
@@ -178,7 +178,7 @@ def test_a_failing_disk_is_reported_and_does_not_end_the_run(tmp_path: Path, cap
         pytest.skip("there is no disk here that is always full")
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "rank-0.log").symlink_to("/dev/full")
-    fit(tmp_path, Talks(), resume="auto", log_interval="1ba")
+    fit(tmp_path, PrintsAtEvents(), resume="auto", log_interval="1ba")
     recorded = [record.getMessage() for record in caplog.records if "FileLogger" in record.getMessage()]
     assert len(recorded) == 1
     assert "No space" in recorded[0]
@@ -187,7 +187,7 @@ def test_a_failing_disk_is_reported_and_does_not_end_the_run(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("options", "said"), [({"capture": "fds"}, "did you mean 'fd'"), ({"max_bytes": 0}, "max_bytes=0: give more than 0")]
 )
-def test_rejects_what_cannot_work(options: dict[str, Any], said: str) -> None:
+def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FileLogger(**options)
 
@@ -227,7 +227,7 @@ assert type(sys.stderr).__name__ == "TextIOWrapper"
 
 
 @pytest.mark.slow
-def test_a_bar_on_a_terminal_stays_one_and_is_one_line_of_the_file(tmp_path: Path) -> None:
+def test_a_bar_on_a_terminal_is_one_line_of_the_file(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "120"}
@@ -237,11 +237,11 @@ def test_a_bar_on_a_terminal_stays_one_and_is_one_line_of_the_file(tmp_path: Pat
     try:
         while part := os.read(ours, 4096):
             seen += part
-    except OSError:  # Linux says so when the other end is closed
+    except OSError:  # raised on Linux when the other end is closed
         pass
     os.close(ours)
     assert process.wait() == 0, seen.decode()
-    assert seen.decode().count("━") > 24  # drawn several times
+    assert seen.decode().count("━") > 24  # it was drawn several times
     _, printed, *others = lines(tmp_path / "run")
     assert printed == "printed later"
     assert sum("━" in line for line in others) == 1
@@ -308,7 +308,7 @@ print("after")
 
 
 def ran(how: str, folder: Path) -> tuple[str, int]:
-    """Return standard output and error in one text, and the exit status of the script."""
+    """Run the script, and return its standard output and error in one text, and its exit status."""
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     with open(folder / "seen", "wb") as seen:
         done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), how], env=env, stdout=seen, stderr=seen, check=False)
@@ -331,11 +331,11 @@ def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_descriptors_of_two_are_put_back(tmp_path: Path) -> None:
+def test_descriptors_of_two_loggers_are_restored(tmp_path: Path) -> None:
     seen, code = ran("nested", tmp_path)
     assert code == 0, seen
     assert set(lines(tmp_path / "run")[1:]) == PRINTED
-    assert set(lines(tmp_path / "run" / "outer")[1:]) <= PRINTED  # it ends first, and the other may still be passing on
+    assert set(lines(tmp_path / "run" / "outer")[1:]) <= PRINTED  # it ends first, while the other may still forward output
     assert sorted(seen.splitlines()) == sorted([*PRINTED, *PRINTED, "after"])
 
 
@@ -350,7 +350,7 @@ def test_descriptors_capture_the_last_output_of_a_crash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_descriptors_lose_nothing_of_much(tmp_path: Path) -> None:
+def test_descriptors_lose_nothing_of_a_large_output(tmp_path: Path) -> None:
     seen, code = ran("many", tmp_path)
     assert code == 0
     many = [f"line {number} {'x' * 50}" for number in range(20000)]

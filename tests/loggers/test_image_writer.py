@@ -38,12 +38,12 @@ def test_images_are_written_on_another_thread_in_order_as_they_were(writer: Imag
         array += 5
     writer.flush()
     names = [f"{kind}/{number}.png" for number in range(20) for kind in ("tensor", "array")]
-    assert [name for name, _, _ in recorded] == names  # each once it is written
+    assert [name for name, _, _ in recorded] == names  # each is reported after it is written
     assert [seen for _, seen, _ in recorded] == [[5 * number] for number in range(20) for _ in range(2)]
     assert {thread for _, _, thread in recorded} == {"callsheet-lane-Test's images"}
 
 
-def test_what_fails_is_said_once_and_the_rest_is_written(writer: ImageWriter, tmp_path: Path) -> None:
+def test_failures_are_reported_once_and_other_images_are_written(writer: ImageWriter, tmp_path: Path) -> None:
     recorded: list[str] = []
     writer.write(["odd.png"], [torch.zeros(2, 2, 2, 2)], lambda: recorded.append("odd"))
     with pytest.raises(ConfigError, match="an image has the shape"):
@@ -59,7 +59,7 @@ def test_what_fails_is_said_once_and_the_rest_is_written(writer: ImageWriter, tm
     assert recorded == ["fine"]
 
 
-def test_closing_writes_what_waits(tmp_path: Path) -> None:
+def test_closing_writes_pending_images(tmp_path: Path) -> None:
     writer = ImageWriter("Test", tmp_path)
     for number in range(10):
         writer.write([f"{number}.png"], [torch.ones(64, 64)], lambda: None)

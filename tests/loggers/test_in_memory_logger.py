@@ -16,8 +16,8 @@ from callsheet.testing import run_ranks
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
-class Shows(Callback):
-    """Logs something of each kind at every step, and adds to records what is cleared again later."""
+class LogsAllKinds(Callback):
+    """Logs data of every kind at every step, and adds values to records, which `Clears` removes."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         ctx.log_table("table", ["step"], [[ctx.step]])
@@ -54,7 +54,7 @@ def fit(folder: Path, logger: InMemoryLogger, *callbacks: Callback, **options: A
 
 def test_keeps_everything_that_is_logged(tmp_path: Path) -> None:
     logger = InMemoryLogger(images=True)
-    fit(tmp_path, logger, Shows(), Clears())
+    fit(tmp_path, logger, LogsAllKinds(), Clears())
     assert [record.step for record in logger.records] == [1, 2, 3, 3, 4, 5, 6, 6]
     steps, losses = logger.history("train/loss")
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -71,21 +71,21 @@ def test_keeps_everything_that_is_logged(tmp_path: Path) -> None:
     assert "InMemoryLogger" in {cost.callback for cost in logger.costs.costs}
 
 
-def test_images_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_images_are_kept_only_on_request(tmp_path: Path) -> None:
     logger = InMemoryLogger()
-    fit(tmp_path, logger, Shows())
+    fit(tmp_path, logger, LogsAllKinds())
     assert logger.images == {}
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     logger = InMemoryLogger(most=2, images=True)
-    fit(tmp_path, logger, Shows())
+    fit(tmp_path, logger, LogsAllKinds())
     assert logger.history("shows/added")[0] == [6, 6]
     assert [step for step, _, _ in logger.tables["table"]] == [5, 6]
     assert [step for step, _ in logger.images["image"]] == [5, 6]
 
 
-def test_a_run_begins_with_nothing_also_a_resumed_one(tmp_path: Path) -> None:
+def test_a_run_starts_empty_also_when_resumed(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
@@ -94,7 +94,7 @@ def test_a_run_begins_with_nothing_also_a_resumed_one(tmp_path: Path) -> None:
                 ctx.control.stop("asked for")
 
     logger = InMemoryLogger()
-    fit(tmp_path, logger, Shows(), Saves())
+    fit(tmp_path, logger, LogsAllKinds(), Saves())
     assert logger.history("train/loss")[0] == [1, 2, 3, 4]
     fit(tmp_path, logger, resume="auto")
     assert logger.history("train/loss")[0] == [3, 4, 5, 6]
@@ -112,7 +112,7 @@ def test_a_name_that_was_not_logged_is_an_error(tmp_path: Path) -> None:
         logger.history("train/los")
 
 
-def test_rejects_what_cannot_work() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="most=0"):
         InMemoryLogger(most=0)
 
@@ -124,7 +124,7 @@ def on_a_rank(folder: str) -> tuple[int, int]:
     return len(logger.records), len(everywhere.records)
 
 
-def test_the_first_rank_keeps_it_by_default(tmp_path: Path) -> None:
+def test_only_the_first_rank_keeps_data_by_default(tmp_path: Path) -> None:
     (first, all_of_first), (second, all_of_second) = run_ranks(on_a_rank, 2, str(tmp_path))
     assert first == all_of_first == all_of_second > 0
     assert second == 0

@@ -28,7 +28,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Any) -> None:
         self.acts = acts
@@ -52,7 +52,7 @@ def fail(ctx: Context) -> None:
 
 def fit(folder: Path, *callbacks: Callback, is_logged: bool = True, **options: Any) -> None:
     options = {"max_duration": "3ep", "log_interval": "1ba", "run_name": "run", **options}
-    torch.manual_seed(1)  # so that two runs begin with the same weights
+    torch.manual_seed(1)  # so that two runs start with the same weights
     with Trainer(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
@@ -68,7 +68,7 @@ def fit(folder: Path, *callbacks: Callback, is_logged: bool = True, **options: A
 
 
 def curve(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """What the records say that does not depend on the clock."""
+    """Return the values of the records that do not depend on the clock."""
     timed = {"train/tokens_per_second"}
     return [
         (record.step, {name: value for name, value in record.values.items() if name not in timed})
@@ -77,7 +77,7 @@ def curve(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, read as strictly as JSON asks."""
+    """Return the lines of a file, parsed as strict JSON."""
 
     def reject(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -106,7 +106,7 @@ def test_every_record_is_a_line_that_reads_back(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run") == kept
 
 
-def test_numbers_that_json_does_not_know_read_back(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
     def odd(ctx: Context) -> None:
         ctx.log({"odd/nan": math.nan, "odd/inf": math.inf, "odd/minus": -math.inf}, across="same")
 
@@ -117,7 +117,7 @@ def test_numbers_that_json_does_not_know_read_back(tmp_path: Path) -> None:
     assert (values["odd/inf"], values["odd/minus"]) == (math.inf, -math.inf)
 
 
-def test_everything_is_on_the_disk_at_an_evaluations_end_and_in_a_checkpoint(tmp_path: Path) -> None:
+def test_everything_is_on_disk_at_an_evaluation_s_end_and_at_a_checkpoint(tmp_path: Path) -> None:
     seen: dict[str, tuple[int, list[str]]] = {}
 
     class Looks(Callback):
@@ -131,7 +131,7 @@ def test_everything_is_on_the_disk_at_an_evaluations_end_and_in_a_checkpoint(tmp
 
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Looks(), Acts(at_2=save, at_5=fail), loggers=[JSONLLogger(flush_seconds=3600)])
-    assert seen["on_train_step_end 2"] == (0, ["run_start"])  # nothing is written for every line
+    assert seen["on_train_step_end 2"] == (0, ["run_start"])  # there is no write for every line
     assert seen["on_checkpoint_save_start 2"][0] == 2
     assert seen["on_checkpoint_published 2"] == (2, ["run_start", "checkpoint"])
     assert seen["on_train_step_end 4"][0] == 3
@@ -155,7 +155,7 @@ def test_lines_are_written_together(tmp_path: Path) -> None:
         on_train_end = on_train_start
 
     fewest = 1000
-    for number in range(5):  # threads that earlier tests left behind may write too
+    for number in range(5):  # threads of earlier tests may write too
         count, folder = Counts(), tmp_path / str(number)
         fit(folder, count, max_duration="300ba", eval_interval=None, loggers=[JSONLLogger(flush_seconds=3600)])
         assert len(read_metrics(folder / "run")) == 300
@@ -185,11 +185,11 @@ with Trainer(
 ) as trainer:
     trainer.fit()
 """
-LOST_SECONDS = 3.0  # half a second is promised, and this machine may have other things to do
+LOST_SECONDS = 3.0  # half a second is documented; this allows for a busy machine
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path) -> None:
+def test_a_killed_process_loses_only_the_last_moment(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -203,13 +203,13 @@ def test_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path) -> 
     process.kill()
     process.communicate()
     kept = [record.step for record in read_metrics(tmp_path / "run")]
-    assert kept == list(range(1, len(kept) + 1))  # from the first on, without a hole
+    assert kept == list(range(1, len(kept) + 1))  # from the first on, without gaps
     assert all(moment > killed_at - LOST_SECONDS for step, moment in recorded if step > len(kept))
     assert len(kept) > 10
     assert [name for name, _ in events(tmp_path / "run")] == ["run_start"]
 
 
-def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_wait_until_the_disk_can_be_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "run"
 
     def break_disk(ctx: Context) -> None:
@@ -225,9 +225,9 @@ def test_what_the_disk_does_not_take_waits_until_it_does(tmp_path: Path, caplog:
     acts = {f"at_{step}": table for step in (2, 3, 4, 5, 7)}
     fit(tmp_path, Acts(at_1=break_disk, at_6=hint, **acts), loggers=[JSONLLogger(flush_seconds=0.001)])
     assert [line["rows"] for line in lines(folder / "tables" / "scores.jsonl")] == [[[1]], [[2]], [[3]], [[4]], [[5]], [[7]]]
-    assert len(read_metrics(folder)) == 9 + 3  # of other files nothing is lost
+    assert len(read_metrics(folder)) == 9 + 3  # other files are complete
     recorded = [record.getMessage() for record in caplog.records if "JSONLLogger" in record.getMessage()]
-    assert len(recorded) == 1  # said once, and not switched off
+    assert len(recorded) == 1  # one warning, and the logger is not disabled
     assert "tables" in recorded[0]
 
 
@@ -253,7 +253,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_the_curve_continues_without_duplicates(tmp_path: Path, step: int) -> None:
-    """Saved at a step, trained on, killed, resumed: the records are those of a run that was never killed."""
+    """The run is saved, continues, is killed and resumed. Its records are those of an uninterrupted run."""
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(**{f"at_{step}": save, "at_8": fail}))
@@ -263,7 +263,7 @@ def test_the_curve_continues_without_duplicates(tmp_path: Path, step: int) -> No
     assert {line["resumed_from_step"] for line in resumed} == {step}
 
 
-def test_several_resumes_of_which_one_leads_further_back(tmp_path: Path) -> None:
+def test_several_resumes_also_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_5=save, at_8=fail))
@@ -274,7 +274,7 @@ def test_several_resumes_of_which_one_leads_further_back(tmp_path: Path) -> None
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_run_that_begins_again_for_want_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_without_a_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_5=fail))
@@ -285,7 +285,7 @@ def test_a_run_that_begins_again_for_want_of_a_checkpoint(tmp_path: Path) -> Non
 def test_a_run_that_was_not_logged_before(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_4=save, at_5=stop), is_logged=False)
     fit(tmp_path, Acts(at_8=stop), resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")
-    fit(tmp_path, resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")  # which counts no lines: the steps have to do
+    fit(tmp_path, resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")  # it has no line counts, so steps decide
     assert [step for step, _ in curve(tmp_path / "run")] == [5, 6, 6, 7, 8, 9, 9]
 
 
@@ -297,7 +297,7 @@ def test_the_curve_continues_if_checkpoints_are_elsewhere(tmp_path: Path) -> Non
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_logger_of_a_resumed_run_begins_another_from_scratch(tmp_path: Path) -> None:
+def test_a_logger_of_a_resumed_run_starts_another_run_from_scratch(tmp_path: Path) -> None:
     logger = JSONLLogger()
     fit(tmp_path, Acts(at_4=save, at_5=stop), loggers=[logger])
     fit(tmp_path, Acts(at_6=stop), resume="auto", loggers=[logger])
@@ -308,7 +308,7 @@ def test_a_logger_of_a_resumed_run_begins_another_from_scratch(tmp_path: Path) -
     assert len(curve(tmp_path / "third")) == 12
 
 
-def test_a_fork_has_a_curve_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_curve(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_4=save))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")
@@ -316,19 +316,19 @@ def test_a_fork_has_a_curve_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_torn_line_is_skipped_and_repaired(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped_and_repaired(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_4=save, at_8=fail))
     metrics = tmp_path / "run" / "metrics.jsonl"
     content = metrics.read_bytes()
-    metrics.write_bytes(content[:-30])  # killed while writing
+    metrics.write_bytes(content[:-30])  # as if killed while writing
     assert len(read_metrics(tmp_path / "run")) == content.count(b"\n") - 1
     fit(tmp_path, resume="auto")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_lines_that_are_not_ours_are_passed_by(tmp_path: Path) -> None:
+def test_lines_in_another_format_are_skipped(tmp_path: Path) -> None:
     fit(tmp_path)
     kept = read_metrics(tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
@@ -336,10 +336,10 @@ def test_lines_that_are_not_ours_are_passed_by(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run") == kept
 
 
-def test_lines_that_a_crash_lost_are_not_counted_on(tmp_path: Path) -> None:
+def test_lines_that_a_crash_lost_are_handled(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_5=save, at_6=stop))
     metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))  # the disk never saw the rest
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))  # the rest never reached the disk
     fit(tmp_path, Acts(at_7=save, at_8=stop), resume="auto")
     fit(tmp_path, resume="auto")
     assert [step for step, _ in curve(tmp_path / "run")] == [1, 2, 6, 6, 7, 8, 9, 9]
@@ -407,7 +407,7 @@ def test_settings_are_gathered_in_one_file(tmp_path: Path) -> None:
     }
 
 
-def test_a_table_is_a_line_each_time(tmp_path: Path) -> None:
+def test_each_table_is_one_line(tmp_path: Path) -> None:
     def table(ctx: Context) -> None:
         ctx.log_table("eval/samples", ["prompt", "score"], [["höher?", 0.5], ["why?", math.nan]])
         ctx.log_table("../../outside", ["a"], [])
@@ -478,7 +478,7 @@ def on_a_rank(folder: str) -> None:
     fit(Path(folder), resume="auto")
 
 
-def test_of_two_ranks_one_writes(tmp_path: Path) -> None:
+def test_only_one_of_two_ranks_writes(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 2, str(tmp_path))
     assert [step for step, _ in curve(tmp_path / "run")] == sorted(step for step, _ in curve(tmp_path / "run"))
     steps = [record.step for record in read_metrics(tmp_path / "run") if "train/loss" in record.values]
@@ -486,7 +486,7 @@ def test_of_two_ranks_one_writes(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(tmp_path / "run" / "events.jsonl")].count("run_start") == 2
 
 
-def test_ended_twice(tmp_path: Path) -> None:
+def test_ending_twice_is_allowed(tmp_path: Path) -> None:
     logger = JSONLLogger()
     fit(tmp_path, loggers=[logger])
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
@@ -495,7 +495,7 @@ def test_ended_twice(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
 
 
-def test_rejects_what_cannot_work() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="flush_seconds=0"):
         JSONLLogger(flush_seconds=0)
 

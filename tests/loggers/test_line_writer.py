@@ -19,7 +19,7 @@ def wait_for(path: Path, content: bytes) -> None:
         time.sleep(0.005)
 
 
-def test_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
+def test_lines_are_written_without_a_flush(tmp_path: Path) -> None:
     writer = LineWriter(tmp_path, 0.01)
     writer.append("a", b"1")
     writer.append("deep/b", b"2")
@@ -41,7 +41,7 @@ def test_appending_writes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1\n2\n"
 
 
-def test_a_torn_line_is_ended_first(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_ended_first(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"whole\nto")
     writer = LineWriter(tmp_path, NEVER)
     writer.append("a", b"next")
@@ -91,7 +91,7 @@ def test_a_failure_is_reported_once_and_the_lines_wait(tmp_path: Path) -> None:
 
 
 def in_a_small_disk(folder: str) -> tuple[int, int]:
-    """A file can take 100 bytes and half a line."""
+    """Append lines while the size of files is limited to 100 bytes and half a line."""
     import resource
     import signal
 
@@ -112,7 +112,7 @@ def in_a_small_disk(folder: str) -> tuple[int, int]:
     return failed, size
 
 
-def test_a_line_of_which_half_could_be_written_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_half_written_line_is_completed(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     from callsheet.testing import run_ranks
 
@@ -120,7 +120,7 @@ def test_a_line_of_which_half_could_be_written_is_gone_on_with(tmp_path: Path) -
     assert (tmp_path / "a").read_text().splitlines() == [f"{number:09}" for number in range(20)]
 
 
-def test_a_forked_process_writes_nothing_of_its_parents(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_write_lines_of_its_parent(tmp_path: Path) -> None:
     if not hasattr(os, "fork"):
         pytest.skip("nothing forks here")
     writer = LineWriter(tmp_path, NEVER)
@@ -137,7 +137,7 @@ def test_a_forked_process_writes_nothing_of_its_parents(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1\n"
 
 
-def test_what_waits_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
     (tmp_path / "deep").write_text("no folder")
     writer = LineWriter(tmp_path, NEVER)
@@ -151,7 +151,7 @@ def test_what_waits_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "deep" / "a").read_text().split() == [str(number) for number in range(10)]
 
 
-def test_a_disk_that_writes_has_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_failures_there_is_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
     writer = LineWriter(tmp_path, NEVER)
     for line in (b"x" * 100, *[b"y" * 7] * 30, b"z" * 100):

@@ -10,8 +10,8 @@ from callsheet.core.manager import CallbackManager as Manager
 from callsheet.loggers import Logger
 
 
-class Keeps(Logger):
-    """Keeps what it is given."""
+class RecordsCalls(Logger):
+    """Records the step and arguments of every call."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
@@ -41,8 +41,8 @@ def log_everything(logger: Logger) -> Manager:
     return manager
 
 
-def test_a_logger_is_given_everything_that_the_context_logs() -> None:
-    keeps = Keeps()
+def test_a_logger_receives_everything_that_is_logged() -> None:
+    keeps = RecordsCalls()
     log_everything(keeps)
     assert keeps.given == [(7, {"lr": 0.1}), (7, "t", ["a"], [[1]]), (7, "i", ["image"]), (7, "f", Path("x.txt"))]
 
@@ -54,7 +54,7 @@ def test_a_logger_need_not_store_anything(caplog: pytest.LogCaptureFixture) -> N
 
 def test_other_ranks_do_not_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    keeps, ctx = Keeps(), Context(RunInfo("run"))
+    keeps, ctx = RecordsCalls(), Context(RunInfo("run"))
     CallbackManager([keeps]).notify_loggers("log_table", ctx, name="t", columns=["a"], rows=[])
     assert keeps.given == []
 
@@ -68,8 +68,8 @@ def test_a_broken_logger_does_not_end_the_run(caplog: pytest.LogCaptureFixture) 
     assert "disk full" in caplog.text
 
 
-def test_a_logger_of_the_user_is_given_the_runs_configuration(tmp_path: Path) -> None:
-    keeps = Keeps()
+def test_a_custom_logger_receives_the_run_s_configuration(tmp_path: Path) -> None:
+    keeps = RecordsCalls()
     with Trainer(
         torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 1))], max_duration="1ba",
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), config={"lr": 0.1}, loggers=[keeps], runs_folder=tmp_path,

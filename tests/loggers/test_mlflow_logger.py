@@ -1,4 +1,4 @@
-"""MLflow on SQLite, read back with its own client; and a server that is not there."""
+"""MLflow on SQLite, read back with MLflow's client; and a server that cannot be reached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Callable[[Context], Any]) -> None:
         self.acts = acts
@@ -65,7 +65,7 @@ def raises(error: BaseException) -> Callable[[Context], None]:
 def fit(
     folder: Path, *callbacks: Callback, logger: MLflowLogger | None = None, in_step: bool = False, **options: Any
 ) -> MLflowLogger:
-    """With `in_step`, the logger has received all events when a step begins."""
+    """Train. With `in_step`, each step waits until the logger has received all events."""
     logger = logger or MLflowLogger()
     options = {"max_duration": "2ep", "log_interval": "1ba", "run_name": "run", **options}
     torch.manual_seed(1)
@@ -89,14 +89,14 @@ def fit(
 
 @pytest.fixture(scope="module")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow takes seconds to make one."""
+    """Return an empty database to copy, because MLflow takes seconds to create one."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     mlflow.MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
     return path
 
 
 @pytest.fixture(autouse=True)
-def _no_surroundings(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _isolated_environment(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     shutil.copy(empty_database, tmp_path / "mlflow.db")
@@ -182,7 +182,7 @@ def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     assert len(runs(tmp_path)) == 1
 
 
-def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_run(tmp_path: Path) -> None:
     first = fit(tmp_path, Acts(at_2=save))
     fork = fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep0-ba2")
     assert sorted(run.info.run_id for run in runs(tmp_path)) == sorted(filter(None, [first.run_id, fork.run_id]))
@@ -235,7 +235,7 @@ def test_a_run_that_was_active_is_used_and_left_running(tmp_path: Path, monkeypa
     assert len(runs(tmp_path)) == 1
 
 
-def test_of_several_threads_runs_none_is_taken_but_the_main_ones(
+def test_only_the_main_thread_s_active_run_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -327,11 +327,11 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     assert (folder / "files" / "other" / "trace.json").read_text() == "{}"
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 class Server:
-    """What the logger needs of an MLflow server, with bad times: `down` is answered with 503, `silent` not at all."""
+    """A minimal MLflow server. If `down`, it answers with 503; if `silent`, it does not answer."""
 
     def __init__(self) -> None:
         self.state = "up"
@@ -403,7 +403,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("state", ["down", "silent"])
-def test_a_server_that_is_away_for_a_while_loses_nothing(
+def test_nothing_is_lost_if_a_server_is_down_for_a_while(
     tmp_path: Path, server: Server, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
@@ -429,7 +429,7 @@ def test_a_server_that_is_away_for_a_while_loses_nothing(
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("state", ["unreachable", "down", "silent"])
-def test_a_server_that_is_never_there_ends_nothing(
+def test_a_server_that_is_always_down_does_not_end_the_run(
     tmp_path: Path, server: Server, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps: list[int] = []
@@ -437,13 +437,13 @@ def test_a_server_that_is_never_there_ends_nothing(
     logger = MLflowLogger(tracking_uri="http://127.0.0.1:9" if state == "unreachable" else server.uri, timeout=1)
     start = time.monotonic()
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=logger)
-    assert time.monotonic() - start < 60  # MLflow alone takes minutes
+    assert time.monotonic() - start < 60  # MLflow's own retries take minutes
     assert steps == [6]
     assert "Callback MLflowLogger" in caplog.text
     assert logger.state_dict() == {}
 
 
-def test_a_run_that_could_not_be_opened_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_run_that_could_not_be_opened_keeps_its_id(tmp_path: Path) -> None:
     run_id = fit(tmp_path, Acts(at_2=save, at_3=stop)).run_id
     down = MLflowLogger(tracking_uri="http://127.0.0.1:9", timeout=1)
     fit(tmp_path, Acts(at_4=save, at_5=stop), logger=down, resume="auto")
@@ -456,7 +456,7 @@ def waits() -> tuple[int, int]:
     return known.MLFLOW_HTTP_REQUEST_TIMEOUT.get(), known.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get()
 
 
-def test_patience_is_put_back_and_the_environment_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_settings_are_restored_and_the_environment_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     usual, environment = waits(), dict(os.environ)
     with patience(mlflow, 3):
         assert waits() == (3, 1)
@@ -510,7 +510,7 @@ def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     assert "word@" not in str(found.value)
 
 
-# --- beside training ---
+# --- ranks and neutrality ---
 
 
 def rank_fits(folder: str) -> str | None:
@@ -524,7 +524,7 @@ def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     assert second is None
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_training_is_not_affected(tmp_path: Path) -> None:
     def weights(*loggers: MLflowLogger) -> tuple[list[torch.Tensor], object]:
         torch.manual_seed(1)
         random.seed(1)

@@ -1,4 +1,4 @@
-"""Traces as a collector gets them, over HTTP, and as the SDK's own exporter keeps them."""
+"""Traces that a collector receives over HTTP, and that the SDK's in-memory exporter stores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Callable[[Context], Any]) -> None:
         self.acts = acts
@@ -47,7 +47,7 @@ class Acts(Callback):
 
 
 class Keeps(Callback):
-    """Keeps the records."""
+    """Records the metrics records."""
 
     phase = "report"
 
@@ -93,7 +93,7 @@ def fit(folder: Path, logger: OpenTelemetryLogger, *callbacks: Callback, **optio
 
 
 class Collector:
-    """Takes OTLP over HTTP; `silent` it answers nothing."""
+    """Receives OTLP over HTTP. If `silent`, it does not answer."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -149,7 +149,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(autouse=True)
-def _no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
@@ -157,7 +157,10 @@ def _no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def application(monkeypatch: pytest.MonkeyPatch) -> tuple[TracerProvider, InMemorySpanExporter]:
-    """A program that has set a provider; it can be set but once in a process, so it is put where OpenTelemetry keeps it."""
+    """Install a tracer provider, as an application does.
+
+    OpenTelemetry allows this once per process, so this patches its private variable.
+    """
     provider, kept = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
@@ -219,7 +222,7 @@ def test_a_resume_continues_the_trace(tmp_path: Path, collector: Collector) -> N
         )
     (first,) = collector.named("run")
     assert (first.status.code, facts(first)["callsheet.outcome"]) == (first.status.STATUS_CODE_ERROR, "failed")
-    random.seed(1)  # identifiers must not come again with the seed
+    random.seed(1)  # identifiers must not repeat with the seed
     second = OpenTelemetryLogger(endpoint=collector.url)
     fit(tmp_path, second, resume="auto")
     _, again = collector.named("run")
@@ -272,7 +275,7 @@ def test_the_outcome_is_reported(tmp_path: Path, collector: Collector, act: Call
 
 
 @pytest.mark.parametrize(("steps", "each"), [("none", 0), ("all", 6)])
-def test_steps_as_asked(tmp_path: Path, collector: Collector, steps: str, each: int) -> None:
+def test_steps_are_traced_as_requested(tmp_path: Path, collector: Collector, steps: str, each: int) -> None:
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url, steps=steps))
     for name in ("train_step", "forward", "backward", "optimizer_step"):
         assert len(collector.named(name)) == each
@@ -337,7 +340,7 @@ def test_the_applications_provider_is_used_and_left_open(
     assert [link.context.span_id for link in second.links] == [job.get_span_context().span_id]
 
 
-def test_an_endpoint_is_asked_for_by_name_or_in_the_environment(
+def test_the_endpoint_is_an_argument_or_an_environment_variable(
     tmp_path: Path,
     collector: Collector,
     application: tuple[TracerProvider, InMemorySpanExporter],
@@ -358,18 +361,18 @@ def test_an_endpoint_is_asked_for_by_name_or_in_the_environment(
         assert path.is_dir() or b"hunter2" not in path.read_bytes()
 
 
-def test_two_of_them_have_a_trace_each(tmp_path: Path, collector: Collector) -> None:
+def test_two_loggers_have_a_trace_each(tmp_path: Path, collector: Collector) -> None:
     other = OpenTelemetryLogger(endpoint=collector.url)
     other.name = "other"
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), other)
     assert len({span.trace_id for span in collector.named("run")}) == 2
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 @pytest.mark.parametrize("state", ["unreachable", "silent"])
-def test_a_collector_that_is_not_there_ends_and_holds_up_nothing(tmp_path: Path, collector: Collector, state: str) -> None:
+def test_an_unreachable_collector_does_not_end_or_delay_the_run(tmp_path: Path, collector: Collector, state: str) -> None:
     collector.is_silent = True
     url = collector.url if state == "silent" else "http://127.0.0.1:9"
     logger = OpenTelemetryLogger(endpoint=url, timeout=1.0)
@@ -383,7 +386,7 @@ def test_a_collector_that_is_not_there_ends_and_holds_up_nothing(tmp_path: Path,
             ends.append(time.monotonic())
 
     fit(tmp_path, logger, Last(), Acts(at_6=lambda ctx: steps.append(ctx.step)))
-    assert time.monotonic() - ends[0] < 10  # the exporter alone takes half a minute
+    assert time.monotonic() - ends[0] < 10  # the exporter's own retries take half a minute
     assert steps == [6]
     assert collector.asked.is_set() == (state == "silent")
 
@@ -432,7 +435,7 @@ def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     assert "word@" not in str(found.value)
 
 
-# --- beside training ---
+# --- ranks and neutrality ---
 
 
 def rank_fits(folder: str, url: str) -> None:
@@ -446,7 +449,7 @@ def test_two_ranks_make_one_trace(tmp_path: Path, collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("whose", ["own", "silent", "application"])
-def test_training_does_not_notice(
+def test_training_is_not_affected(
     tmp_path: Path, collector: Collector, whose: str, application: tuple[TracerProvider, InMemorySpanExporter]
 ) -> None:
     def weights(*loggers: OpenTelemetryLogger) -> tuple[list[torch.Tensor], object]:

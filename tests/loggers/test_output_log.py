@@ -35,7 +35,7 @@ def written(path: Path, *texts: str, max_bytes: int | None = None) -> str:
         (["höher \ud800\n"], "höher \\ud800\n"),
     ],
 )
-def test_the_file_holds_what_a_terminal_shows(tmp_path: Path, texts: list[str], shown: str) -> None:
+def test_the_file_contains_what_a_terminal_shows(tmp_path: Path, texts: list[str], shown: str) -> None:
     assert written(tmp_path, *texts) == shown
 
 
@@ -44,7 +44,7 @@ def test_it_appends_to_an_existing_file(tmp_path: Path) -> None:
     assert written(tmp_path, "two\n") == "one\ntwo\n"
 
 
-def test_a_line_is_in_the_file_when_it_has_ended(tmp_path: Path) -> None:
+def test_a_line_is_written_when_it_is_complete(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "deep" / "log")
     log.write("one\ntw")
     assert (tmp_path / "deep" / "log").read_text() == "one\n"
@@ -54,7 +54,7 @@ def test_a_line_is_in_the_file_when_it_has_ended(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "log").read_text() == "one\ntw\n"
 
 
-def test_streams_do_not_run_into_each_other(tmp_path: Path) -> None:
+def test_lines_of_two_streams_are_not_mixed(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "log")
     for text, stream in [("out ", "stdout"), ("err ", "stderr"), ("one\n", "stdout"), ("two\n", "stderr")]:
         log.write(text, stream)
@@ -69,12 +69,12 @@ def test_a_bar_that_is_rewritten_for_hours_takes_no_memory(tmp_path: Path) -> No
         log.write(f"\r{number:050}")
     assert sum(map(len, log._lines.values())) < 200_000
     log.write("\n")
-    log.write("x" * 200_000)  # no end, and no rewriting
+    log.write("x" * 200_000)  # neither a newline nor a carriage return
     assert len((tmp_path / "log").read_text()) == 51 + 200_001
     log.close()
 
 
-def test_it_is_never_larger_than_it_may_be(tmp_path: Path) -> None:
+def test_the_size_limit_is_kept(tmp_path: Path) -> None:
     assert written(tmp_path, *(f"{number:09}\n" for number in range(25)), max_bytes=100) == "".join(
         f"{number:09}\n" for number in range(20, 25)
     )
@@ -113,7 +113,7 @@ def test_a_failing_disk_is_reported_once_and_print_raises_nothing(tmp_path: Path
     log.close()
 
 
-def test_a_forked_process_writes_nothing_of_its_parents(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_write_output_of_its_parent(tmp_path: Path) -> None:
     if not hasattr(os, "fork"):
         pytest.skip("nothing forks here")
     log = OutputLog(tmp_path / "log")

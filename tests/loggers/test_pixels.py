@@ -1,4 +1,4 @@
-"""Images of every kind become the same kind of pixels."""
+"""Images of all supported types are converted to the same pixel format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_values() -> None:
     assert as_pixels(torch.tensor([[3, 200, 300]]))[0, :, 1].tolist() == [3, 200, 255]
     assert as_pixels(torch.tensor([[True, False]]))[0, :, 2].tolist() == [255, 0]
     assert as_pixels(torch.tensor([[float("nan"), 1.0]]))[0, :, 2].tolist() == [0, 255]
-    assert as_pixels(torch.full((2, 2), 7.0)).max() == 0  # nothing to stretch
+    assert as_pixels(torch.full((2, 2), 7.0)).max() == 0  # a constant image cannot be scaled
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4, 5), (4, 5, 2), (0, 4)])

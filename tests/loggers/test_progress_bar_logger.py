@@ -41,11 +41,11 @@ with Trainer(
 ) as trainer:
     trainer.fit()
 """
-HIDES, SHOWS = "\x1b[?25l", "\x1b[?25h"  # the cursor
+HIDES, SHOWS = "\x1b[?25l", "\x1b[?25h"  # escape codes for the cursor
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls a function at the end of one step."""
 
     def __init__(self, step: int, act: Any) -> None:
         self.step = step
@@ -77,7 +77,7 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> None:
 
 
 def on_a_terminal(how: str, folder: Path) -> str:
-    """What a person sees of a script whose standard error is a terminal, and whose standard output is a file."""
+    """Return what a script writes to its standard error, a terminal, while its standard output is a file."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "120"}
@@ -88,7 +88,7 @@ def on_a_terminal(how: str, folder: Path) -> str:
     while True:
         try:
             part = os.read(ours, 4096)
-        except OSError:  # Linux says so when the other end is closed
+        except OSError:  # raised on Linux when the other end is closed
             part = b""
         if not part:
             break
@@ -101,7 +101,7 @@ def on_a_terminal(how: str, folder: Path) -> str:
 def test_lines_report_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBarLogger(), Acts(12, lambda ctx: ctx.control.save("asked for")))
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4  # of three records in less than five seconds the first
+    assert len(lines) == 4  # of three records within five seconds, only the first is printed
     assert re.fullmatch(r" 33%  epoch 1  step 10  loss [\d.e-]+  [\d,.]+ samples/s  0:00:00 left", lines[0])
     assert lines[1] == f"checkpoint (requested): {tmp_path / 'run' / 'checkpoints' / 'ep0-ba12'}"
     assert re.fullmatch(r"evaluation at step 30: validation/loss [\d.e-]+", lines[2])
@@ -135,7 +135,7 @@ def test_a_terminal_has_a_bar_and_lines_above_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_the_bar_is_down_before_the_traceback(tmp_path: Path) -> None:
+def test_the_bar_is_removed_before_the_traceback(tmp_path: Path) -> None:
     seen = on_a_terminal("fail", tmp_path)
     assert seen.count(HIDES) == seen.count(SHOWS) == 1
     after = seen.split(SHOWS)[1]
@@ -144,9 +144,9 @@ def test_the_bar_is_down_before_the_traceback(tmp_path: Path) -> None:
     assert (tmp_path / "stdout").read_text() == "printed elsewhere\n"
 
 
-def test_a_bar_that_cannot_be_drawn_is_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_that_cannot_be_drawn_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
-        """One that can go away."""
+        """A terminal whose writes fail while `is_gone`."""
 
         is_gone = False
 
@@ -163,7 +163,7 @@ def test_a_bar_that_cannot_be_drawn_is_taken_down(tmp_path: Path, monkeypatch: p
 
     def come_back(ctx: Context) -> None:
         terminal.is_gone = False
-        assert sys.stderr is terminal  # the bar had put itself before it
+        assert sys.stderr is terminal  # the bar's wrapper was removed
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -178,7 +178,7 @@ def test_many_records_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_rejects_what_it_does_not_know() -> None:
+def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="bar='on'"):
         ProgressBarLogger(bar="on")
 
@@ -203,8 +203,8 @@ def test_evaluations_and_tests_count_their_batches(
     assert lines[4:6] == ["testing: batch 1", "testing: batch 2"]
 
 
-class Watched(io.StringIO):
-    """A terminal that says when a text has been written to it."""
+class TerminalWithEvent(io.StringIO):
+    """A terminal that sets an event when the awaited text is written."""
 
     def __init__(self, awaited: str) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Watched(io.StringIO):
 
 
 def test_a_handler_that_takes_long_is_named_on_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Watched("(in Acts.on_train_step_end for 0 s)")
+    terminal = TerminalWithEvent("(in Acts.on_train_step_end for 0 s)")
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(callsheet.loggers.support.silence_watch, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
@@ -231,7 +231,7 @@ def test_a_handler_that_takes_long_is_named_on_the_bar(tmp_path: Path, monkeypat
 
 
 def test_an_evaluation_batch_that_takes_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Watched("(no news for 0 s)")
+    terminal = TerminalWithEvent("(no news for 0 s)")
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(callsheet.loggers.support.silence_watch, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_SILENT_SECONDS", 0.02)
@@ -251,7 +251,7 @@ def test_an_evaluation_batch_that_takes_long_is_counted(tmp_path: Path, monkeypa
     assert model.was_seen
 
 
-def test_a_silence_is_over_when_the_terminal_is_gone() -> None:
+def test_the_watch_thread_ends_when_the_terminal_is_gone() -> None:
     def fail(text: str) -> None:
         said.append(text)
         raise OSError("the terminal is gone")

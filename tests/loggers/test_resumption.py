@@ -16,7 +16,7 @@ from callsheet.report import RunFolder
 
 
 def attached(folder: Path, *, until: int = 4) -> None:
-    """A hand-written loop that evaluates after each epoch, after the epoch's checkpoint was saved. It crashes in epoch `until`."""
+    """Train in a hand-written loop that saves and then evaluates after each epoch, and crashes in epoch `until`."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ class _Crash(Callback):
 
 
 def test_an_evaluation_that_is_repeated_replaces_the_earlier_one(tmp_path: Path) -> None:
-    """The checkpoint was saved before the evaluation of its step, which the resumed run makes again."""
+    """The checkpoint is from before the evaluation of its step, so the resumed run repeats the evaluation."""
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 
     def train(name: str, crash: int) -> None:

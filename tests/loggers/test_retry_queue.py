@@ -1,4 +1,4 @@
-"""Entries that cannot be sent wait for better times."""
+"""Entries that cannot be sent are kept and sent later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from callsheet.loggers.support.retry_queue import RetryQueue
 
 
-class Line:
-    """A line to somewhere, which may be down."""
+class Destination:
+    """A destination for entries, which fails while `is_down`."""
 
     def __init__(self, *, takes: float = 0.0) -> None:
         self.is_down = False
@@ -27,35 +27,35 @@ class Line:
         self.sent.append(list(entries))
 
 
-def pass_by(queue: RetryQueue) -> None:
-    """Wait until the pause is over and what waited is sent."""
+def wait_until_sent(queue: RetryQueue) -> None:
+    """Wait until the pause is over and the waiting entries are sent."""
     deadline = time.monotonic() + 30
     while queue.waiting and time.monotonic() < deadline:
         queue.put([])
 
 
 def test_entries_are_sent_at_once_and_in_portions() -> None:
-    line = Line()
+    line = Destination()
     RetryQueue(line.send, at_once=2).put([1, 2, 3])
     assert line.sent == [[1, 2], [3]]
 
 
-def test_what_could_not_be_sent_comes_first_when_it_can() -> None:
-    line = Line()
+def test_entries_that_could_not_be_sent_are_sent_first_later() -> None:
+    line = Destination()
     queue = RetryQueue(line.send, at_once=10)
     line.is_down = True
     with pytest.raises(ConnectionError):
         queue.put([1])
     line.is_down = False
     queue.put([2])
-    assert line.sent == []  # the next call is never an attempt: three failures in a row would switch a logger off
-    pass_by(queue)
+    assert line.sent == []  # no attempt in the next call: three failures in a row would disable a logger
+    wait_until_sent(queue)
     queue.put([3])
     assert line.sent == [[1, 2], [3]]
 
 
 def test_the_pause_is_longer_than_the_attempt() -> None:
-    line = Line(takes=0.5)
+    line = Destination(takes=0.5)
     queue = RetryQueue(line.send, at_once=1000)
     line.is_down = True
     with pytest.raises(ConnectionError):
@@ -69,8 +69,8 @@ def test_the_pause_is_longer_than_the_attempt() -> None:
     assert queue.waiting == []
 
 
-def test_the_oldest_are_given_up_first() -> None:
-    line = Line()
+def test_the_oldest_entries_are_dropped_first() -> None:
+    line = Destination()
     line.is_down = True
     queue = RetryQueue(line.send, at_once=10, limit=3)
     with pytest.raises(ConnectionError):
@@ -79,10 +79,10 @@ def test_the_oldest_are_given_up_first() -> None:
     assert queue.waiting == [2, 3, 4]
 
 
-def test_what_can_never_be_sent_does_not_keep_the_rest_back() -> None:
-    line = Line()
+def test_an_entry_that_can_never_be_sent_does_not_block_the_rest() -> None:
+    line = Destination()
     queue = RetryQueue(line.send, at_once=1, is_hopeless=lambda error: isinstance(error, ValueError))
     with pytest.raises(ValueError, match="bad entry"):
         queue.put([1, "bad", 2])
-    pass_by(queue)
+    wait_until_sent(queue)
     assert line.sent == [[1], [2]]

@@ -14,8 +14,8 @@ import pytest
 from callsheet.loggers.support.stream_tee import StreamTee
 
 
-def there() -> Any:
-    """A stream in place of standard error."""
+def current_stderr() -> Any:
+    """Return the current `sys.stderr`. A function, because type checkers narrow the attribute."""
     return sys.stderr
 
 
@@ -29,8 +29,8 @@ class Received(list[tuple[str, str]]):
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[io.StringIO]:
-    """A stream in the place of standard error; not a fixture, since pytest sets its own between that and the test."""
+def replaced_stderr() -> Iterator[io.StringIO]:
+    """Replace standard error. This is not a fixture, because pytest replaces the stream again between fixture and test."""
     stream = io.StringIO()
     before, sys.stderr = sys.stderr, stream
     try:
@@ -40,14 +40,14 @@ def standing_in() -> Iterator[io.StringIO]:
 
 
 def test_captures_and_forwards() -> None:
-    with standing_in() as stream:
+    with replaced_stderr() as stream:
         received = Received()
         tee = StreamTee("stderr", received.take)
         print("printed", file=sys.stderr)
         sys.stderr.writelines(["a", "b\n"])
         tee.close_tee()
         tee.close_tee()
-        assert there() is stream
+        assert current_stderr() is stream
         print("not captured", file=sys.stderr)
         assert stream.getvalue() == "printed\nab\nnot captured\n"
         assert received.text == "printed\nab\n"
@@ -55,17 +55,17 @@ def test_captures_and_forwards() -> None:
 
 
 def test_it_behaves_like_the_wrapped_stream() -> None:
-    with standing_in():
+    with replaced_stderr():
         tee = StreamTee("stderr", Received().take)
         assert sys.stderr.isatty() is False
-        assert hasattr(sys.stderr, "getvalue")  # the stream's own
+        assert hasattr(sys.stderr, "getvalue")  # an attribute of the stream
         assert not hasattr(sys.stderr, "nonsense")
         assert isinstance(copy.copy(tee), StreamTee)
         tee.close_tee()
 
 
 def test_handlers_of_logging_are_captured_and_restored() -> None:
-    with standing_in() as stream:
+    with replaced_stderr() as stream:
         logger = logging.getLogger("a logger of its own")
         logger.propagate = False
         before, other = logging.StreamHandler(), logging.StreamHandler(kept := io.StringIO())
@@ -87,7 +87,7 @@ def test_handlers_of_logging_are_captured_and_restored() -> None:
 
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
 def test_two_end_in_any_order(order: str) -> None:
-    with standing_in() as stream:
+    with replaced_stderr() as stream:
         logger = logging.getLogger("another of its own")
         handler = logging.StreamHandler()
         logger.addHandler(handler)
@@ -99,29 +99,29 @@ def test_two_end_in_any_order(order: str) -> None:
         print("one", file=sys.stderr)
         second.close_tee()
         logger.handlers.clear()
-        assert there() is stream
+        assert current_stderr() is stream
         assert handler.stream is stream
         assert sorted([one.text, other.text]) == ["both\n", "both\none\n"]
         assert stream.getvalue() == "both\none\n"
 
 
 def test_another_wrapper_around_it_stays() -> None:
-    with standing_in() as stream:
+    with replaced_stderr() as stream:
         received = Received()
         tee = StreamTee("stderr", received.take)
         with contextlib.redirect_stderr(io.StringIO()) as other:
             tee.close_tee()
-            assert there() is other
+            assert current_stderr() is other
             print("to the other", file=sys.stderr)
-        assert there() is tee  # it was put back by who did not know
+        assert current_stderr() is tee  # `redirect_stderr` restored the closed tee
         print("not captured", file=sys.stderr)
         assert received.text == ""
         assert stream.getvalue() == "not captured\n"
-        assert there() is stream  # and has gone
+        assert current_stderr() is stream  # the tee removed itself
 
 
 def test_a_forked_process_is_not_captured() -> None:
-    with standing_in() as stream:
+    with replaced_stderr() as stream:
         if not hasattr(os, "fork"):
             pytest.skip("nothing forks here")
 

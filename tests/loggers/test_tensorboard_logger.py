@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read back with its own reader."""
+"""TensorBoard's event files, read back with TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Callable[[Context], Any]) -> None:
         self.acts = acts
@@ -41,7 +41,7 @@ class Acts(Callback):
 
 
 class Keeps(Callback):
-    """Keeps the records."""
+    """Records the metrics records."""
 
     phase = "report"
 
@@ -97,7 +97,7 @@ def curve(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def texts(folder: Path, name: str) -> list[tuple[int, str]]:
-    """As TensorBoard's own server reads them: only it hides texts."""
+    """Return the texts as TensorBoard's server reads them: only the server hides outdated ones."""
     found = plugin_event_accumulator.EventAccumulator(str(folder), tensor_size_guidance={"text": 0})
     found.Reload()
     return [(each.step, each.tensor_proto.string_val[0].decode()) for each in found.Tensors(name)]
@@ -124,7 +124,7 @@ def test_every_record_can_be_read_back(tmp_path: Path) -> None:
     assert texts(folder, "outcome") == [(6, "finished")]
 
 
-def test_a_resume_hides_what_did_not_happen(tmp_path: Path) -> None:
+def test_a_resume_hides_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     keeps = Keeps()
     odd = Acts(at_2=save, at_4=lambda ctx: ctx.log({"odd/once": 1.0}, across="same"), at_5=raises(ValueError("a bad step")))
     with pytest.raises(ValueError, match="a bad step"):
@@ -143,21 +143,21 @@ def test_a_resume_hides_what_did_not_happen(tmp_path: Path) -> None:
     assert curve(tmp_path / "unbroken" / "tensorboard", "train/loss") == losses
 
 
-def test_a_run_that_starts_again_hides_all(tmp_path: Path) -> None:
+def test_a_restarted_run_hides_all_earlier_records(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     fit(tmp_path / "first", logger=TensorboardLogger(folder=logs))
     fit(tmp_path / "second", logger=TensorboardLogger(folder=logs), max_duration="1ep")
     assert [step for step, _ in curve(logs / "run", "train/loss")] == [1, 2, 3]
 
 
-def test_a_fork_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_folder(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=save))
     fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep0-ba2")
     assert [step for step, _ in curve(tmp_path / "run" / "tensorboard", "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in curve(tmp_path / "fork" / "tensorboard", "train/loss")] == [3, 4, 5, 6]
 
 
-def test_two_of_them_write_to_two_folders(tmp_path: Path) -> None:
+def test_two_loggers_write_to_two_folders(tmp_path: Path) -> None:
     other = TensorboardLogger()
     other.name = "other"
     third = TensorboardLogger(folder=tmp_path / "logs")
@@ -179,7 +179,7 @@ def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None],
     assert [text for _, text in texts(tmp_path / "run" / "tensorboard", "outcome")] == [outcome]
 
 
-def test_what_a_checkpoint_knows_of_is_on_disk(tmp_path: Path) -> None:
+def test_records_before_a_checkpoint_are_on_disk(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Looks(Callback):
@@ -228,7 +228,7 @@ def test_images_and_tables(tmp_path: Path) -> None:
     assert texts(tmp_path / "run" / "tensorboard", "eval/texts") == [(2, table)]
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,7 +237,7 @@ def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert len(curve(tmp_path / "run" / "tensorboard", "train/loss")) == 6
 
 
-def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     steps: list[int] = []
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=TensorboardLogger(folder=tmp_path / "file"))
@@ -263,7 +263,7 @@ def test_bad_options_are_rejected() -> None:
         TensorboardLogger(flush_seconds=0)
 
 
-# --- beside training ---
+# --- ranks and neutrality ---
 
 
 def rank_fits(folder: str) -> None:
@@ -275,7 +275,7 @@ def test_two_ranks_write_one_file(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_training_is_not_affected(tmp_path: Path) -> None:
     def weights(*loggers: TensorboardLogger) -> tuple[list[torch.Tensor], object]:
         torch.manual_seed(1)
         random.seed(1)

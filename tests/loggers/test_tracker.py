@@ -1,4 +1,4 @@
-"""What trackers share: a lane, settings by dotted name, and no secrets."""
+"""Behavior that all trackers share: a lane, settings by dotted name, and no secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, 
 HANGS = ("open", "write", "close")
 
 
-class Stuck(Tracker):
+class HangingTracker(Tracker):
     """A tracker whose backend hangs in one of its calls until it is released."""
 
     package = extra = "json"
@@ -72,8 +72,8 @@ def trainer(folder: Path, **options: Any) -> Trainer:
 
 
 @pytest.fixture
-def stuck(request: pytest.FixtureRequest) -> Iterator[Stuck]:
-    made = Stuck(request.param)
+def stuck(request: pytest.FixtureRequest) -> Iterator[HangingTracker]:
+    made = HangingTracker(request.param)
     yield made
     made.lets_go.set()
 
@@ -82,7 +82,7 @@ def stuck(request: pytest.FixtureRequest) -> Iterator[Stuck]:
 
 
 def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
-    tracker = Stuck()
+    tracker = HangingTracker()
 
     def fails(ctx: Context) -> None:
         if ctx.step == 3:
@@ -92,7 +92,7 @@ def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
     training.callbacks.register("on_train_step_end", fails)
     with pytest.raises(ValueError, match="a bad step"):
         training.fit()
-    assert {thread for _, thread, _ in tracker.calls} == {"callsheet-lane-Stuck"}
+    assert {thread for _, thread, _ in tracker.calls} == {"callsheet-lane-HangingTracker"}
     recorded = [(what, said) for what, _, said in tracker.calls]
     assert recorded == [
         ("open", None),
@@ -106,8 +106,8 @@ def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("stuck", HANGS, indirect=True)
-def test_one_that_hangs_delays_no_step_and_the_end_by_its_deadline(
-    stuck: Stuck, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_hanging_tracker_delays_only_the_end_by_its_deadline(
+    stuck: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "callsheet"), trainer(tmp_path, loggers=[stuck]) as training:
         start = time.monotonic()
@@ -116,16 +116,16 @@ def test_one_that_hangs_delays_no_step_and_the_end_by_its_deadline(
     ended = time.monotonic()
     assert training.run.outcome is Outcome.FINISHED
     assert trained - start < 20
-    assert ended - trained < 20  # it hangs for 60
+    assert ended - trained < 20  # its call hangs for 60 s
     (said,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
     assert said.endswith("and one has not returned")
 
 
-def test_two_of_one_package_open_one_after_the_other(tmp_path: Path) -> None:
+def test_two_trackers_of_one_package_open_one_after_the_other(tmp_path: Path) -> None:
     inside: list[int] = []
     most: list[int] = []
 
-    class Slow(Stuck):
+    class Slow(HangingTracker):
         def _open(self, ctx: Context, run_id: str | None) -> Opened:
             inside.append(1)
             time.sleep(0.1)
@@ -140,8 +140,8 @@ def test_two_of_one_package_open_one_after_the_other(tmp_path: Path) -> None:
     assert most == [1, 1]
 
 
-def test_it_can_be_put_inline_or_in_a_lane_of_other_options(tmp_path: Path) -> None:
-    inline, other = Stuck(), Stuck()
+def test_it_can_run_inline_or_in_a_lane_with_other_options(tmp_path: Path) -> None:
+    inline, other = HangingTracker(), HangingTracker()
     inline.lane, other.name = "inline", "other"
     with trainer(tmp_path, loggers=[inline], callbacks=[Background(other, queue=7)]) as training:
         training.fit()
@@ -219,7 +219,7 @@ def test_a_secret_in_a_url_is_rejected_and_not_repeated(url: str) -> None:
 @pytest.mark.parametrize(
     "url", [None, "https://host:80/path?page=2", "sqlite:///runs/mlflow.db", "postgresql://me@host/db", "offline"]
 )
-def test_other_urls_are_not(url: str | None) -> None:
+def test_other_urls_are_accepted(url: str | None) -> None:
     check_no_secret("server", url, "SOMETHING")
 
 
@@ -227,25 +227,25 @@ def test_other_urls_are_not(url: str | None) -> None:
 
 
 @pytest.mark.parametrize("stuck", ["write"], indirect=True)
-def test_one_that_hangs_holds_up_no_checkpoint_which_knows_its_run(
-    stuck: Stuck, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_hanging_tracker_does_not_block_checkpoints_that_have_its_run(
+    stuck: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck.lane_options = LaneOptions(deadline=40.0)
     with trainer(tmp_path, loggers=[stuck]) as training:
         training.fit()
-        while ("write", "callsheet-lane-Stuck", 1) not in stuck.calls:
+        while ("write", "callsheet-lane-HangingTracker", 1) not in stuck.calls:
             time.sleep(0.01)
         began = time.monotonic()
         state = training.callbacks.state_dict()
         seconds = time.monotonic() - began
         stuck.lets_go.set()
     assert seconds < 20
-    assert state["callbacks"]["Stuck"] == {"run": training.run.name, "run_id": "an id"}
+    assert state["callbacks"]["HangingTracker"] == {"run": training.run.name, "run_id": "an id"}
     assert "is out of date" not in caplog.text
 
 
-def test_a_state_that_holds_more_than_the_run_is_waited_for(tmp_path: Path) -> None:
-    class Counts(Stuck):
+def test_checkpoints_wait_for_state_beyond_the_run_id(tmp_path: Path) -> None:
+    class Counts(HangingTracker):
         writes = 0
 
         def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
@@ -260,8 +260,8 @@ def test_a_state_that_holds_more_than_the_run_is_waited_for(tmp_path: Path) -> N
         assert training.callbacks.state_dict()["callbacks"]["Counts"]["writes"] == 4
 
 
-def test_a_run_that_is_not_known_yet_is_waited_for(tmp_path: Path) -> None:
-    class SlowToOpen(Stuck):
+def test_checkpoints_wait_for_the_run_id(tmp_path: Path) -> None:
+    class SlowToOpen(HangingTracker):
         lane_options = LaneOptions(deadline=40.0)
 
         def _open(self, ctx: Context, run_id: str | None) -> Opened:

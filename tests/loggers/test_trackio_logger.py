@@ -1,4 +1,4 @@
-"""Trackio on this machine, read back from its own database."""
+"""Trackio with local storage, read back from its database."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Callable[[Context], Any]) -> None:
         self.acts = acts
@@ -85,7 +85,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def move(folder: Path, put: Callable[[Any, str, Any], None]) -> None:
-    """Trackio reads `TRACKIO_DIR` when it is imported; this moves it wherever it was read."""
+    """Set Trackio's folder in all modules that have read `TRACKIO_DIR` at import."""
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
         for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
             if isinstance(vars(module).get(place), Path):
@@ -93,7 +93,7 @@ def move(folder: Path, put: Callable[[Any, str, Any], None]) -> None:
 
 
 def rows(logger: TrackioLogger, project: str = "tests") -> list[dict[str, Any]]:
-    """What was logged, in its order; `trackio.Api` has no way to it."""
+    """Return the logged rows in order, from the database: `trackio.Api` does not provide them."""
     found: list[dict[str, Any]] = SQLiteStorage.get_logs(project, None, run_id=logger.run_id)
     return found
 
@@ -157,7 +157,7 @@ def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     ]
 
 
-def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_run(tmp_path: Path) -> None:
     first = fit(tmp_path, Acts(at_2=save))
     fork = fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep0-ba2")
     assert {run.name: run.id for run in runs()} == {"run": first.run_id, "fork": fork.run_id}
@@ -253,11 +253,11 @@ def test_settings_images_tables_and_files(tmp_path: Path) -> None:
     assert artifact["name"] == "traces_trace.json"
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 @pytest.mark.filterwarnings("ignore:.*trackio.init:UserWarning")
-def test_a_server_that_is_not_there_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_reached_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_WRITE_TOKEN", "hunter2-hunter2")
     steps: list[int] = []
     logger = TrackioLogger(project="tests", server_url="http://127.0.0.1:9")
@@ -267,7 +267,7 @@ def test_a_server_that_is_not_there_does_not_end_training(tmp_path: Path, monkey
         assert path.is_dir() or b"hunter2" not in path.read_bytes()
 
 
-def test_what_cannot_be_opened_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_be_opened_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = TrackioLogger(project="tests", server_url="http://127.0.0.1:9")  # without a token
     steps: list[int] = []
     fit(tmp_path, Acts(at_6=lambda ctx: steps.append(ctx.step)), logger=logger)
@@ -306,7 +306,7 @@ def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
     assert "=word" not in str(found.value)
 
 
-# --- beside training ---
+# --- ranks and neutrality ---
 
 
 def rank_fits(folder: str) -> str | None:
@@ -322,7 +322,7 @@ def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     assert second is None
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_training_is_not_affected(tmp_path: Path) -> None:
     def weights(*loggers: TrackioLogger) -> tuple[list[torch.Tensor], object]:
         torch.manual_seed(1)
         random.seed(1)

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: what it wrote is read back from its own files."""
+"""Weights & Biases in offline mode, read back from its files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOWN = {**QUIET, "base_url": "http://127.0.0.1:9"}  # no server listens there
 
 
 class Acts(Callback):
-    """Does something at a step's end."""
+    """Calls the given functions at the ends of steps."""
 
     def __init__(self, **acts: Callable[[Context], Any]) -> None:
         self.acts = acts
@@ -79,7 +79,7 @@ def fit(folder: Path, *callbacks: Callback, logger: WandBLogger | None = None, *
 
 
 @pytest.fixture(autouse=True)
-def _no_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _isolated_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -98,12 +98,12 @@ def _tear_down() -> Iterator[None]:
 
 
 class Written:
-    """One part of a W&B run: the records in its transaction file."""
+    """The records in one transaction file of a W&B run."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.parent
         deadline = time.monotonic() + 30
-        while True:  # W&B's helper process may write the end just after `finish` has come back
+        while True:  # W&B's helper process may write the end shortly after `finish` returns
             self.records = list(scan(path))
             if self.of("exit") or time.monotonic() > deadline:
                 break
@@ -138,7 +138,10 @@ def nested(items: Any) -> dict[str, Any]:
 
 
 def scan(path: Path) -> Iterator[Any]:
-    """A header of 7 bytes, then blocks of 32 KiB with pieces of records: checksum, length, and whether it is the last piece."""
+    """Yield the records of a transaction file.
+
+    It has a header of 7 bytes, then blocks of 32 KiB with pieces of records. Each piece has a checksum, a length and a kind.
+    """
     content, place, record = path.read_bytes(), 7, b""
     while place + 7 <= len(content):
         left = 32768 - place % 32768
@@ -148,13 +151,13 @@ def scan(path: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack_from("<IHB", content, place)
         record += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or its last piece
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
 
 
 def written(folder: Path) -> list[Written]:
-    """Every part, in the order in which they were begun."""
+    """Return the parts of the run in the order in which they started."""
     parts = [Written(path) for path in folder.glob("**/offline-run-*/*.wandb")]
     return sorted(parts, key=lambda part: part.run.start_time.ToNanoseconds())
 
@@ -197,14 +200,14 @@ def test_a_resume_continues_the_same_run(tmp_path: Path) -> None:
     first, second = written(tmp_path / "run")
     assert first.run.run_id == second.run.run_id == logger.run_id
     assert [step for step, _ in first.curve("train/loss")] == [1, 2, 3, 4]
-    assert [step for step, _ in second.curve("train/loss")] == [3, 4, 5, 6, 7, 8, 9]  # none is dropped for being behind
+    assert [step for step, _ in second.curve("train/loss")] == [3, 4, 5, 6, 7, 8, 9]  # no row is dropped for its step
     assert (first.exit.exit_code, first.summary["outcome"]) == (1, "failed")
     assert first.summary["exception"] == "ValueError: a bad step"
     assert (second.exit.exit_code, second.summary["outcome"]) == (0, "finished")
     assert second.config["limit"] == "3ep"
 
 
-def test_a_fork_has_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_run(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=save))
     fit(tmp_path, run_name="fork", resume=tmp_path / "run" / "checkpoints" / "ep0-ba2")
     (run,), (fork,) = written(tmp_path / "run"), written(tmp_path / "fork")
@@ -307,7 +310,7 @@ def test_nothing_of_the_environment_is_written(tmp_path: Path, monkeypatch: pyte
     assert b"hunter2-hunter2" not in content
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 def test_disabled_logs_nothing(tmp_path: Path) -> None:
@@ -329,13 +332,13 @@ def test_a_server_that_is_down_does_not_end_training(
 
 
 @pytest.mark.test_all
-def test_a_run_that_could_not_be_opened_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_could_not_be_opened_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = fit(tmp_path, Acts(at_2=save, at_3=stop)).run_id
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     logger = WandBLogger(mode="online", timeout=1, settings=DOWN)
     fit(tmp_path, Acts(at_4=save, at_5=stop), logger=logger, resume="auto")
     assert logger.run_id is None
-    wandb.teardown()  # as in another process: in this one W&B takes the id for used
+    wandb.teardown()  # as in another process; in this one, W&B considers the id used
     assert fit(tmp_path, resume="auto").run_id == run_id
 
 
@@ -371,7 +374,7 @@ def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
         WandBLogger(**options)
 
 
-# --- beside training ---
+# --- ranks and neutrality ---
 
 
 def rank_fits(folder: str) -> str | None:
@@ -385,7 +388,7 @@ def test_two_ranks_have_one_run(tmp_path: Path) -> None:
     assert (first, second) == (run.run.run_id, None)
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_training_is_not_affected(tmp_path: Path) -> None:
     def weights(*loggers: WandBLogger) -> tuple[list[torch.Tensor], object]:
         torch.manual_seed(1)
         random.seed(1)

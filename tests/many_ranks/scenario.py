@@ -1,4 +1,4 @@
-"""A run on several ranks in which something goes wrong: planned from a seed, played by real processes, and reported by each of them."""
+"""Random runs on several ranks with a failure: planned from a seed, run by real processes, and reported by each of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MOMENTS = (
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One rank asks for something at the first `event` at or after a step, or, from a thread of its own, a little later."""
+    """A request that one rank makes at the first `event` from `step` on, or `delay` seconds later from another thread."""
 
     what: str
     rank: int
@@ -60,13 +60,13 @@ class PlannedRequest:
 
     @property
     def name(self) -> str:
-        """By which it is known."""
+        """Return the text that identifies the request in outcomes and checkpoints."""
         return f"{self.what} of rank {self.rank} at {self.event} {self.step}"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What will happen: all of it follows from the seed."""
+    """The plan of a run, which the seed determines completely."""
 
     seed: int
     kind: str
@@ -74,7 +74,7 @@ class Scenario:
     parallel: str
     data: str
     lengths: tuple[int, ...]
-    """Of each rank's own data in batches; or, where it is shared, of all data in samples, as often as there are ranks."""
+    """The number of batches of each rank's own data. For shared data: the number of all samples, once for each rank."""
     epochs: int
     accumulate: int
     eval_interval: str
@@ -82,21 +82,21 @@ class Scenario:
     save_interval: str
     in_background: bool
     pauses: tuple[float, ...]
-    """Seconds of a step, by rank."""
+    """The duration of a step in seconds, by rank."""
     requests: tuple[PlannedRequest, ...]
     rank: int
-    """The one to which it happens; -1 is all of them, for signals."""
+    """The rank on which the failure happens. For signals, -1 means all ranks."""
     event: str
     step: int
     delay: float | None
-    """Seconds after the event, from a thread; None is during the event."""
+    """Seconds between the event and the failure, which then comes from another thread. None: during the event."""
     signal: str
     launcher_follows: bool
-    """After a death, SIGTERM comes to the others, as torchrun sends it."""
+    """Whether the other ranks receive SIGTERM after a death, as torchrun sends it."""
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it leaves a rank that cannot continue."""
+        """Return whether one rank cannot continue after the failure."""
         return self.kind in FATAL
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Scenario:
 
 
 def planned(seed: int) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     size = draw.choice((2, 4))
@@ -161,18 +161,18 @@ BATCH = 2
 
 
 def samples(first: int, number: int) -> Tensor:
-    """Each is known by its first value."""
+    """Return samples whose first value is their number."""
     numbers = torch.arange(first, first + number, dtype=torch.float32)
     return torch.stack([numbers, torch.cos(numbers)], 1)
 
 
 def batches(first: int, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Samples with what is to be learned of them."""
+    """Return batches of samples with their targets."""
     return [(part, part[:, 1:] * 0.5) for part in torch.split(samples(first, number), BATCH)]
 
 
 class Stream:
-    """Batches without a length."""
+    """An iterable of batches without a length."""
 
     def __init__(self, given: list[tuple[Tensor, Tensor]]) -> None:
         self.given = given
@@ -182,7 +182,7 @@ class Stream:
 
 
 def loader(scenario: Scenario, rank: int) -> Any:
-    """What this rank gives its Trainer."""
+    """Return the training data that this rank passes to its Trainer."""
     number = scenario.lengths[rank]
     if scenario.data == "items":
         inputs = samples(0, number)
@@ -194,7 +194,7 @@ def loader(scenario: Scenario, rank: int) -> Any:
 
 
 def eval_loader(scenario: Scenario, rank: int) -> Any:
-    """Shared where the training data is, and as unequal where it is not."""
+    """Return the evaluation data, which is shared, or different on each rank, like the training data."""
     own = scenario.data.startswith("own")
     given = batches(0, 2 * (2 + scenario.lengths[rank] % 4)) if own else batches(0, 13)
     return Stream(given) if scenario.data.endswith("stream") else given
@@ -203,13 +203,13 @@ def eval_loader(scenario: Scenario, rank: int) -> Any:
 # --- what the ranks do ---
 
 
-class Asked(RuntimeError):
-    """The error that was planned."""
+class PlannedError(RuntimeError):
+    """The error that the scenario plans for a rank."""
 
 
 @dataclass
 class Report:
-    """What one rank saw."""
+    """What one rank observed."""
 
     outcome: str = ""
     step: int = 0
@@ -217,30 +217,30 @@ class Report:
     error: str = ""
     notes: str = ""
     is_planned: bool = False
-    """The error is the one that was planned for this rank."""
+    """Whether the error is the one that was planned for this rank."""
     events: list[tuple[str, int]] = field(default_factory=list)
     records: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     published: list[tuple[str, int, str, tuple[str, ...]]] = field(default_factory=list)
     evaluated: list[tuple[int, str]] = field(default_factory=list)
-    """At which steps, and who had asked."""
+    """The steps of the evaluations, and the names of their requests."""
     stopped_by: str = ""
     signal: str = ""
     drawn: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    """Epoch, step and samples of each batch."""
+    """The epoch, step and samples of each batch."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Samples that the run had counted at the end of each epoch."""
+    """The number of samples that the run had counted at the end of each epoch."""
     asked: list[PlannedRequest] = field(default_factory=list)
-    """Those of this rank that it did ask for before training had ended."""
+    """The requests that this rank made before training ended."""
     struck: bool = False
-    """What was planned for this rank happened before training had ended."""
+    """Whether this rank's failure happened before training ended."""
     logged: float = 0.0
-    """The sum of what this rank has logged as `sum/odd`."""
+    """The sum of the values that this rank has logged as `sum/odd`."""
     weights: list[str] = field(default_factory=list)
     ended_at: float = 0.0
 
 
-class Fate(Callback):
-    """Asks for what was planned, and at its moment does to this rank what was planned for it."""
+class MakesRequestsAndFails(Callback):
+    """Makes this rank's planned requests, and causes its planned failure."""
 
     def __init__(self, scenario: Scenario, rank: int, folder: Path, report: Report) -> None:
         self.scenario = scenario
@@ -297,7 +297,7 @@ class Fate(Callback):
         kind, me = self.scenario.kind, os.getpid()
         (self.folder / "struck").write_text(repr(time.time()))
         if kind == "raise":
-            raise Asked(f"as planned on rank {self.rank_number}")
+            raise PlannedError(f"as planned on rank {self.rank_number}")
         if kind == "dead":
             os.kill(me, signal.SIGKILL)
         if kind == "paused":
@@ -308,8 +308,8 @@ class Fate(Callback):
             os.kill(me, signal.Signals[self.scenario.signal])
 
 
-class Life(Callback):
-    """Is slow, logs, and notes what it sees."""
+class LogsAndReports(Callback):
+    """Takes time, logs metrics, and records events and results in the report."""
 
     def __init__(self, scenario: Scenario, rank: int, report: Report) -> None:
         self.scenario = scenario
@@ -328,7 +328,7 @@ class Life(Callback):
         time.sleep(self.scenario.pauses[self.rank_number] / 2)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Other keys than other ranks, in another order, NaN on one."""
+        """Log keys that differ by rank, in random order, and sometimes NaN."""
         draw, rank = self.draw, self.rank_number
         keys = [name for name in ("mean/here", "max/here", "last/here") if draw.random() < 0.5]
         draw.shuffle(keys)
@@ -370,13 +370,13 @@ class Life(Callback):
         self.report.stopped_by = request.why if request is not None else ""
 
 
-def play(scenario: Scenario, folder: Path) -> Report:
-    """One rank's part."""
+def run_on_rank(scenario: Scenario, folder: Path) -> Report:
+    """Run the scenario on one rank."""
     rank = int(os.environ["RANK"])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)  # a signal after training is ignored
     report = Report()
-    recorder, fate = Recorder(), Fate(scenario, rank, folder, report)
+    recorder, fate = Recorder(), MakesRequestsAndFails(scenario, rank, folder, report)
     torch.manual_seed(scenario.seed)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     trainer = None
@@ -395,7 +395,7 @@ def play(scenario: Scenario, folder: Path) -> Report:
             log_interval=scenario.log_interval,
             clip_grad_norm=1.0,
             callbacks=[
-                Life(scenario, rank, report),
+                LogsAndReports(scenario, rank, report),
                 fate,
                 CheckpointSaver(save_interval=scenario.save_interval, keep=None),
             ],
@@ -413,7 +413,7 @@ def play(scenario: Scenario, folder: Path) -> Report:
     except BaseException as error:
         report.error = f"{type(error).__name__}: {error}"
         report.notes = "\n".join(getattr(error, "__notes__", []))
-        report.is_planned = isinstance(error, Asked)
+        report.is_planned = isinstance(error, PlannedError)
     with fate.lock:
         fate.is_over = True
     report.ended_at = time.time()
@@ -425,27 +425,27 @@ def play(scenario: Scenario, folder: Path) -> Report:
 
 
 @dataclass
-class Played:
-    """How it went."""
+class RunResult:
+    """The result of a scenario."""
 
     scenario: Scenario
     reports: dict[int, Report]
-    """Of the ranks that could give one."""
+    """The reports of the ranks that returned one."""
     silent: dict[int, str]
-    """Of the others: exit code and traceback."""
+    """The exit codes and tracebacks of the other ranks."""
     struck_after: float | None
-    """Seconds from the start, where it came to that."""
+    """Seconds from the start to the failure, or None if it did not happen."""
     seconds: float
-    """From the moment when it struck until the last rank's end, or, where nothing did, of the whole run."""
+    """Seconds from the failure, or else from the start, until the last rank ended."""
 
 
-def played(scenario: Scenario, folder: Path) -> Played:
-    """Play it; a rank that is stuck is killed once the others have ended."""
+def run_scenario(scenario: Scenario, folder: Path) -> RunResult:
+    """Run the scenario. A rank that is stuck is killed once the others have ended."""
     began = time.time()
     bad = scenario.rank if scenario.is_fatal else -1
-    with RankProcesses(play, scenario.world_size, scenario, folder) as ranks:
+    with RankProcesses(run_on_rank, scenario.world_size, scenario, folder) as ranks:
 
-        def see_off() -> None:
+        def terminate_others() -> None:
             others = [process for rank, process in enumerate(ranks.processes) if rank != bad]
             if scenario.launcher_follows:
                 ranks.processes[bad].join(60)
@@ -458,7 +458,7 @@ def played(scenario: Scenario, folder: Path) -> Played:
             if scenario.kind == "stuck" and all(process.exitcode is not None for process in others):
                 ranks.kill(bad)
 
-        watcher = threading.Thread(target=see_off)
+        watcher = threading.Thread(target=terminate_others)
         watcher.start()
         ends = ranks.wait(70)
         watcher.join()
@@ -466,7 +466,7 @@ def played(scenario: Scenario, folder: Path) -> Played:
     struck_at = float(struck.read_text()) if struck.exists() else None
     reports = {end.rank: end.value for end in ends if isinstance(end.value, Report)}
     over = max((report.ended_at for report in reports.values()), default=began)
-    return Played(
+    return RunResult(
         scenario,
         reports,
         {end.rank: f"exit code {end.exitcode} {end.error}" for end in ends if end.rank not in reports},
@@ -476,7 +476,7 @@ def played(scenario: Scenario, folder: Path) -> Played:
 
 
 def blamed(report: Report) -> set[int]:
-    """The ranks that an error names as failed or silent."""
+    """Return the ranks that an error names as failed or not answering."""
     found = {int(rank) for rank in re.findall(r"rank (\d+) on machine \S+ failed", report.error)}
     for ranks in re.findall(r"ranks? (\d+ on [^;]*?) did not answer", report.error):
         found |= {int(rank) for rank in re.findall(r"(\d+) on machine", ranks)}
@@ -484,12 +484,12 @@ def blamed(report: Report) -> set[int]:
 
 
 def main() -> None:
-    """`python -m tests.many_ranks.scenario SEED`: run one seed, to find the reason of a failure."""
+    """Run the given seeds, to find the reason for a failure: `python -m tests.many_ranks.scenario SEED`."""
     import tempfile
 
     for seed in map(int, sys.argv[1:]):
         with tempfile.TemporaryDirectory() as folder:
-            result = played(planned(seed), Path(folder))
+            result = run_scenario(planned(seed), Path(folder))
         print(result.scenario)
         print(result.struck_after, result.seconds, result.silent)
         for rank, report in result.reports.items():

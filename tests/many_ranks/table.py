@@ -1,8 +1,8 @@
-"""The table of what many random runs did."""
+"""A table of the results of many random runs."""
 
 from __future__ import annotations
 
-from .scenario import ANSWER, KINDS, TIMEOUT, Played
+from .scenario import ANSWER, KINDS, TIMEOUT, RunResult
 
 WHAT = {
     "calm": "slow ranks, uneven data, other keys, requests of one rank",
@@ -14,8 +14,8 @@ WHAT = {
 }
 
 
-def table(runs: list[Played]) -> str:
-    """Return a Markdown table of the seeds of each kind: how many, how they ended, and the longest time that it took."""
+def table(runs: list[RunResult]) -> str:
+    """Return a Markdown table by kind of failure: the number of seeds, how they ended, and the longest time."""
     lines = [
         "# Random runs on 2 and 4 ranks",
         "",

@@ -1,6 +1,6 @@
-"""Whatever happens to one rank, all of them end: at the same step and in the same way, or with an error that names that rank.
+"""If anything happens to one rank, all ranks end: at the same step and in the same way, or with an error that names it.
 
-Real processes over gloo. `CALLSHEET_SEEDS=200 pytest tests/many_ranks` is the long form, and `make ranks` writes its table.
+Real processes over gloo. `CALLSHEET_SEEDS=200 pytest tests/many_ranks` runs more seeds; `make ranks` writes a table.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import pytest
 from callsheet.testing import check_events
 from callsheet.testing.ranks import RankProcesses
 
-from .scenario import ANSWER, FATAL, KINDS, TIMEOUT, Played, Report, blamed, planned, played
+from .scenario import ANSWER, FATAL, KINDS, TIMEOUT, Report, RunResult, blamed, planned, run_scenario
 from .table import table
 
 SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "10")))
-AT_ONCE = 3  # most of a run is waiting
+AT_ONCE = 3  # a run waits most of the time
 SLACK = 5.0
-"""Seconds for a machine that has other things to do."""
+"""Additional seconds for a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Played]]]:
-    """All runs that the chosen tests need, under way; with CALLSHEET_TABLE in the environment a table of them is written there."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[RunResult]]]:
+    """Start the runs of all selected tests. If CALLSHEET_TABLE is set, write a table of them to this path."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     seeds = [cast("int", item.callspec.params["seed"]) for item in here if hasattr(item, "callspec")]
-    with RankProcesses(os.getpid, 2) as ranks:  # the process that the others are forked from, begun by one thread
+    with RankProcesses(os.getpid, 2) as ranks:  # start the server from which processes are forked in a single thread
         ranks.wait(60)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        begun: dict[int, Future[Played]] = {
-            seed: pool.submit(played, planned(seed), tmp_path_factory.mktemp(f"seed{seed}-")) for seed in seeds
+        begun: dict[int, Future[RunResult]] = {
+            seed: pool.submit(run_scenario, planned(seed), tmp_path_factory.mktemp(f"seed{seed}-")) for seed in seeds
         }
         yield begun
         for run in begun.values():
@@ -47,15 +47,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.test_all
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_ranks_end_the_same_or_name_the_one_that_did_not(seed: int, runs: dict[int, Future[Played]]) -> None:
+def test_all_ranks_end_the_same_way_or_name_the_rank_that_failed(seed: int, runs: dict[int, Future[RunResult]]) -> None:
     run = runs[seed].result()
     if run.scenario.is_fatal and run.struck_after is not None:
-        the_others_name_it(run)
+        check_the_others_name_it(run)
     else:
-        all_end_the_same(run)
+        check_all_end_the_same(run)
 
 
-def the_others_name_it(run: Played) -> None:
+def check_the_others_name_it(run: RunResult) -> None:
     scenario = run.scenario
     bad = scenario.rank
     expected = set(range(scenario.world_size)) - ({bad} if scenario.kind != "raise" else set())
@@ -74,7 +74,7 @@ def the_others_name_it(run: Played) -> None:
                 assert f"as planned on rank {bad}" in report.error, recorded
 
 
-def all_end_the_same(run: Played) -> None:
+def check_all_end_the_same(run: RunResult) -> None:
     scenario = run.scenario
     assert set(run.reports) == set(range(scenario.world_size)), f"{scenario}: {run.silent}"
     reports = [run.reports[rank] for rank in range(scenario.world_size)]
@@ -90,21 +90,21 @@ def all_end_the_same(run: Played) -> None:
             assert ours == theirs, f"{about}: {name} of rank {rank}: {differing(ours, theirs)}"
         for name in ("outcome", "step", "samples", "stopped_by", "signal"):
             assert getattr(report, name) == getattr(first, name), f"{about}: {name} of rank {rank}"
-    how_it_ended(run, first)
-    requests_are_carried_out(run, first)
-    every_sample_once(run, reports)
+    check_the_outcome(run, first)
+    check_requests_are_carried_out(run, first)
+    check_every_sample_once(run, reports)
     summed = sum(float.fromhex(values["sum/odd"]) for _, values in first.records if "sum/odd" in values)
     assert summed == sum(report.logged for report in reports), about
 
 
 def differing(ours: list[object], theirs: list[object]) -> str:
-    """Where two lists part."""
+    """Describe the first difference of two lists."""
     pairs = zip([*ours, None], [*theirs, None], strict=False)
     place = next((place for place, (here, there) in enumerate(pairs) if here != there), min(len(ours), len(theirs)))
     return f"at {place} of {len(ours)} and {len(theirs)}: {ours[place : place + 3]} and {theirs[place : place + 3]}"
 
 
-def how_it_ended(run: Played, first: Report) -> None:
+def check_the_outcome(run: RunResult, first: Report) -> None:
     scenario, about = run.scenario, str(run.scenario)
     struck = any(report.struck for report in run.reports.values())
     if scenario.kind == "signal" and struck:
@@ -121,12 +121,12 @@ def how_it_ended(run: Played, first: Report) -> None:
     assert first.published[-1][1] == first.step, about
 
 
-def samples_in_all(run: Played) -> int:
+def samples_in_all(run: RunResult) -> int:
     lengths = run.scenario.lengths
     return 2 * sum(lengths) if run.scenario.data.startswith("own") else lengths[0]
 
 
-def requests_are_carried_out(run: Played, first: Report) -> None:
+def check_requests_are_carried_out(run: RunResult, first: Report) -> None:
     asked = [request for report in run.reports.values() for request in report.asked]
     for request in asked:
         about = f"{run.scenario}: {request.name}"
@@ -143,8 +143,8 @@ def requests_are_carried_out(run: Played, first: Report) -> None:
     assert first.stopped_by in names | {""}, run.scenario
 
 
-def every_sample_once(run: Played, reports: list[Report]) -> None:
-    """Where the Trainer shares the data out; a rank that has run out trains, for nothing, on a sample of the epoch's last step again."""
+def check_every_sample_once(run: RunResult, reports: list[Report]) -> None:
+    """Check that shared data is trained on once. A rank without data repeats a sample of the epoch's last step as a filler."""
     scenario = run.scenario
     if scenario.data.startswith("own"):
         return
@@ -164,8 +164,8 @@ def every_sample_once(run: Played, reports: list[Report]) -> None:
             assert so_far <= len(at_last | set(before)), str(scenario)
 
 
-def test_the_seeds_hold_everything() -> None:
-    """Every kind with every number of ranks, every parallelism and way of sharing, every request, both signals, at one rank and at all."""
+def test_the_seeds_cover_everything() -> None:
+    """The scenarios contain every kind, number of ranks, parallelism, kind of data, request and signal."""
     scenarios = [planned(seed) for seed in range(200)]
     assert {scenario.kind for scenario in map(planned, range(20))} == set(KINDS)
     assert {(s.kind, s.world_size, s.parallel) for s in scenarios} >= {

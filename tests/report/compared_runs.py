@@ -1,4 +1,4 @@
-"""Folders of runs to compare, written line by line, so that what the page shows can be computed."""
+"""Writes folders of runs to compare, with known content, so that the values on the page can be computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def write_run(
     more: Mapping[str, float] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a run that logged `train/loss` at these steps, and `more` at each; a step takes `seconds`, and half as much again by the clock."""
+    """Write a run with `train/loss` at the given steps, and `more` at each.
+
+    A step takes `seconds` of training time, and 1.5 times as much wall-clock time.
+    """
     run = folder / name
     run.mkdir(parents=True)
     (run / "run.json").write_text("{}")
@@ -44,7 +47,7 @@ def write_run(
 
 
 def write_timeline(run: Path, steps: int, *, forward: float, backward: float) -> None:
-    """Write a timing window for each step, in which it takes these seconds and nothing else."""
+    """Write a timing window for each step, which consists of a forward and a backward of the given seconds."""
     windows = []
     at = 0.0
     for step in range(1, steps + 1):

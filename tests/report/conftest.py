@@ -1,4 +1,4 @@
-"""A run to report on, and a browser to look at it."""
+"""A run for the reports, and a browser to open them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARGUMENTS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the browser are run by themselves."""
+    """Mark tests that need a browser, which run separately."""
     for item in items:
         if "chromium" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
@@ -30,13 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an eventful run; not to be written to."""
+    """Return the folder of an eventful run. Tests must not write to it."""
     return eventful(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """A headless Chromium."""
+    """Start a headless Chromium."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("no chromium is installed, so that the pages cannot be looked at")

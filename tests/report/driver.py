@@ -1,4 +1,4 @@
-"""Playwright's `expect`. It is None where Playwright is not installed, as for `make test`, which selects no browser tests."""
+"""Playwright's `expect`, or None if Playwright is not installed, as for `make test`, which selects no browser tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that trains until it is asked to stop: `python live_job.py RUNS NAME`."""
+"""A job that trains until a stop is requested: `python live_job.py RUNS NAME`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from callsheet.callbacks import LRMonitor, MemoryMonitor, SaveOnTrigger
 from callsheet.loggers import JSONLLogger
 
 
-class Slowly(Callback):
-    """Steps of a few hundredths of a second, as a model's would be."""
+class SlowSteps(Callback):
+    """Makes each step take a few hundredths of a second, like that of a real model."""
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Take time."""
+        """Sleep."""
         time.sleep(0.03)
 
 
@@ -36,7 +36,7 @@ def main(runs: str, name: str) -> None:
         max_duration="10m",
         log_interval="5ba",
         eval_interval=None,
-        callbacks=[SaveOnTrigger(seconds=0.1), Slowly(), LRMonitor(), MemoryMonitor()],
+        callbacks=[SaveOnTrigger(seconds=0.1), SlowSteps(), LRMonitor(), MemoryMonitor()],
         loggers=[JSONLLogger(flush_seconds=0.2)],
         runs_folder=runs,
         run_name=name,

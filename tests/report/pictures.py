@@ -26,7 +26,7 @@ STEPS = 1600
 
 
 def spirals(count: int) -> tuple[Tensor, Tensor]:
-    """Points of three arms that wind around each other, and the arm of each."""
+    """Return points on three spiral arms, and the arm of each point."""
     arm = torch.randint(3, (count,))
     radius = torch.rand(count).sqrt()
     angle = 4.5 * radius + arm * (2 * math.pi / 3) + torch.randn(count) * 0.18
@@ -34,7 +34,7 @@ def spirals(count: int) -> tuple[Tensor, Tensor]:
 
 
 class DecisionMap(Callback):
-    """Logs which arm the model sees where, at every evaluation."""
+    """Logs an image of the predicted arm at every position, at every evaluation."""
 
     def on_eval_all_end(self, ctx: Context) -> None:
         side = torch.linspace(-1, 1, 96)
@@ -47,14 +47,14 @@ class DecisionMap(Callback):
 
 
 class WeightNorms(Callback):
-    """Reads every weight at every step, which is more than one should."""
+    """Reads every weight at every step, which is slow on purpose."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.norms = [float(parameter.detach().norm(power)) for parameter in ctx.model.parameters() for power in range(1, 40)]
 
 
-class Outage(Callback):
-    """Ends the first attempt."""
+class FailsOnce(Callback):
+    """Ends the first attempt with an error."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 735:
@@ -103,7 +103,7 @@ def train(folder: Path, *more: Callback, resume: str | None = None) -> Path:
 
 
 def take(page: Page, path: Path, height: int, top: str | None = None) -> None:
-    """A picture of what is `height` high from the part `top` on."""
+    """Save a screenshot of the given height that starts at the element `top`."""
     page.evaluate("place => scrollTo(0, place ? document.querySelector(place).offsetTop - 56 : 0)", top)
     page.wait_for_timeout(700)
     picture = Image.open(BytesIO(page.screenshot(clip={"x": 0, "y": 0, "width": page.evaluate("innerWidth"), "height": height})))
@@ -116,7 +116,7 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         with suppress(ConnectionError):
-            train(Path(scratch), Outage())
+            train(Path(scratch), FailsOnce())
         report = write_report(train(Path(scratch), resume="auto"))
         arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)

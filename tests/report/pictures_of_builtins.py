@@ -1,6 +1,6 @@
 """Makes the pictures of docs/builtins: `python tests/report/pictures_of_builtins.py docs/images`.
 
-The page of memory takes torch's script from the network.
+The page of memory loads torch's script from the network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDE, ZOOM = 48, 3
 
 
 def shapes(count: int) -> tuple[Tensor, Tensor]:
-    """Noisy pictures of a disc and a square that may cover it, and which pixel is which: 0 neither, 1 the disc, 2 the square."""
+    """Return noisy images of a disc and a square that may cover it, and the label of each pixel: 0 neither, 1 disc, 2 square."""
     along = torch.arange(SIDE)
     y, x = along[:, None].expand(SIDE, SIDE), along[None, :].expand(SIDE, SIDE)
     pictures, labels = [], []
@@ -40,14 +40,14 @@ def shapes(count: int) -> tuple[Tensor, Tensor]:
         label[(y - disc_y) ** 2 + (x - disc_x) ** 2 < radius**2] = 1
         label[((y - square_y).abs() < half) & ((x - square_x).abs() < half)] = 2
         ground = torch.rand(3) * 0.4
-        colours = torch.stack([ground, ground + 0.5, ground + 0.5])  # the two differ in form alone
+        colours = torch.stack([ground, ground + 0.5, ground + 0.5])  # the two differ only in shape
         pictures.append((colours[label].permute(2, 0, 1) + torch.randn(3, SIDE, SIDE) * 0.06).clamp(0, 1))
         labels.append(label)
     return torch.stack(pictures), torch.stack(labels)
 
 
 def segmentation(scratch: Path) -> list[Path]:
-    """What ImageVisualizer shows of the last evaluation of a short training."""
+    """Return the images that ImageVisualizer logs at the last evaluation of a short training."""
     torch.manual_seed(5)
     inputs, labels = shapes(640)
     seen, seen_labels = shapes(6)
@@ -75,7 +75,7 @@ def segmentation(scratch: Path) -> list[Path]:
 
 
 def sheet(pictures: list[Path], path: Path) -> None:
-    """Side by side, three in a row, larger than they are."""
+    """Save the enlarged images as one sheet with three in a row."""
     opened = [Image.open(picture).convert("RGB") for picture in pictures]
     width, height = (ZOOM * side for side in opened[0].size)
     whole = Image.new("RGB", (3 * width + 24, 2 * height + 12), "white")
@@ -86,7 +86,7 @@ def sheet(pictures: list[Path], path: Path) -> None:
 
 
 class Profiles(Callback):
-    """Has torch's profiler note the allocations of steps 2 to 4, which it can do on the CPU as well."""
+    """Lets torch's profiler record the allocations of steps 2 to 4, which works on the CPU too."""
 
     def __init__(self) -> None:
         self.profile = profile(record_shapes=True, profile_memory=True, with_stack=True)
@@ -101,7 +101,7 @@ class Profiles(Callback):
 
 
 def snapshot(scratch: Path) -> Path:
-    """The page of the memory of three steps, as MemorySnapshot draws one."""
+    """Render the memory of three steps as MemorySnapshot does, and return the page."""
     torch.manual_seed(0)
     profiles = Profiles()
     blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(6)]
@@ -122,7 +122,7 @@ def snapshot(scratch: Path) -> Path:
 
 
 def photograph(browser: BrowserContext, address: Path, path: Path) -> None:
-    """The page, with its description of the allocation under the pointer."""
+    """Save a screenshot of the page with the description of the allocation under the pointer."""
     page = browser.new_page()
     page.goto(address.as_uri())
     page.wait_for_selector("polygon", timeout=60_000)

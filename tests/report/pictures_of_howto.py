@@ -26,7 +26,7 @@ def main(out: Path) -> None:
         0
     ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # The page shows the commands as they are here.
+    # The page shows these commands.
     shell = partial(subprocess.run, shell=True, check=True, env=os.environ | {"PATH": path})
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         folder = Path(scratch)
@@ -42,7 +42,7 @@ def main(out: Path) -> None:
         take(page, out / "howto-slow.png", 880, "#timeline")
         page.goto((folder / "runs" / "unstable" / "report.html").as_uri())
         page.locator("#log").check()
-        page.locator("summary", has_text="throughput").first.click()  # folds its charts
+        page.locator("summary", has_text="throughput").first.click()  # collapse its charts
         take(page, out / "howto-unstable.png", 1430)
         page.goto((folder / "compare.html").as_uri())
         page.locator("#log").check()

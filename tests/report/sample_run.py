@@ -1,4 +1,4 @@
-"""A small run with something of everything that a report can show."""
+"""A small run with data for every part of a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = '<img src=x onerror="window.hostile=1"><script>window.hostile=1</scrip
 
 
 class Logs(Callback):
-    """Logs images, tables, settings, and metrics with names that mean harm."""
+    """Logs images, tables, settings, and metrics with hostile names."""
 
     def on_train_start(self, ctx: Context) -> None:
         ctx.log_hyperparameters({"lr": 0.02, "model": {"depth": 2, "width": 16}, HOSTILE: HOSTILE})
@@ -36,21 +36,21 @@ class Logs(Callback):
 
 
 class Slow(Callback):
-    """Takes a noticeable part of the step."""
+    """Takes a large share of the step's time."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         time.sleep(0.003)
 
 
 class Broken(Logger):
-    """A logger whose server is away."""
+    """A logger whose server cannot be reached."""
 
     def on_log(self, ctx: Context) -> None:
         raise ConnectionError("the server at 10.0.0.1 does not answer")
 
 
 class FailsAt(Callback):
-    """Ends the run with an error, after asking for a checkpoint some steps before."""
+    """Raises an error at a step, and requests a checkpoint some steps before."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -63,7 +63,7 @@ class FailsAt(Callback):
 
 
 def fit(folder: Path, *callbacks: Callback, steps: int = 120, loggers: Sequence[Callback] = (), **options: object) -> Path:
-    """Train for some steps in `folder`/sample; returns the run's folder."""
+    """Train for some steps in `folder`/sample, and return the run's folder."""
     torch.manual_seed(1)
     inputs = torch.randn(20, 8, 12)
     batches = [(each, each.sum(1, keepdim=True).sin()) for each in inputs]
@@ -109,7 +109,7 @@ def monitors() -> list[Callback]:
 
 
 def eventful(folder: Path) -> Path:
-    """A run that fails once, is resumed, and has monitors, images, tables, a slow callback and a disabled one."""
+    """Train a run that fails and is resumed, with monitors, images, tables, a slow callback and a disabled one."""
     with suppress(ValueError):
         fit(folder, *monitors(), FailsAt(52))
     return fit(folder, *monitors(), loggers=[Broken()], resume="auto")

@@ -1,4 +1,4 @@
-"""The page in a real browser, without a network: what is drawn, what the reader can do, and what a hostile run cannot."""
+"""The page in a real browser without a network: what is drawn, interaction, and hostile content."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WIDE, NARROW = 1280, 390
 
 
 def until(page: Any, condition: str, seconds: float = 20.0) -> None:
-    """Wait until `condition` holds in the page, whose policy forbids playwright's own way, which evaluates text there."""
+    """Wait until `condition` holds in the page. Its policy forbids Playwright's `wait_for_function`."""
     give_up = time.monotonic() + seconds
     while not page.evaluate(condition):
         assert time.monotonic() < give_up, f"never: {condition}"
         page.wait_for_timeout(20)
 
 
-class Seen:
-    """A page that is looked at, and what went wrong with it."""
+class OpenedPage:
+    """A page in the browser, with its errors and network requests."""
 
     def __init__(self, chromium: Any, **options: Any) -> None:
         self.context = chromium.new_context(**{"viewport": {"width": WIDE, "height": 900}, **options})
@@ -52,7 +52,7 @@ class Seen:
         return self.page
 
     def drawn(self, title: str) -> list[dict[str, Any]]:
-        """What plotly has drawn in a chart, once it has."""
+        """Wait for plotly to draw a chart, and return its traces."""
         place = (
             self.page.locator(".chart-card")
             .filter(has=self.page.get_by_role("heading", name=title, exact=True))
@@ -72,9 +72,9 @@ def report(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def seen(chromium: Any) -> Iterator[Seen]:
-    """A browser without a network; at the end nothing may have gone wrong, and nothing have been asked for."""
-    seen = Seen(chromium, offline=True)
+def seen(chromium: Any) -> Iterator[OpenedPage]:
+    """Open a browser without a network. At the end, check that there were no errors and no network requests."""
+    seen = OpenedPage(chromium, offline=True)
     yield seen
     seen.context.close()
     assert seen.faults == []
@@ -84,7 +84,7 @@ def seen(chromium: Any) -> Iterator[Seen]:
 # --- curves ---
 
 
-def test_the_curves_are_the_records(seen: Seen, report: str, folder: Path) -> None:
+def test_the_curves_are_the_records(seen: OpenedPage, report: str, folder: Path) -> None:
     seen.open(report)
     train, validation = [trace for trace in seen.drawn("loss") if trace["meta"] == "curve"]
     records = RunFolder.read(folder).records
@@ -95,19 +95,19 @@ def test_the_curves_are_the_records(seen: Seen, report: str, folder: Path) -> No
         assert trace["y"] == pytest.approx([value for _, value in recorded], rel=1e-8)
     path = seen.page.locator(".chart-card").first.locator("path.js-line").first.get_attribute("d")
     assert path is not None
-    assert path.count("L") + path.count("H") + path.count("V") > 100  # that it is on the screen
+    assert path.count("L") + path.count("H") + path.count("V") > 100  # the curve is on the screen
 
 
-def test_a_value_that_is_not_finite_leaves_a_gap_and_a_mark(seen: Seen, report: str) -> None:
+def test_a_value_that_is_not_finite_leaves_a_gap_and_a_mark(seen: OpenedPage, report: str) -> None:
     seen.open(report)
     curve, *marks = seen.drawn("odd/sometimes")
     assert (curve["x"][24], curve["y"][24]) == (25, None)
     assert [25] in [mark["x"] for mark in marks]
-    assert marks[0]["x"] == [20, 40, 60, 80, 100, 120]  # of evaluations
+    assert marks[0]["x"] == [20, 40, 60, 80, 100, 120]  # the steps of evaluations
     assert "checkpoint, requested" in seen.drawn("loss")[-1]["text"]
 
 
-def test_many_checkpoints_are_not_drawn_as_a_bar(seen: Seen, tmp_path: Path) -> None:
+def test_many_checkpoints_are_not_drawn_as_a_bar(seen: OpenedPage, tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
         file.writelines(json.dumps({"step": step, "values": {"train/loss": 1 / step}}) + "\n" for step in range(1, 701))
     with open(tmp_path / "events.jsonl", "w") as file:
@@ -123,10 +123,10 @@ def test_many_checkpoints_are_not_drawn_as_a_bar(seen: Seen, tmp_path: Path) -> 
     page.locator("input.to").fill("50")
     page.locator("input.to").press("Tab")
     until(page, "String(document.querySelector('.chart').layout.xaxis.range) === '30,50'")
-    assert {30, 32, 34, 36} <= set(seen.drawn("loss")[-1]["x"])  # zoomed in, each point on its own
+    assert {30, 32, 34, 36} <= set(seen.drawn("loss")[-1]["x"])  # zoomed in, every point is drawn
 
 
-def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: Seen, report: str) -> None:
+def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     seen.drawn("lr")
     box = page.locator(".chart-card .nsewdrag").first.bounding_box()
@@ -145,7 +145,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: Seen, repo
     assert page.evaluate("document.querySelector('.chart').layout.xaxis.range[1]") > 119
 
 
-def test_a_range_can_be_typed(seen: Seen, report: str) -> None:
+def test_a_range_can_be_typed(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     seen.drawn("loss")
     page.locator("input.from").fill("30")
@@ -156,12 +156,12 @@ def test_a_range_can_be_typed(seen: Seen, report: str) -> None:
     until(page, "document.querySelector('.chart').layout.xaxis.range[1] > 100")
 
 
-def test_smoothing_logarithms_and_the_other_axis(seen: Seen, report: str, folder: Path) -> None:
+def test_smoothing_logarithms_and_the_other_axis(seen: OpenedPage, report: str, folder: Path) -> None:
     page = seen.open(report)
     raw = seen.drawn("loss")[0]
     page.locator("#smooth").fill("0.9")
     traces = seen.drawn("loss")
-    assert [trace["meta"] for trace in traces][:3] == ["raw", "smoothed", "curve"]  # validation has too few points for it
+    assert [trace["meta"] for trace in traces][:3] == ["raw", "smoothed", "curve"]  # validation has too few points to be smoothed
     assert traces[0]["y"] == raw["y"]
 
     def centered(values: list[float], half: int) -> list[float]:
@@ -176,8 +176,8 @@ def test_smoothing_logarithms_and_the_other_axis(seen: Seen, report: str, folder
     assert seen.drawn("loss")[0]["x"] == pytest.approx(seconds, abs=0.001)
 
 
-def test_a_smoothed_curve_does_not_lag_behind(seen: Seen, tmp_path: Path) -> None:
-    """Training stays below validation where it is: a window that only looks back would lift a falling curve."""
+def test_a_smoothed_curve_does_not_lag_behind(seen: OpenedPage, tmp_path: Path) -> None:
+    """The smoothing window is centered: a window over past values only would shift a falling curve upwards."""
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 201):
             values = {"train/loss": 10 - step / 25} | ({"validation/loss": 10.1 - step / 25} if step % 20 == 0 else {})
@@ -189,14 +189,14 @@ def test_a_smoothed_curve_does_not_lag_behind(seen: Seen, tmp_path: Path) -> Non
 
 
 def test_one_chart_is_logarithmic_and_can_be_saved(chromium: Any, tmp_path: Path) -> None:
-    """The CSV holds no formula, and the files' names no path, whatever a run calls its metrics."""
+    """Whatever the names of metrics are, the CSV contains no formula and the file names contain no path."""
     evil = '=HYPERLINK("x"),../../"@'
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step, loss in ((1, 4.0), (2, "NaN"), (3, -1.5)):
             file.write(
                 json.dumps({"step": step, "values": {"train/loss": loss, f"{evil}/{evil}": 1.0, "validation/loss": 2}}) + "\n"
             )
-    seen = Seen(chromium, offline=True)
+    seen = OpenedPage(chromium, offline=True)
     page = seen.open(write_report(tmp_path).as_uri())
     seen.drawn("loss")
     loss, other = page.locator(".chart-card").first, page.locator(".chart-card").last
@@ -223,7 +223,7 @@ def test_one_chart_is_logarithmic_and_can_be_saved(chromium: Any, tmp_path: Path
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_a_chart_can_be_enlarged(width: int, chromium: Any, report: str) -> None:
-    seen = Seen(chromium, viewport={"width": width, "height": 900})
+    seen = OpenedPage(chromium, viewport={"width": width, "height": 900})
     page = seen.open(report)
     seen.drawn("odd/sometimes")
     card = page.locator(".chart-card").filter(has=page.get_by_role("heading", name="odd/sometimes", exact=True))
@@ -233,7 +233,7 @@ def test_a_chart_can_be_enlarged(width: int, chromium: Any, report: str) -> None
     large, drawn = card.bounding_box(), card.locator(".main-svg").first.bounding_box()
     assert large["width"] > 0.9 * page.locator("main").bounding_box()["width"]
     assert abs(drawn["width"] - large["width"]) < 40
-    page.locator("#search").fill("sometimes")  # the card is made again
+    page.locator("#search").fill("sometimes")  # the card is created again
     card.get_by_role("button", name="The whole width", pressed=True).click()
     assert card.bounding_box()["height"] <= small["height"] + 2
     assert seen.faults == []
@@ -241,7 +241,7 @@ def test_a_chart_can_be_enlarged(width: int, chromium: Any, report: str) -> None
 
 
 def test_the_cost_table_is_whole_on_a_phone(chromium: Any, report: str) -> None:
-    seen = Seen(chromium, offline=True, viewport={"width": NARROW, "height": 800})
+    seen = OpenedPage(chromium, offline=True, viewport={"width": NARROW, "height": 800})
     page = seen.open(report)
     page.locator("#table-costs").scroll_into_view_if_needed()
     edges = "[...document.querySelectorAll('#table-costs td')].map(cell => cell.getBoundingClientRect().right)"
@@ -249,7 +249,7 @@ def test_the_cost_table_is_whole_on_a_phone(chromium: Any, report: str) -> None:
     seen.context.close()
 
 
-def test_searching_and_hiding(seen: Seen, report: str) -> None:
+def test_searching_and_hiding(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     page.locator("#search").fill("GRAD bias")
     assert page.locator("#curves .chart-card h3").all_inner_texts() == ["grad/0.bias", "grad/3.bias"]
@@ -262,14 +262,14 @@ def test_searching_and_hiding(seen: Seen, report: str) -> None:
     ) == [False]
 
 
-def test_thousands_of_metrics_are_drawn_when_they_are_looked_at(seen: Seen, tmp_path: Path) -> None:
+def test_thousands_of_metrics_are_drawn_when_they_are_looked_at(seen: OpenedPage, tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 40):
             values = {"train/loss": 1 / step, **{f"l2_norm/grad/layer.{place}": step * place for place in range(3000)}}
             file.write(json.dumps({"step": step, "values": values, "elapsed_seconds": step}) + "\n")
     page = seen.open(write_report(tmp_path).as_uri())
     seen.drawn("loss")
-    expect(page.locator(".chart-card")).to_have_count(1)  # the family is closed
+    expect(page.locator(".chart-card")).to_have_count(1)  # the family is collapsed
     page.locator("summary").filter(has_text="l2_norm").click()
     expect(page.locator(".chart-card")).to_have_count(25)
     page.get_by_role("button", name="24 more of 2,976").click()
@@ -279,10 +279,10 @@ def test_thousands_of_metrics_are_drawn_when_they_are_looked_at(seen: Seen, tmp_
     assert page.locator(".chart.js-plotly-plot").count() < 10
 
 
-# --- the other parts ---
+# --- other parts ---
 
 
-def test_the_timeline_shows_spans_and_callbacks(seen: Seen, report: str) -> None:
+def test_the_timeline_shows_spans_and_callbacks(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     timeline = page.locator("#timeline")
     timeline.scroll_into_view_if_needed()
@@ -298,7 +298,7 @@ def test_the_timeline_shows_spans_and_callbacks(seen: Seen, report: str) -> None
     assert tip.inner_text().startswith("Slow\nat on_train_step_end\n")
     assert "of the window" in tip.inner_text()
     assert "of step" in tip.inner_text()
-    page.mouse.dblclick(box["x"] + 5, box["y"] + 5)  # zooms to it
+    page.mouse.dblclick(box["x"] + 5, box["y"] + 5)  # zoom to the slice
     page.wait_for_function("document.querySelectorAll('#timeline rect.slice').length < 10")
     timeline.locator("svg").press("0")
     expect(timeline.locator("svg text.step-name")).to_have_count(4)
@@ -311,7 +311,7 @@ def test_the_timeline_shows_spans_and_callbacks(seen: Seen, report: str) -> None
     assert {"forward", "backward", "Slow"} <= set(timeline.locator("tbody td:first-child").all_inner_texts())
 
 
-def test_tables_are_sorted_by_their_heads(seen: Seen, report: str) -> None:
+def test_tables_are_sorted_by_their_heads(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     costs = page.locator("#table-costs")
 
@@ -329,7 +329,7 @@ def test_tables_are_sorted_by_their_heads(seen: Seen, report: str) -> None:
     assert costs.locator("tr.inner").inner_text().startswith("on_train_step_end")
 
 
-def test_every_part_is_there(seen: Seen, report: str) -> None:
+def test_every_part_exists(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     parts = [
         "Problems",
@@ -366,17 +366,17 @@ def test_every_part_is_there(seen: Seen, report: str) -> None:
     assert "This run has no data for: logs." in page.locator("footer").inner_text()
 
 
-def test_a_run_of_which_nothing_is_known_has_a_page(seen: Seen, tmp_path: Path) -> None:
+def test_an_empty_run_has_a_page(seen: OpenedPage, tmp_path: Path) -> None:
     page = seen.open(write_report(tmp_path).as_uri())
     assert page.locator("nav a").all_inner_texts() == ["Problems"]
     assert "The run is lost" in page.locator("#problems").inner_text()
 
 
-# --- a run that means harm ---
+# --- hostile content ---
 
 
-def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
-    """Markup in every place that has text: names, tables, events, logs, settings."""
+def test_no_text_of_a_run_is_executed(seen: OpenedPage, tmp_path: Path) -> None:
+    """The run has markup in all its texts: names, tables, events, logs, settings."""
     evil = HOSTILE + "</script><script>window.hostile=1</script><a href='https://example.com'>x</a>%{y}"
     values = {
         f"{evil}/{evil}": 1.0,
@@ -462,16 +462,16 @@ def test_nothing_that_a_run_says_is_run(seen: Seen, tmp_path: Path) -> None:
     assert page.locator("#note").inner_text() == f"#good {evil}"
 
 
-# --- looks ---
+# --- layout and colors ---
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_it_fits_the_screen_and_can_be_read(chromium: Any, report: str, scheme: str, width: int) -> None:
-    seen = Seen(chromium, offline=True, color_scheme=scheme, viewport={"width": width, "height": 800})
+    seen = OpenedPage(chromium, offline=True, color_scheme=scheme, viewport={"width": width, "height": 800})
     page = seen.open(report)
     seen.drawn("loss")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width  # nothing hangs over
+    assert page.evaluate("document.documentElement.scrollWidth") <= width  # nothing overflows
     for selector in (
         "h1",
         ".facts span",
@@ -488,7 +488,7 @@ def test_it_fits_the_screen_and_can_be_read(chromium: Any, report: str, scheme: 
     assert seen.faults == []
 
 
-def test_the_keyboard_reaches_everything(seen: Seen, report: str) -> None:
+def test_the_keyboard_reaches_everything(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     reached = set()
     for _ in range(60):
@@ -502,7 +502,7 @@ def test_the_keyboard_reaches_everything(seen: Seen, report: str) -> None:
 
 
 def contrast(page: Any, selector: str) -> float:
-    """The contrast of an element's text to what is behind it, as WCAG reckons it."""
+    """Return the contrast of an element's text to its background, as WCAG defines it."""
     colors = page.locator(selector).first.evaluate(
         """element => {
             const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
@@ -528,7 +528,7 @@ def contrast(page: Any, selector: str) -> float:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Any]:
-    """Serves the page of a run that grows, as `callsheet watch` does, without its locks."""
+    """Serve the live page of a growing run like `callsheet watch`, but without access control."""
     reader = RunReader(tmp_path)
 
     class Handler(BaseHTTPRequestHandler):
@@ -579,10 +579,10 @@ def grow(folder: Path, steps: range, **more: float) -> None:
             file.write(json.dumps({"step": step, "values": {"train/loss": 1 / step, **more}, "elapsed_seconds": step}) + "\n")
 
 
-def test_a_live_page_follows_the_run_and_asks_for_things(chromium: Any, server: Any, tmp_path: Path) -> None:
+def test_a_live_page_follows_the_run_and_sends_requests(chromium: Any, server: Any, tmp_path: Path) -> None:
     handler, url = server
     grow(tmp_path, range(1, 11))
-    seen = Seen(chromium)
+    seen = OpenedPage(chromium)
     page = seen.open(url)
     page.on("dialog", lambda dialog: dialog.dismiss())
     assert seen.drawn("loss")[0]["x"] == list(range(1, 11))
@@ -590,7 +590,7 @@ def test_a_live_page_follows_the_run_and_asks_for_things(chromium: Any, server: 
     page.locator("#log").check()
     grow(tmp_path, range(11, 31))
     until(page, "document.querySelector('.chart').data[0].x.length === 30")
-    assert page.locator("#search").input_value() == "loss"  # what the reader chose stays
+    assert page.locator("#search").input_value() == "loss"  # the reader's choice is kept
     assert page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log"
     assert handler.tokens == {"secret"}
     (tmp_path / "events.jsonl").write_text(
@@ -620,10 +620,10 @@ def test_a_live_page_follows_the_run_and_asks_for_things(chromium: Any, server: 
     seen.context.close()
 
 
-def test_metrics_that_are_new_are_drawn_while_others_are_being_drawn(chromium: Any, server: Any, tmp_path: Path) -> None:
+def test_new_metrics_are_drawn_while_others_are_being_drawn(chromium: Any, server: Any, tmp_path: Path) -> None:
     _, url = server
     grow(tmp_path, range(1, 5))
-    seen = Seen(chromium)
+    seen = OpenedPage(chromium)
     page = seen.open(url)
     for place in range(12):
         grow(tmp_path, range(5 + place, 6 + place), **{f"new/metric{place}": 1.0, "train/norm": 1.0})
@@ -633,10 +633,10 @@ def test_metrics_that_are_new_are_drawn_while_others_are_being_drawn(chromium: A
     seen.context.close()
 
 
-def test_a_server_that_goes_away_is_reported(chromium: Any, server: Any, tmp_path: Path) -> None:
+def test_a_server_that_stops_is_reported(chromium: Any, server: Any, tmp_path: Path) -> None:
     _, url = server
     grow(tmp_path, range(1, 5))
-    seen = Seen(chromium)
+    seen = OpenedPage(chromium)
     page = seen.open(url)
     seen.context.set_offline(True)
     page.get_by_text("no answer since").wait_for()

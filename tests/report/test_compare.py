@@ -1,4 +1,4 @@
-"""Comparisons of real runs: which runs, what differs, values with spread, and the gate."""
+"""Comparisons of real runs: selection of runs, differences, values with spread, and the gate."""
 
 from __future__ import annotations
 
@@ -213,11 +213,11 @@ def test_one_run_on_a_side_has_no_spread() -> None:
     assert math.isnan(found.margin)
 
 
-def test_one_run_beside_several_is_taken_as_one_more_of_their_spread() -> None:
+def test_one_run_is_compared_with_several_by_their_spread() -> None:
     several = [2.0, 2.1, 1.9, 2.05]
     found = difference([Value(1.0, 1.0)], [Value(value, value) for value in several])
     assert (found.is_noise, found.source) == (False, "one side")
-    pooled = ttest_ind(several, [1.0])  # with one value on a side, the pooled variance is that of the others
+    pooled = ttest_ind(several, [1.0])  # with one value on a side, the pooled variance is that of the other side
     assert found.p == pytest.approx(pooled.pvalue)
     other = difference([Value(value, value) for value in several], [Value(2.1, 2.1)])
     assert (other.is_noise, other.source) == (True, "one side")
@@ -239,7 +239,7 @@ def test_one_run_beside_several_is_taken_as_one_more_of_their_spread() -> None:
         ("train/capacity", None),
     ],
 )
-def test_which_way_is_better(metric: str, lower: bool | None) -> None:
+def test_the_direction_in_which_a_metric_is_better(metric: str, lower: bool | None) -> None:
     assert better(metric) == {True: "lower", False: "higher", None: None}[lower]
 
 
@@ -303,7 +303,7 @@ def test_values_of_a_run(runs: Path) -> None:
 
 
 def test_the_text_leaves_out_metrics_of_single_parameters(tmp_path: Path, called: Call) -> None:
-    """CSV and JSON have them, and `--metric` shows one."""
+    """CSV and JSON contain them, and `--metric` shows one."""
     for number, steps in ((1, 5), (2, 6)):
         folder = tmp_path / f"norms-{number}"
         folder.mkdir()
@@ -337,7 +337,7 @@ def folder_of(tmp_path: Path, name: str, losses: Sequence[float], **environment:
 
 
 def test_the_gate_beside_a_format(called: Call) -> None:
-    """Standard output has the format alone, so that a program can read it."""
+    """Standard output contains only the format, so that a program can read it."""
     status, out, err = called("lr0.05-0", "lr0.2-0", "--json", "--fail-if", "train/loss < -100%")
     assert (status, json.loads(out)["baseline"]) == (0, "lr0.05-0")
     assert err.startswith("ok: lr0.2-0: train/loss")
@@ -351,11 +351,11 @@ def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: C
     status, out, _ = called(good, bad, "--fail-if", "validation/loss > +0.01")
     assert (status, out.split(";")[0]) == (1, "FAIL: bad: validation/loss ended as NaN or infinity, and the baseline's did not")
     assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
-    status, _, err = called(bad, good, "--fail-if", "validation/loss > +0.01")  # a baseline that says nothing
+    status, _, err = called(bad, good, "--fail-if", "validation/loss > +0.01")  # a baseline without a valid value
     assert (status, "of the baseline ended as NaN or infinity" in err) == (2, True)
 
 
-def test_different_numbers_of_steps_are_said(tmp_path: Path, called: Call) -> None:
+def test_different_numbers_of_steps_are_noted(tmp_path: Path, called: Call) -> None:
     long, short = folder_of(tmp_path, "long", [3.0, 2.0, 1.0]), folder_of(tmp_path, "short", [3.0])
     _, out, _ = called(long, short, "--fail-if", "validation/loss > +9")
     assert "; after 1 steps, the baseline after 3" in out
@@ -363,7 +363,7 @@ def test_different_numbers_of_steps_are_said(tmp_path: Path, called: Call) -> No
     assert "steps" not in called(long, other, "--fail-if", "validation/loss > +9")[1].splitlines()[0]
 
 
-def test_one_metric_alone(tmp_path: Path, called: Call) -> None:
+def test_only_one_metric(tmp_path: Path, called: Call) -> None:
     good, bad = folder_of(tmp_path, "good", [3.0, 2.0, 1.0]), folder_of(tmp_path, "bad", [3.0, 1.0, math.nan])
     assert called(good, bad, "--metric", "validation/loss")[1].startswith("Values\n")
     rows = list(csv.DictReader(called(good, bad, "--metric", "validation/loss", "--csv")[1].splitlines()))
@@ -371,7 +371,7 @@ def test_one_metric_alone(tmp_path: Path, called: Call) -> None:
 
 
 def timed(folder: Path, seconds: float, elapsed: list[float]) -> str:
-    """A run with one timing window of three equal steps, and these seconds for each ten steps in its records."""
+    """Write a run with one timing window of three equal steps, and records every ten steps that are `elapsed` seconds apart."""
     path = Path(folder_of(folder, f"run-{seconds}", [1.0]))
     slices = [["train_step", 10 * step, seconds, step, ""] for step in range(1, 4)]
     window = {"first_step": 1, "last_step": 3, "began": 0.0, "seconds": 40.0, "slices": slices, "is_whole": True}
@@ -386,7 +386,7 @@ def timed(folder: Path, seconds: float, elapsed: list[float]) -> str:
 def test_one_slow_window_is_noise_if_the_whole_step_is_not_slower(
     second: float, marks: tuple[str, str], tmp_path: Path, called: Call
 ) -> None:
-    """A load of the machine slows all steps of a window."""
+    """Load on the machine can slow all steps of one window."""
     spread = [0.0, 0.01, -0.01, 0.02, -0.02, 0.01, -0.01]
     one, other = timed(tmp_path, 0.1, [1.0 + each for each in spread]), timed(tmp_path, 0.2, [second + each for each in spread])
     rows = {row["name"]: list(row["groups"].values())[1] for row in json.loads(called(one, other, "--json")[1])["anatomy"]}
@@ -404,9 +404,7 @@ def test_the_last_value_of_a_run_that_ends_in_nan_is_shown_as_such(tmp_path: Pat
     assert (math.isnan(values.last), values.best) == (True, 1.0)
 
 
-class Often(Callback):
-    """Sleeps at each metrics record."""
-
+class SleepsAtRecords(Callback):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -415,13 +413,13 @@ class Often(Callback):
 
 
 def test_a_callback_outside_the_timed_steps_is_in_the_anatomy(tmp_path: Path, called: Call) -> None:
-    """Its event is not within a step, so the spans of steps do not show it; the whole step does."""
+    """Its event is outside of a step, so only the time of the whole step contains it, not the step's spans."""
     for name, seconds in (("before", 0.001), ("after", 0.05)):
-        train(tmp_path, name, 0.05, 0, Often(seconds))
+        train(tmp_path, name, 0.05, 0, SleepsAtRecords(seconds))
     _, out, _ = called(str(tmp_path / "before"), str(tmp_path / "after"), "--json")
     rows = {row["name"]: row["groups"]["after"] for row in json.loads(out)["anatomy"]}
-    assert rows["Often"]["mark"] == rows["step_seconds"]["mark"] == "slower"
-    assert rows["Often"]["seconds"] > 0.02  # a record every two steps
+    assert rows["SleepsAtRecords"]["mark"] == rows["step_seconds"]["mark"] == "slower"
+    assert rows["SleepsAtRecords"]["seconds"] > 0.02  # a record every two steps
 
 
 def test_credentials_are_not_compared(tmp_path: Path, called: Call) -> None:
@@ -448,12 +446,12 @@ def test_the_best_of_a_metric_whose_name_does_not_show_which_is_better() -> None
 
 
 def test_speed_is_that_between_two_records(tmp_path: Path) -> None:
-    """Not the mean over a window of records, whose spread would be too small."""
+    """A mean over a window of records would have too small a spread."""
     values = values_of(RunFolder.read(folder_of(tmp_path, "run", [1.0] * 4)))
     assert values["tokens_per_second"].samples == pytest.approx((5000.0, 7000.0))
 
 
-def test_what_a_run_has_not_recorded_is_no_difference(tmp_path: Path) -> None:
+def test_a_value_that_a_run_has_not_recorded_is_not_a_difference(tmp_path: Path) -> None:
     paths = [
         folder_of(tmp_path, "with", [1.0], packages={"torch": "2.13"}, git={"diff": "+" + "a" * 400}),
         folder_of(tmp_path, "without", [1.0]),
@@ -480,7 +478,7 @@ def test_the_durations_of_evaluations_and_saves(tmp_path: Path) -> None:
         assert 0 < (values[name].best or 0.0) < 60
 
 
-def test_the_anatomy_is_not_decided_by_one_slow_step(tmp_path: Path) -> None:
+def test_one_slow_step_does_not_decide_the_anatomy(tmp_path: Path) -> None:
     folder = Path(folder_of(tmp_path, "run", [1.0]))
     slices = [["train_step", step, 10.0 if step == 2 else 0.1, step, ""] for step in range(1, 6)]
     window = {"first_step": 1, "last_step": 5, "began": 0.0, "seconds": 20.0, "slices": slices, "is_whole": True}
@@ -514,7 +512,7 @@ def test_archived_runs_must_be_named(tmp_path: Path, called: Call) -> None:
 def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -> None:
     folder = Path(folder_of(tmp_path, "run", [1.0]))
     slices: list[list[Any]] = []
-    for step in range(1, 5):  # while a batch is fetched, the run's step is the one before
+    for step in range(1, 5):  # while a batch is fetched, the run's step is the previous one
         slices += [["fetch", 2.0 * step, 0.5, step - 1, ""], ["on_fetch_end", 2.0 * step + 0.5, 0.1, step - 1, "Late"]]
         slices += [["train_step", 2.0 * step + 1, 0.2, step, ""]]
     window = {"first_step": 1, "last_step": 4, "began": 0.0, "seconds": 8.0, "slices": slices, "is_whole": True}

@@ -1,4 +1,4 @@
-"""The page of a comparison in a real browser: what is drawn, what the reader can switch, and what a hostile run cannot."""
+"""The page of a comparison in a real browser: what is drawn, interaction, and hostile content."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from callsheet.report.compare.page import write_comparison
 from .compared_runs import write_run, write_timeline
 from .driver import expect
 from .sample_run import HOSTILE
-from .test_browser import NARROW, Seen, until
+from .test_browser import NARROW, OpenedPage, until
 
 STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two rates with two seeds; the second rate is slower, and its seeds have only half of the steps."""
+    """Write runs of two rates with two seeds each. The runs of the second rate are slower and have half as many steps."""
     folder = tmp_path_factory.mktemp("runs")
     found = []
     for rate in (1, 2):
@@ -50,16 +50,16 @@ def grouped(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def seen(chromium: Any) -> Iterator[Seen]:
-    """A browser without a network; at the end nothing may have gone wrong, and nothing have been asked for."""
-    seen = Seen(chromium, offline=True)
+def seen(chromium: Any) -> Iterator[OpenedPage]:
+    """Open a browser without a network. At the end, check that there were no errors and no network requests."""
+    seen = OpenedPage(chromium, offline=True)
     yield seen
     seen.context.close()
     assert seen.faults == []
     assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_a_line_for_each_run_in_its_own_color(seen: Seen, single: str) -> None:
+def test_a_line_for_each_run_in_its_own_color(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     lines = seen.drawn("train/loss")
     assert [line["name"] for line in lines] == ["lr1-0", "lr1-1", "lr2-0", "lr2-1"]
@@ -72,14 +72,14 @@ def test_a_line_for_each_run_in_its_own_color(seen: Seen, single: str) -> None:
 @pytest.mark.parametrize(
     ("axis", "scale"), [("Step", 1), ("Training time", 0.5), ("Wall time", 0.75), ("Tokens", 100), ("Samples", 4)]
 )
-def test_the_horizontal_axis(axis: str, scale: float, seen: Seen, single: str) -> None:
+def test_the_horizontal_axis(axis: str, scale: float, seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     seen.drawn("train/loss")
     page.get_by_role("button", name=axis, exact=True).click()
     assert seen.drawn("train/loss")[0]["x"] == pytest.approx([step * scale for step in range(1, STEPS + 1)])
 
 
-def test_a_run_that_is_switched_off_is_off_everywhere(seen: Seen, single: str) -> None:
+def test_a_run_that_is_switched_off_is_off_everywhere(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     seen.drawn("train/loss")
     page.locator("#runs").get_by_label("lr1-1").uncheck()
@@ -95,11 +95,11 @@ def test_a_run_that_is_switched_off_is_off_everywhere(seen: Seen, single: str) -
     assert len(seen.drawn("train/loss")) == 4
 
 
-def test_smoothing_logarithms_and_zoom_are_for_all_charts(seen: Seen, single: str) -> None:
+def test_smoothing_logarithms_and_zoom_are_for_all_charts(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     seen.drawn("train/loss")
     page.locator("#smooth").fill("0.9")
-    # The short runs have too few points to be smoothed.
+    # The shorter runs have too few points to be smoothed.
     assert {line["meta"] for line in seen.drawn("train/loss")} == {
         "raw",
         "smoothed",
@@ -116,7 +116,7 @@ def test_smoothing_logarithms_and_zoom_are_for_all_charts(seen: Seen, single: st
     )
 
 
-def test_a_group_is_its_mean_with_a_band(seen: Seen, grouped: str) -> None:
+def test_a_group_is_its_mean_with_a_band(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     low, high, mean, *others = seen.drawn("train/loss")
     assert [trace["meta"] for trace in (low, high, mean)] == ["low", "high", "curve"]
@@ -132,11 +132,11 @@ def test_a_group_is_its_mean_with_a_band(seen: Seen, grouped: str) -> None:
     page.get_by_role("button", name="Min to max").click()
     page.locator("#table-runs button.fold").first.click()
     page.locator("#runs").get_by_label("lr1-1").uncheck()
-    assert seen.drawn("train/loss")[2]["y"][0] == pytest.approx(11)  # the mean of the one that is left
+    assert seen.drawn("train/loss")[2]["y"][0] == pytest.approx(11)  # the mean of the remaining run
     assert page.locator("#runs").get_by_label("lr=1").evaluate("box => box.indeterminate")
 
 
-def test_what_differs_and_long_values(seen: Seen, single: str) -> None:
+def test_what_differs_and_long_values(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     settings = page.locator("#table-differences-settings")
     assert settings.locator("tbody td:first-child").all_inner_texts() == ["lr", "seed", "note"]
@@ -146,7 +146,7 @@ def test_what_differs_and_long_values(seen: Seen, single: str) -> None:
     assert long.locator(".cell").inner_text().count("a word") == 30
 
 
-def test_values_are_sorted_and_searched(seen: Seen, grouped: str) -> None:
+def test_values_are_sorted_and_searched(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     page.locator("#value-search").fill("train/LOSS")
     values = page.locator("#table-values")
@@ -159,7 +159,7 @@ def test_values_are_sorted_and_searched(seen: Seen, grouped: str) -> None:
     assert "more than noise, p\u00a0=\u00a0" in text
 
 
-def test_results_are_at_the_top(seen: Seen, grouped: str) -> None:
+def test_results_are_at_the_top(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     results = page.locator("#table-results")
     heads = [text.splitlines()[0] for text in results.locator("thead th").all_inner_texts()]
@@ -171,7 +171,7 @@ def test_results_are_at_the_top(seen: Seen, grouped: str) -> None:
     expect(results.locator("tbody tr")).to_have_count(1)
 
 
-def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
+def test_all_runs_switched_off(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     boxes = page.locator("#table-runs input[type=checkbox]")
     for place in range(boxes.count()):
@@ -182,7 +182,7 @@ def test_all_runs_switched_off(seen: Seen, grouped: str) -> None:
         expect(page.locator(f"#{section} table")).to_have_count(0)
 
 
-def test_what_became_slower_is_said_in_words(seen: Seen, grouped: str) -> None:
+def test_slowdowns_are_described_in_words(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     row = page.locator("#table-anatomy tbody tr").filter(has_text="forward").first
     assert row.locator("td").nth(1).inner_text().startswith("50 ms, 50 %")
@@ -191,14 +191,14 @@ def test_what_became_slower_is_said_in_words(seen: Seen, grouped: str) -> None:
     assert "▲ 50 % slower" in step.inner_text()
 
 
-def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
+def test_hostile_names_do_nothing(seen: OpenedPage, tmp_path: Path) -> None:
     folders = []
     for name in ("one", "other"):
         run = write_run(
             tmp_path, name, {1: 1.0, 2: 2.0, 3: 3.0}, more={f"hostile/{HOSTILE}": 1.0}, settings={HOSTILE: HOSTILE + name}
         )
         text = (run / "events.jsonl").read_text().replace(f'"{name}"', json.dumps(HOSTILE + name))
-        (run / "run.json").unlink()  # so that the name is that of the events
+        (run / "run.json").unlink()  # so that the name is taken from the events
         (run / "events.jsonl").write_text(text)
         folders.append(run)
     for group_by in (None, HOSTILE):
@@ -216,7 +216,7 @@ def test_hostile_names_do_nothing(seen: Seen, tmp_path: Path) -> None:
         )
 
 
-def test_everything_of_real_runs_is_drawn(seen: Seen, folder: Path, tmp_path: Path) -> None:
+def test_everything_of_real_runs_is_drawn(seen: OpenedPage, folder: Path, tmp_path: Path) -> None:
     comparison = Comparison([RunFolder.read(folder), RunFolder.read(folder)])
     page = seen.open(write_comparison(comparison, tmp_path / "compare.html").as_uri())
     parts = [
@@ -242,7 +242,7 @@ def test_everything_of_real_runs_is_drawn(seen: Seen, folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(chromium: Any, grouped: str, scheme: str) -> None:
-    seen = Seen(chromium, offline=True, viewport={"width": NARROW, "height": 800}, color_scheme=scheme)
+    seen = OpenedPage(chromium, offline=True, viewport={"width": NARROW, "height": 800}, color_scheme=scheme)
     page = seen.open(grouped)
     seen.drawn("train/loss")
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
@@ -250,8 +250,8 @@ def test_it_fits_a_phone(chromium: Any, grouped: str, scheme: str) -> None:
     seen.context.close()
 
 
-def test_a_last_value_that_is_not_finite_is_named(seen: Seen, tmp_path: Path) -> None:
-    """In the heads of charts and in the figures at the top: the last value that could be drawn would look like a result."""
+def test_a_last_value_that_is_not_finite_is_named(seen: OpenedPage, tmp_path: Path) -> None:
+    """The headings of charts and the summary name it: the last finite value would look like a result."""
     good, bad = (write_run(tmp_path, name, {1: 3.0, 2: 2.0, 3: last}) for name, last in (("good", 1.0), ("bad", float("nan"))))
     page = seen.open(
         write_comparison(Comparison([RunFolder.read(run) for run in (good, bad)]), tmp_path / "compare.html").as_uri()
@@ -264,7 +264,7 @@ def test_a_last_value_that_is_not_finite_is_named(seen: Seen, tmp_path: Path) ->
 
 
 def hovered(page: Any, title: str, share: float) -> list[str]:
-    """The lines of the box that appears where the pointer is at this share of a chart's width."""
+    """Return the lines of the hover box at the given share of a chart's width."""
     card = page.locator(".chart-card").filter(has=page.get_by_role("heading", name=title, exact=True))
     card.scroll_into_view_if_needed()
     card.locator(".plot-container").wait_for()
@@ -275,8 +275,8 @@ def hovered(page: Any, title: str, share: float) -> list[str]:
     return [(text or "").strip() for text in card.locator(".hoverlayer text").all_text_contents()]
 
 
-def test_the_values_below_the_pointer_are_those_of_its_step(seen: Seen, tmp_path: Path) -> None:
-    """A run that has ended before, or that has no finite value there, is not in the box."""
+def test_the_values_below_the_pointer_are_those_of_its_step(seen: OpenedPage, tmp_path: Path) -> None:
+    """A run that ended earlier, or has no finite value at the step, is not in the box."""
     steps = range(10, 410, 10)
     losses = {
         "whole": {step: 1.0 * step for step in steps},

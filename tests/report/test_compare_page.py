@@ -1,4 +1,4 @@
-"""What the page of a comparison is made from. What it draws is tested in a browser."""
+"""The data of a comparison's page. The drawing is tested in a browser."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_the_axes_are_steps_tokens_samples_and_times(tmp_path: Path) -> None:
     assert (axes[1]["tokens"], axes[1]["samples"], axes[1]["wall"]) == ([], [], [])
 
 
-def test_only_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
+def test_only_the_requested_metrics(tmp_path: Path) -> None:
     runs = [write_run(tmp_path, name, falling(5), more={"grad/norm": 1.5}) for name in ("one", "other")]
     found = data(compared(*runs), ["grad/norm"])
     assert list(found["curves"]) == ["grad/norm"]
     assert {row["metric"] for row in found["values"]} == {"grad/norm"}
 
 
-def test_groups_are_numbers_of_groups(tmp_path: Path) -> None:
+def test_groups_refer_to_runs_by_number(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path, f"{rate}-{seed}", falling(5, rate + seed), settings={"lr": rate, "seed": seed})
         for rate in (1, 2)
@@ -87,13 +87,13 @@ def test_the_anatomy_marks_what_became_slower(tmp_path: Path) -> None:
     assert found["forward"][0] == {"seconds": pytest.approx(0.04), "share": pytest.approx(0.4), "change": 0, "mark": ""}
     assert found["forward"][1]["change"] == pytest.approx(0.25)
     assert found["forward"][1]["mark"] == "slower"
-    assert found["backward"][1]["mark"] == ""  # 0.8 % are too little
+    assert found["backward"][1]["mark"] == ""  # 0.8 % is too little
     assert found["train_step"][1]["mark"] == "slower"
     assert found["forward"][2] is None
 
 
 def test_a_change_of_the_anatomy_may_be_noise(tmp_path: Path) -> None:
-    """One run on each side: the timed steps decide. Several runs: their spread does."""
+    """With one run on each side, the timed steps decide. With several runs, their spread decides."""
     runs = [
         write_run(tmp_path, name, falling(5), settings={"lr": lr, "seed": name}) for name, lr in zip("abcd", "1122", strict=True)
     ]
@@ -190,14 +190,14 @@ def test_metrics_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     assert {"train/loss", "train_seconds"} <= {row["metric"] for row in found["values"]}
 
 
-def test_names_cannot_leave_the_data(tmp_path: Path) -> None:
+def test_names_cannot_end_the_embedded_data(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path, name, falling(3), more={f"{HOSTILE}</script>": 1.0}, settings={HOSTILE: name})
         for name in ("one", "other")
     ]
     for run in runs:
         text = (run / "events.jsonl").read_text()
-        (run / "run.json").unlink()  # so that the name is that of the events
+        (run / "run.json").unlink()  # so that the name is taken from the events
         (run / "events.jsonl").write_text(text.replace(f'"{run.name}"', json.dumps(f"{HOSTILE}{run.name}")))
     html = comparison_page(compared(*runs, group_by=HOSTILE))
     before, _, rest = html.partition("/**\n* plotly.js")
@@ -228,7 +228,7 @@ def test_the_gate_writes_the_page_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert out.exists()
 
 
-def test_a_folder_is_no_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_as_output_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path, name, falling(3)) for name in ("one", "other")]
     assert main(["compare", *map(str, runs), "-o", str(tmp_path)]) == 2
     assert "is a folder; give the name of a file in it" in capsys.readouterr().err

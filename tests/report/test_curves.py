@@ -1,4 +1,4 @@
-"""Curves are thinned without losing what matters, and put together where a person would."""
+"""Curves are thinned without losing extremes, and grouped into charts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
 
 
 @pytest.mark.test_all
-def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
+def test_many_metrics_do_not_reduce_the_points_of_the_loss() -> None:
     names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
     records = [MetricsRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
     drawn = curves(run_of(records))["curves"]
@@ -68,7 +68,7 @@ def test_many_metrics_do_not_take_the_room_of_the_loss() -> None:
 
 
 def charts(names: list[str], splits: list[str] = SPLITS) -> dict[str, list[tuple[str, list[str]]]]:
-    """By family: each chart's title with the labels of its curves."""
+    """Return the title of each chart and the labels of its curves, by family."""
     return {
         family["name"]: [(chart["title"], [curve["label"] for curve in chart["curves"]]) for chart in family["charts"]]
         for family in families(names, splits)
@@ -120,7 +120,7 @@ def test_the_speed_of_a_device_is_shown_with_that_of_all_and_not_twice() -> None
     assert drawn(0.5) == [["throughput/a"], ["throughput/samples_per_second", "throughput/device/samples_per_second"]]
 
 
-def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
+def test_measurements_of_records_are_drawn_if_there_is_no_monitor() -> None:
     record = MetricsRecord(1, {"train/loss": 1.0}, samples_per_second=5.0, tokens_per_second=7.0, memory_bytes=11)
     drawn = curves(run_of([record]))["curves"]
     assert drawn["throughput/samples_per_second"]["y"] == [5.0]
@@ -134,8 +134,8 @@ def test_what_every_record_measures_is_drawn_where_no_monitor_does() -> None:
 
 
 @pytest.mark.parametrize("is_monitored", [True, False])
-def test_the_tiles_say_what_the_charts_show(is_monitored: bool) -> None:
-    """One speed and one memory: the tile's are those of the chart, and it says of what they are."""
+def test_the_tiles_agree_with_the_charts(is_monitored: bool) -> None:
+    """The speed and memory in the tiles are those of the charts, and the tiles name what they measure."""
     more = [
         {"throughput/tokens_per_second": rate, "memory/resident": 3.0, "memory/peak_resident": peak}
         for rate, peak in ((90.0, 7.0), (110.0, 8.0))

@@ -1,4 +1,4 @@
-"""Runs of other tools, written by the tools themselves and imported."""
+"""Imports of runs that other tools have written."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from callsheet.report.imports.write import folder_name
 from callsheet.report.notes import change_notes, read_notes
 
 from .compared_runs import write_run
-from .test_browser import Seen
+from .test_browser import OpenedPage
 
 pytestmark = pytest.mark.test_all  # real servers and the files of other packages take long
 
 
 def imported(source: Path | str, to: Path, **options: Any) -> dict[str, RunFolder]:
-    """The imported runs by name, read again from their folders."""
+    """Import runs, and return them by name, read from their new folders."""
     return {each.folder.name: RunFolder.read(each.folder) for each in import_runs(source, to, **options)}
 
 
@@ -47,7 +47,7 @@ def names(run: RunFolder) -> set[str]:
 
 
 def content(folder: Path) -> dict[str, tuple[str, int]]:
-    """A digest and the time of each file, to see that nothing has changed."""
+    """Return the digest and modification time of each file, to check that nothing has changed."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files
@@ -82,7 +82,7 @@ def event_file(folder: Path) -> Path:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Path:
-    """A folder with one run: two scalars at steps 1 to 5."""
+    """Write a TensorBoard folder with one run: two scalars at steps 1 to 5."""
     with summary_writer(tmp_path / "logs" / "one") as writer:
         for step in range(1, 6):
             writer.add_scalar("train/loss", 1 / 2**step, step, walltime=1_700_000_000 + 2 * step)
@@ -238,7 +238,7 @@ def test_wandb_history_configuration_and_outcome(wandb_folder: Path, tmp_path: P
 
 
 def test_wandb_uses_the_step_that_the_run_declared(wandb_folder: Path, tmp_path: Path) -> None:
-    """Hugging Face and Lightning declare theirs so; W&B's own `_step` only counts the calls."""
+    """Hugging Face and Lightning declare their step. W&B's `_step` only counts the calls."""
     run = imported(wandb_folder, tmp_path)["declared"]
     assert curve(run, "train/loss") == [(0, 0.0), (10, 1.5), (20, 3.0)]
     assert names(run) == {"train/loss"}
@@ -286,7 +286,7 @@ client.delete_run(run.info.run_id)
 
 @pytest.fixture(scope="module")
 def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the store `mlruns`."""
+    """Return a folder with the store `mlruns`."""
     pytest.importorskip("mlflow")
     folder = tmp_path_factory.mktemp("mlflow")
     run_script(MLFLOW, folder, STORE=f"file://{folder / 'mlruns'}", MLFLOW_ALLOW_FILE_STORE="true")
@@ -301,7 +301,7 @@ def test_mlflow_runs_in_a_folder(mlflow_folder: Path, tmp_path: Path, monkeypatc
     assert content(mlflow_folder) == before
 
 
-@pytest.mark.test_all  # MLflow takes long to make a database
+@pytest.mark.test_all  # MLflow takes long to create a database
 def test_mlflow_runs_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
@@ -491,7 +491,7 @@ def test_a_run_of_lightning(tmp_path: Path) -> None:
 
 
 def trainer_state(path: Path, history: list[dict[str, Any]], **fields: Any) -> Path:
-    """A state that transformers itself writes."""
+    """Write a trainer state with transformers."""
     state = pytest.importorskip("transformers").TrainerState(log_history=history, **fields)
     path.parent.mkdir(parents=True, exist_ok=True)
     state.save_to_json(str(path))
@@ -585,7 +585,7 @@ def test_importing_again_replaces_the_import(board: Path, tmp_path: Path) -> Non
     with summary_writer(board / "one") as writer:
         writer.add_scalar("train/loss", 0.125, 6)
     change_notes(first.folder, add=["baseline"])
-    (again,) = import_runs(board / "one", tmp_path / "runs")  # the same run, named in another way
+    (again,) = import_runs(board / "one", tmp_path / "runs")  # the same run, given by another path
     assert again.folder == first.folder
     assert read_notes(again.folder).tags == ("baseline",)
     assert curve(RunFolder.read(again.folder), "train/loss")[-1] == (6, 0.125)
@@ -699,7 +699,7 @@ def test_links_out_of_the_source_are_not_followed(board: Path, tmp_path: Path) -
         import_runs(inside, tmp_path / "runs")
 
 
-def test_times_that_are_no_dates_are_unknown(tmp_path: Path) -> None:
+def test_times_that_are_not_dates_are_unknown(tmp_path: Path) -> None:
     run = tmp_path / "mlruns" / "0" / "abc"
     (run / "metrics").mkdir(parents=True)
     (run / "meta.yaml").write_text("run_id: abc\nstatus: 3\nstart_time: 1.0e+300\nend_time: -9.0e+99\nlifecycle_stage: active\n")
@@ -803,7 +803,7 @@ def test_the_page_of_a_run_without_times(tmp_path: Path, chromium: Any) -> None:
     (result,) = import_runs(logs, tmp_path / "runs")
     shown = data(RunFolder.read(result.folder))
     assert (shown["axis"]["seconds"], shown["run"]["started"], shown["run"]["seconds"]) == ([], None, None)
-    seen = Seen(chromium, offline=True)
+    seen = OpenedPage(chromium, offline=True)
     page = seen.open(write_report(result.folder).as_uri())
     assert "in total" not in page.locator("header").inner_text()
     axes = page.get_by_role("group", name="Horizontal axis").get_by_role("button")

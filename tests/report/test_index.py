@@ -1,4 +1,4 @@
-"""The index of runs: a cache that is right whatever happens to it, of folders that are the truth."""
+"""The index of runs: a cache of their folders that gives correct results whatever happens to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LogsOdd(Callback):
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that were really trained."""
+    """Train two runs."""
     folder = tmp_path_factory.mktemp("two")
     train(folder, "first", LogsOdd(), CheckpointSaver(monitor="validation/loss"))
     with pytest.raises(ValueError, match="a bad step"):
@@ -77,7 +77,7 @@ def by_name(folder: Path) -> dict[str, RunRow]:
 
 
 def rows_as_text(folder: Path) -> str:
-    """All that is known, in a form in which NaN equals NaN."""
+    """Return all rows as text, so that NaN equals NaN."""
     return repr(runs_in(folder).rows)
 
 
@@ -99,7 +99,7 @@ def test_a_row_has_what_the_folder_holds(folder: Path) -> None:
     assert time.time() - 600 < first.started <= second.started <= second.last_write <= time.time()
 
 
-def test_numbers_that_are_not_finite_come_back_and_are_no_extremes(folder: Path) -> None:
+def test_numbers_that_are_not_finite_are_kept_but_are_not_extremes(folder: Path) -> None:
     for _ in ("read", "from the index"):
         metrics = by_name(folder)["first"].metrics
         assert math.isnan(metrics["odd/nan"].last)
@@ -118,12 +118,12 @@ def test_the_newest_comes_first_and_only_runs_are_listed(folder: Path) -> None:
     assert [row.name for row in runs_in(folder).rows] == ["second", "first", "torn"]
 
 
-def test_only_the_metrics_that_are_asked_for_are_loaded(folder: Path) -> None:
+def test_only_the_requested_metrics_are_loaded(folder: Path) -> None:
     assert list(runs_in(folder, metrics=["odd/up", "odd/none"]).rows[1].metrics) == ["odd/up"]
     assert [row.metrics for row in runs_in(folder, metrics=[]).rows] == [{}, {}]
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
         runs_in(tmp_path / "nowhere")
 
@@ -131,8 +131,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 # --- the cache ---
 
 
-def test_what_has_not_changed_is_not_read_again(folder: Path) -> None:
-    """A content that changes behind the file's size and time is not seen: proof that it was not read."""
+def test_unchanged_files_are_not_read_again(folder: Path) -> None:
+    """A change of content without a change of size and time is not detected, which proves that the file was not read."""
     before = rows_as_text(folder)
     metrics = folder / "first" / "metrics.jsonl"
     status = metrics.stat()
@@ -154,7 +154,7 @@ def test_running_new_and_deleted_runs_are_followed(folder: Path) -> None:
         assert {run for (run,) in index.execute("SELECT DISTINCT run FROM metrics")} == {"first", "third"}
 
 
-def test_a_run_that_falls_silent_is_lost_though_no_file_changes(folder: Path) -> None:
+def test_a_run_that_stops_writing_becomes_lost_without_a_change_of_files(folder: Path) -> None:
     events = folder / "first" / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(line for line in lines if json.loads(line)["event"] != "run_end"))
@@ -244,7 +244,7 @@ def test_an_invalid_index_is_rebuilt(folder: Path, harm: Any) -> None:
         assert index.execute("SELECT count(*) FROM runs").fetchone() == (2,)
 
 
-def test_a_stale_journal_is_not_played_into_the_new_index(folder: Path) -> None:
+def test_a_stale_journal_is_not_applied_to_the_new_index(folder: Path) -> None:
     before = rows_as_text(folder)
     damaged_header(folder / INDEX)
     (folder / f"{INDEX}-journal").write_bytes(os.urandom(5000))
@@ -252,7 +252,7 @@ def test_a_stale_journal_is_not_played_into_the_new_index(folder: Path) -> None:
     assert rows_as_text(folder) == before
 
 
-def test_files_of_others_are_left_alone(folder: Path) -> None:
+def test_files_of_other_programs_are_not_changed(folder: Path) -> None:
     before = rows_as_text(folder)
     (folder / INDEX).unlink()
     with closing(sqlite3.connect(folder / INDEX)) as other:
@@ -269,7 +269,7 @@ def test_files_of_others_are_left_alone(folder: Path) -> None:
     assert (repr(found.rows), found.note.endswith("is a link; remove it")) == (before, True)
 
 
-def test_an_index_that_cannot_be_opened_is_done_without(folder: Path) -> None:
+def test_without_a_usable_index_runs_are_read_directly(folder: Path) -> None:
     before = rows_as_text(folder)
     (folder / INDEX).unlink()
     (folder / INDEX).mkdir()
@@ -304,7 +304,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def forbidden(two_runs: Path) -> Iterator[Path]:
-    """A folder of runs that another user may read."""
+    """Return a folder of runs that another user can read but not write."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         folder = Path(shutil.copytree(two_runs, Path(place) / "runs", copy_function=shutil.copy2))
@@ -320,7 +320,7 @@ def as_another_user(folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_folder_that_must_not_be_written_is_read_all_the_same(forbidden: Path) -> None:
+def test_a_folder_without_write_permission_is_read(forbidden: Path) -> None:
     runs_in(forbidden)
     metrics = forbidden / "first" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"step": 6', '"step": 7'))  # not in the index yet
@@ -352,7 +352,7 @@ for _ in range(20):
 
 @pytest.mark.test_all
 def test_several_processes_at_once(folder: Path) -> None:
-    """Two list the runs again and again, while runs come and go and the index is deleted under their feet."""
+    """Two processes list the runs repeatedly, while runs are added and removed and the index is deleted."""
     code = _LOOKS_OFTEN.format(path=[path for path in sys.path if path])
     command = [sys.executable, "-c", code, str(folder)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The page as a file: whole, self-contained, and nothing in it that a run could make act. What it draws is tested in a browser."""
+"""The page as a file: complete, self-contained, and without executable content of a run. Drawing is tested in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def html(folder: Path) -> str:
 
 
 def embedded(html: str) -> dict[str, Any]:
-    """What the page draws from."""
+    """Return the data that is embedded in the page."""
     found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL)
     assert found is not None
     plain: dict[str, Any] = json.loads(found.group(1))
@@ -33,12 +33,12 @@ def embedded(html: str) -> dict[str, Any]:
 
 
 def own(html: str) -> str:
-    """The page without plotly."""
+    """Return the page without plotly's script."""
     before, _, rest = html.partition("/**\n* plotly.js")
     return before + rest.partition("</script>")[2]
 
 
-def test_what_is_drawn_is_what_was_recorded(html: str, folder: Path) -> None:
+def test_the_embedded_data_are_those_of_the_run(html: str, folder: Path) -> None:
     run = RunFolder.read(folder)
     curve = embedded(html)["data"]["curves"]["train/loss"]
     recorded = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
@@ -70,7 +70,7 @@ def test_images_are_in_the_page(html: str) -> None:
     assert all(uri.startswith("data:image/png;base64,iVBOR") for uri in pixels.values())
 
 
-def test_the_page_asks_the_network_for_nothing(html: str) -> None:
+def test_the_page_needs_no_network(html: str) -> None:
     page = own(html)
     assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", page)
     assert not re.search(r"""url\(|@import|fetch\(["'`]http|XMLHttpRequest|sendBeacon|WebSocket""", page)
@@ -82,8 +82,8 @@ def test_the_page_asks_the_network_for_nothing(html: str) -> None:
     assert not re.search(r"script-src[^;]*unsafe-inline", policy.group(1))
 
 
-def test_what_a_run_says_stays_text(html: str) -> None:
-    assert html.count("<script") == 3  # outside of plotly's own text there are the data, plotly and the page's
+def test_texts_of_a_run_stay_text(html: str) -> None:
+    assert html.count("<script") == 3  # the data, plotly, and the page's own script
     assert HOSTILE not in html
     assert f"hostile/{HOSTILE}" in embedded(html)["data"]["curves"]
 
@@ -133,7 +133,7 @@ def test_the_report_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html", "trace.json"}
     first = (tmp_path / "report.html").stat().st_ino
     write_report(tmp_path)
-    assert (tmp_path / "report.html").stat().st_ino != first  # another file took its place
+    assert (tmp_path / "report.html").stat().st_ino != first  # it was replaced by another file
 
 
 def test_without_a_folder_there_is_no_report(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_without_a_folder_there_is_no_report(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_plotly_it_is_said_how_to_get_it(folder: Path) -> None:
+def test_without_plotly_the_error_has_a_hint(folder: Path) -> None:
     code = (
         "import sys; sys.modules['plotly'] = None\n"
         "from callsheet.report import RunFolder, page\n"

@@ -1,4 +1,4 @@
-"""The trace is one that Perfetto opens, with every slice where it was."""
+"""The trace is valid for Perfetto, and contains every slice at its time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_event_has_what_the_format_asks_for(events: list[dict[str, Any]]) -> None:
+def test_every_event_has_the_fields_of_the_format(events: list[dict[str, Any]]) -> None:
     needed = {"X": {"pid", "tid", "ts", "dur"}, "i": {"pid", "tid", "ts", "s"}, "C": {"pid", "ts", "args"}, "M": {"pid", "args"}}
     assert {event["ph"] for event in events} == set(needed)
     for event in events:
@@ -29,7 +29,7 @@ def test_every_event_has_what_the_format_asks_for(events: list[dict[str, Any]]) 
 
 
 def test_slices_nest(events: list[dict[str, Any]]) -> None:
-    """On one thread each slice lies within the one that is open, or after it."""
+    """Each slice of a thread is inside the open one, or after it."""
     slices = [event for event in events if event["ph"] == "X"]
     open_until: list[float] = []
     for each in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
@@ -50,7 +50,7 @@ def test_every_slice_of_every_window_is_there(events: list[dict[str, Any]], fold
     assert all(event["args"]["event"] == "on_train_step_end" for event in slices if event["name"] == "Slow")
 
 
-def test_metrics_and_what_happened_lie_over_the_same_time(events: list[dict[str, Any]], folder: Path) -> None:
+def test_metrics_and_events_are_on_the_same_time_axis(events: list[dict[str, Any]], folder: Path) -> None:
     run = RunFolder.read(folder)
     loss = [event for event in events if event["ph"] == "C" and event["name"] == "train/loss"]
     logged = [
@@ -64,8 +64,8 @@ def test_metrics_and_what_happened_lie_over_the_same_time(events: list[dict[str,
 
 
 @pytest.mark.parametrize("huge", ["1e308", "-1e308", "1e999", "NaN", "1" + "0" * 400, "18446744073709551616", "1e300"])
-def test_numbers_that_no_clock_shows_leave_a_trace(huge: str, tmp_path: Path) -> None:
-    """They are left out: the trace counts in whole nanoseconds."""
+def test_a_trace_can_be_written_with_impossible_times(huge: str, tmp_path: Path) -> None:
+    """Such times are left out, because the trace counts in whole nanoseconds."""
     good = '"first_step": 1, "last_step": 2, "began": 1e9, "seconds": 1'
     lines = {
         "metrics": [f'{{"step": 1, "time": {huge}, "memory_bytes": {huge}, "values": {{"train/loss": {huge}}}}}'],
@@ -84,5 +84,5 @@ def test_numbers_that_no_clock_shows_leave_a_trace(huge: str, tmp_path: Path) ->
     assert all(abs(event.get("ts", 0)) < 1e18 and event.get("dur", 0) < 1e18 for event in events)
 
 
-def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_an_empty_run(tmp_path: Path) -> None:
     assert [event["ph"] for event in trace(RunFolder.read(tmp_path))["traceEvents"]] == ["M", "M", "M"]

@@ -25,7 +25,7 @@ def test_a_run_without_problems_has_none(tmp_path: Path) -> None:
     assert problems(RunFolder.read(fit(tmp_path, steps=20))) == []
 
 
-def test_of_an_eventful_run_the_gravest_come_first(folder: Path) -> None:
+def test_the_most_severe_problems_come_first(folder: Path) -> None:
     found = problems(RunFolder.read(folder))
     by_title = {problem.title: problem for problem in found}
     assert [problem.level for problem in found] == sorted(
@@ -40,7 +40,7 @@ def test_of_an_eventful_run_the_gravest_come_first(folder: Path) -> None:
     assert any(problem.title.startswith("Slow takes") and problem.level == "warning" for problem in found)
 
 
-def test_a_failure_says_what_was_raised(tmp_path: Path) -> None:
+def test_a_failure_names_the_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, FailsAt(12))
     assert titles(RunFolder.read(tmp_path / "sample")) == [("error", "The run failed: ValueError at step 12")]
@@ -57,7 +57,7 @@ def test_a_lost_run_is_an_error(tmp_path: Path) -> None:
     assert titles(RunFolder.read(folder)) == [("error", "The run is lost")]
 
 
-def test_logs_that_warn_and_memory_that_ran_out() -> None:
+def test_warnings_in_logs_and_out_of_memory() -> None:
     log = "fine\n2026-01-01 WARNING callback X takes 12 % of the step\nValueError: no\nthe word warning alone\n"
     records = [MetricsRecord(1, {"memory/ooms": 2.0, "memory/alloc_retries": 0.0})]
     run = RunFolder(
@@ -70,7 +70,7 @@ def test_logs_that_warn_and_memory_that_ran_out() -> None:
     ]
 
 
-def test_failures_and_what_lanes_dropped_are_summed_over_processes() -> None:
+def test_failures_and_dropped_events_are_summed_over_processes() -> None:
     def report(*failures: Failures) -> CostReport:
         return CostReport("sampled", 1, 1.0, 0, 0.0, (), failures)
 
@@ -92,5 +92,5 @@ def test_failures_and_what_lanes_dropped_are_summed_over_processes() -> None:
     assert [problem.detail for problem in found[:2]] == ["last: gone", "last: again"]
 
 
-def test_a_failed_run_that_says_no_more() -> None:
+def test_a_failed_run_without_details() -> None:
     assert titles(RunFolder(Path(), "run", outcome="failed")) == [("error", "The run failed")]

@@ -1,4 +1,4 @@
-"""Reading a run's folder: what a real run wrote, and invalid content."""
+"""Reading a run's folder: files of a real run, and invalid content."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sample_run import FailsAt, Logs, fit
 
 @pytest.fixture
 def crafted(tmp_path: Path) -> Path:
-    """A folder to write into."""
+    """Return a folder for files that a test writes."""
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
@@ -54,7 +54,7 @@ def record(step: int, **values: Any) -> dict[str, Any]:
 
 
 def everything(run: RunFolder) -> dict[str, Any]:
-    """All that was read, such that equal readings are equal: NaN is not."""
+    """Return everything that was read as text, so that NaN equals NaN."""
     plain = {each.name: getattr(run, each.name) for each in dataclasses.fields(run)}
     return {name: repr(value) for name, value in plain.items()}
 
@@ -62,7 +62,7 @@ def everything(run: RunFolder) -> dict[str, Any]:
 # --- what a run wrote ---
 
 
-def test_the_records_are_those_that_count(folder: Path) -> None:
+def test_the_records_are_the_valid_ones(folder: Path) -> None:
     run = RunFolder.read(folder)
     assert repr(run.records) == repr(read_metrics(folder))  # as text: one holds a NaN
     assert len(run.times) == len(run.records)
@@ -108,9 +108,9 @@ def test_costs_and_windows_are_those_of_both_processes(folder: Path) -> None:
         assert window.last_step - window.first_step == 3
 
 
-def test_what_a_resume_undid_is_marked(tmp_path: Path) -> None:
+def test_evaluations_and_checkpoints_that_a_resume_undid_are_marked(tmp_path: Path) -> None:
     folder = fit(tmp_path, CheckpointSaver(), steps=60)
-    for path in (folder / "checkpoints").iterdir():  # only the first is left to resume from
+    for path in (folder / "checkpoints").iterdir():  # leave only the first one to resume from
         if path.is_dir() and path.name != "ep1-ba20":
             shutil.rmtree(path)
     fit(tmp_path, steps=30, resume="auto")
@@ -123,8 +123,8 @@ def test_what_a_resume_undid_is_marked(tmp_path: Path) -> None:
 # --- a run that continues ---
 
 
-def test_a_second_reading_reads_on(folder: Path, crafted: Path) -> None:
-    """However the files came to be, in pieces, a reader that was there has read what a new one reads."""
+def test_a_second_reading_continues(folder: Path, crafted: Path) -> None:
+    """A reader that reads files while they are written piece by piece has the same content as a new reader."""
     reader = RunReader(crafted)
     files = {path: path.read_bytes() for path in [*folder.glob("*.jsonl"), *(folder / "tables").glob("*.jsonl")]}
     for pieces in range(1, 12):
@@ -150,7 +150,7 @@ def test_another_file_is_read_from_its_beginning(crafted: Path) -> None:
     assert reader.read().records == []
 
 
-def test_the_version_changes_with_what_is_there(crafted: Path) -> None:
+def test_the_version_changes_with_the_content(crafted: Path) -> None:
     reader = RunReader(crafted)
     write(crafted, "metrics.jsonl", record(1, loss=1.0))
     first = reader.read().version
@@ -191,7 +191,7 @@ def test_a_run_without_events_runs_while_its_lock_is_held(crafted: Path) -> None
     reader, lock = RunReader(crafted), RunLock(crafted)
     lock.acquire(0)
     assert reader.read().outcome == "running"
-    for path in crafted.iterdir():  # without a logger, it writes nothing for hours
+    for path in crafted.iterdir():  # without a logger, a run may not write for hours
         os.utime(path, (1e9, 1e9))
     held = reader.read()
     assert held.outcome == "running"
@@ -202,7 +202,7 @@ def test_a_run_without_events_runs_while_its_lock_is_held(crafted: Path) -> None
     (crafted / "results.json").write_text('{"step": 3}')
     ended = reader.read()
     assert (ended.outcome, ended.results) == ("ended", {"step": 3})
-    os.utime(crafted / "config.yaml", (time.time() + 60, time.time() + 60))  # started again since, and killed
+    os.utime(crafted / "config.yaml", (time.time() + 60, time.time() + 60))  # the run was started again and killed
     subprocess.run([sys.executable, "-c", HOLDER, str(crafted)], check=False)
     assert (reader.read().outcome, reader.read().reason) == ("lost", "")
 
@@ -218,13 +218,13 @@ def test_a_slow_run_is_given_time(crafted: Path) -> None:
     write(crafted, "metrics.jsonl", *[record(step, loss=1.0) | {"time": 1e9 + 1000 * step} for step in range(10)])
     an_hour_ago = time.time() - 3600
     os.utime(crafted / "metrics.jsonl", (an_hour_ago, an_hour_ago))
-    assert RunFolder.read(crafted).outcome == "running"  # its records lie a quarter of an hour apart
+    assert RunFolder.read(crafted).outcome == "running"  # its records are 15 minutes apart
 
 
-# --- what is missing, torn, huge, or means harm ---
+# --- missing, incomplete, huge and hostile files ---
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not the folder of a run"):
         RunFolder.read(tmp_path / "nothing")
 
@@ -234,15 +234,15 @@ def test_an_empty_folder_is_a_lost_run(crafted: Path) -> None:
     assert (run.outcome, run.records, run.name, run.last_step) == ("lost", [], "run", 0)
 
 
-def test_torn_lines_are_passed_by_and_counted(crafted: Path) -> None:
+def test_incomplete_lines_are_skipped_and_counted(crafted: Path) -> None:
     write(crafted, "metrics.jsonl", record(1, loss=1.0), '{"step": 2, "values": {"tr', record(3, loss=3.0))
     with open(crafted / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "val')  # still being written
+        file.write('{"step": 4, "val')  # a line that is still being written
     run = RunFolder.read(crafted)
     assert ([each.step for each in run.records], run.torn_lines) == ([1, 3], 1)
 
 
-def test_a_line_without_end_is_passed_by(crafted: Path) -> None:
+def test_an_endless_line_is_skipped(crafted: Path) -> None:
     with open(crafted / "metrics.jsonl", "wb") as file:
         file.write(b"[" * (_LONGEST_LINE + 5) + b"\n")
     write(crafted, "metrics.jsonl", record(2, loss=1.0))
@@ -250,7 +250,7 @@ def test_a_line_without_end_is_passed_by(crafted: Path) -> None:
     assert ([each.step for each in run.records], run.torn_lines) == ([2], 1)
 
 
-def test_numbers_that_json_does_not_know(crafted: Path) -> None:
+def test_numbers_that_are_not_in_json(crafted: Path) -> None:
     write(crafted, "metrics.jsonl", record(1, a="NaN", b="Infinity", c="-Infinity", d=[1], e=None, f="no number"))
     values = RunFolder.read(crafted).records[0].values
     assert math.isnan(values["train/a"])
@@ -258,7 +258,7 @@ def test_numbers_that_json_does_not_know(crafted: Path) -> None:
     assert all(math.isnan(values[f"train/{name}"]) for name in "def")
 
 
-def test_no_more_is_held_than_there_is_room_for(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records_module, "_MOST_VALUES", 3000)
     monkeypatch.setattr(records_module, "_RARE", 50)
     lines = []
@@ -276,7 +276,7 @@ def test_no_more_is_held_than_there_is_room_for(crafted: Path, monkeypatch: pyte
     assert [each.step for each in run.records if "validation/loss" in each.values] == list(range(0, 5000, 500))
     assert 4321 in [each.step for each in run.records]
     steps = [each.step for each in run.records]
-    assert max(after - before for before, after in pairwise(steps)) <= 8  # nowhere a hole
+    assert max(after - before for before, after in pairwise(steps)) <= 8  # there are no large gaps
 
     write(crafted, "metrics.jsonl", {"resumed_from_step": 2999, "records": 3000}, record(3000, loss=1.0))
     assert max(each.step for each in RunFolder.read(crafted).records) <= 3000
@@ -299,7 +299,7 @@ def test_files_outside_are_not_read(crafted: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_what_is_no_plain_file_is_not_waited_for(crafted: Path) -> None:
+def test_files_that_are_not_regular_do_not_block(crafted: Path) -> None:
     for name in ("metrics.jsonl", "config.yaml", "results.json", "images.jsonl", "trigger"):
         os.mkfifo(crafted / name)
     (crafted / "events.jsonl").mkdir()
@@ -309,8 +309,8 @@ def test_what_is_no_plain_file_is_not_waited_for(crafted: Path) -> None:
 
 
 @pytest.mark.parametrize("deep", ['{"a":' * 450 + "1" + "}" * 450, "[" * 300 + "]" * 300, "[" * 100_000 + "]" * 100_000])
-def test_what_is_nested_deeply_makes_a_page(crafted: Path, deep: str) -> None:
-    """Such a line counts as torn; the others are read."""
+def test_deeply_nested_content_does_not_break_the_page(crafted: Path, deep: str) -> None:
+    """Such a line counts as invalid; the others are read."""
     (crafted / "tables").mkdir()
     for name in ("metrics", "events", "costs", "timeline", "images", "tables/t"):
         values = (
@@ -366,10 +366,10 @@ KEYS = (
     text=st.text(max_size=30),
     results=st.dictionaries(st.sampled_from(["step", "unit", "results", "samples"]), anything),
 )
-def test_any_content_of_the_folder_makes_a_page(
+def test_no_content_of_the_folder_breaks_the_page(
     lines: list[dict[str, Any]], text: str, results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """No line that is JSON, and no text, keeps a page from being made."""
+    """A page can be made from any JSON lines and any text."""
     folder = tmp_path_factory.mktemp("any")
     for name in ("metrics", "events", "costs", "timeline", "images", "tables/t"):
         write(folder, f"{name}.jsonl", *lines)

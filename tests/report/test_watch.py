@@ -1,4 +1,4 @@
-"""The live page: access, what is served, and a real job that is watched and controlled in a real browser."""
+"""The live page: access control, responses, and a real job that is watched and controlled in a real browser."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ended(trained: Path, tmp_path: Path) -> Path:
-    """A run that has finished."""
+    """Return the folder of a run that has finished."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture
 def going(ended: Path) -> Path:
-    """The same, as it was just before its end."""
+    """Return the folder as it was just before the run's end."""
     events = ended / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(line for line in lines if json.loads(line)["event"] != "run_end"))
@@ -91,7 +91,7 @@ def end(folder: Path, outcome: str = "finished") -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Path], WatchServer]]:
-    """Serves a run until the test has ended."""
+    """Return a function that serves a run until the test ends."""
     servers: list[WatchServer] = []
 
     def start(folder: Path) -> WatchServer:
@@ -107,7 +107,7 @@ def serve() -> Iterator[Callable[[Path], WatchServer]]:
 
 
 class Client:
-    """A browser without pages: it keeps the cookie and sends exactly the given headers."""
+    """An HTTP client that keeps the cookie and sends exactly the given headers."""
 
     def __init__(self, server: WatchServer, *, enters: bool = True) -> None:
         self.server = server
@@ -144,7 +144,7 @@ class Client:
         return status, body.decode()
 
 
-# --- who may ---
+# --- access ---
 
 
 PATHS = ("/", "/data.json", "/images/grey/ramp/6-0.png", "/nothing", "/act")
@@ -170,11 +170,11 @@ def test_without_the_token_nothing_is_answered(ended: Path, serve: Callable[[Pat
         assert (status, headers["Set-Cookie"]) == (403, None)
         assert server.token.encode() not in body
     assert stranger.act("stop")[0] == 403
-    for path in PATHS:  # the token is for coming in alone
+    for path in PATHS:  # the token is only for the first request
         assert stranger.get(f"{path}x?token={server.token}") == 403
 
 
-def test_with_the_token_one_comes_in_and_stays(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_the_token_sets_a_cookie_that_gives_access(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     server = serve(ended)
     status, headers, body = Client(server, enters=False).ask("GET", urlsplit(server.url).path + "?" + urlsplit(server.url).query)
     assert status == 200
@@ -184,7 +184,7 @@ def test_with_the_token_one_comes_in_and_stays(ended: Path, serve: Callable[[Pat
     assert server.token.encode() not in body
     visitor = Client(server)
     assert visitor.get("/") == visitor.get("/data.json") == 200
-    assert visitor.get("/data.json", Cookie=f'bad=" ; {visitor.headers["Cookie"]}; more=1') == 200  # other servers' cookies
+    assert visitor.get("/data.json", Cookie=f'bad=" ; {visitor.headers["Cookie"]}; more=1') == 200  # cookies of other servers
 
 
 def test_an_ordinary_client_is_served(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
@@ -236,10 +236,10 @@ def test_only_this_machine_can_connect(ended: Path, serve: Callable[[Path], Watc
         (None, 403),
     ],
 )
-def test_a_name_that_points_here_is_not_enough(
+def test_a_host_name_that_resolves_to_this_machine_is_not_enough(
     ended: Path, serve: Callable[[Path], WatchServer], host: str | None, status: int
 ) -> None:
-    """As in DNS rebinding, where the browser believes that it talks to another site."""
+    """This prevents DNS rebinding, where the browser believes that it talks to another site."""
     visitor = Client(serve(ended))
     named = host and host.format(port=visitor.port)
     assert visitor.get("/data.json", Host=named) == status
@@ -298,7 +298,7 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
         (b'{"act": "stop"}', "many", 413),
     ],
 )
-def test_what_is_no_request_is_rejected(
+def test_invalid_requests_are_rejected(
     going: Path, serve: Callable[[Path], WatchServer], body: bytes, length: str | None, status: int
 ) -> None:
     visitor = Client(serve(going))
@@ -306,10 +306,10 @@ def test_what_is_no_request_is_rejected(
     sent = headers | ({} if length is None else {"Content-Length": length})
     assert visitor.ask("POST", "/act", body, **sent)[0] == status
     assert not (going / "trigger").exists()
-    assert visitor.get("/data.json") == 200  # and the others are served on
+    assert visitor.get("/data.json") == 200  # other clients are still served
 
 
-def test_what_is_no_http_does_no_harm(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_data_that_is_not_http_does_no_harm(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     server = serve(ended)
     for sent in (b"\x16\x03\x01\x02\x00\n\n", b"GET\n\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 70_000 + b"\r\n\r\n", b""):
         with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30) as talk:
@@ -368,7 +368,7 @@ def test_connections_are_few_and_end_when_they_send_nothing(
     address = ("127.0.0.1", server.server_address[1])
     silent = [socket.create_connection(address, timeout=30) for _ in range(4)]
     for each in silent:
-        each.sendall(b"GET / HTTP/1.1\r\nX: y")  # and no more: neither a silence nor a drip of bytes keeps the place
+        each.sendall(b"GET / HTTP/1.1\r\nX: y")  # an incomplete request does not keep the connection
     eventually(lambda: len(server.waiting) == 4)
     with socket.create_connection(address, timeout=30) as another:
         assert another.recv(100).startswith(b"HTTP/1.1 503 ")
@@ -380,7 +380,7 @@ def test_connections_are_few_and_end_when_they_send_nothing(
     assert eventually(lambda: Client(server)).get("/data.json") == 200
 
 
-# --- what is served ---
+# --- responses ---
 
 
 def test_every_answer_has_security_headers(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
@@ -464,7 +464,7 @@ def test_nothing_else_is_served(ended: Path, serve: Callable[[Path], WatchServer
         assert visitor.get(path) == 404, path
 
 
-def test_idle_asking_is_cheap_and_news_come(going: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_polling_is_cheap_and_returns_new_data(going: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(going))
 
     def news(since: str) -> dict[str, Any] | None:
@@ -481,7 +481,7 @@ def test_idle_asking_is_cheap_and_news_come(going: Path, serve: Callable[[Path],
     content = metrics.read_text()
     metrics.write_text(content.replace('"step": 6', '"step": 7'))
     os.utime(metrics, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert news(first["version"]) is None  # it looked at the file's size and time, and did not read it
+    assert news(first["version"]) is None  # it checked the file's size and time, and did not read it
     metrics.write_text(content + content.splitlines()[-1].replace('"step": 6', '"step": 8') + "\n")
     second = eventually(lambda: news(first["version"]))
     assert second["run"]["steps"] == 8
@@ -491,7 +491,7 @@ def test_idle_asking_is_cheap_and_news_come(going: Path, serve: Callable[[Path],
 
 
 def eventually(ask: Callable[[], Any], *, seconds: float = 60.0) -> Any:
-    """The first answer of `ask` that holds."""
+    """Call `ask` until its result is truthy, and return it."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if answer := ask():
@@ -501,7 +501,7 @@ def eventually(ask: Callable[[], Any], *, seconds: float = 60.0) -> Any:
 
 
 def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job may need the processor: after a reading, the next is put off."""
+    """After a reading, the next one is delayed, because the job may need the processor."""
     monkeypatch.setattr(live_run, "_MAX_CORE_SHARE", 1e-9)
     run = LiveRun(going)
     first = json.loads(run.news("") or b"")
@@ -513,7 +513,7 @@ def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pyt
     assert run.news(first["version"]) is not None
 
 
-def test_a_folder_that_is_set_aside_is_reported(going: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_a_folder_that_was_moved_is_reported(going: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(going))
     going.rename(going.with_name("run.1"))
     sent = json.loads(visitor.ask("GET", "/data.json?since=x")[2])
@@ -522,7 +522,7 @@ def test_a_folder_that_is_set_aside_is_reported(going: Path, serve: Callable[[Pa
     assert visitor.get("/") == 200
 
 
-# --- what may be asked ---
+# --- requests to the run ---
 
 
 def test_a_button_writes_a_request(going: Path, serve: Callable[[Path], WatchServer]) -> None:
@@ -535,14 +535,14 @@ def test_a_button_writes_a_request(going: Path, serve: Callable[[Path], WatchSer
     ]
 
 
-def test_a_run_that_has_ended_is_asked_nothing(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
+def test_a_run_that_has_ended_receives_no_requests(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
     visitor = Client(serve(ended))
     assert visitor.act("save") == (409, "the run has ended: finished\n")
     assert not (ended / "trigger").exists()
 
 
 def test_a_late_request_is_withdrawn(going: Path) -> None:
-    """A run that is resumed must not find the stop that its predecessor did not live to see."""
+    """A resumed run must not find a stop request that came too late for the previous process."""
     run = LiveRun(going)
     run.ask("stop")
     (going / "trigger").write_text((going / "trigger").read_text() + "save by another program\n")
@@ -557,9 +557,9 @@ def test_a_late_request_is_withdrawn(going: Path) -> None:
     [
         (SHEET, '{"SaveOnTrigger": "trigger"}', ""),
         ("", '{"SaveOnTrigger": "trigger"}', ""),
-        (SHEET.replace("SaveOnTrigger", "on demand"), '{"on demand": "trigger"}', ""),  # under another name
+        (SHEET.replace("SaveOnTrigger", "on demand"), '{"on demand": "trigger"}', ""),  # the trigger has another name
         (SHEET, '{"SaveOnTrigger": 3, "other SaveOnTrigger": "x", "SaveOnTrigger ": "/x"}', "reads '/x'"),
-        (SHEET, '{"of an earlier job": "trigger"}', "SaveOnTrigger does not listen"),  # which was killed
+        (SHEET, '{"of an earlier job": "trigger"}', "SaveOnTrigger does not listen"),  # the earlier job was killed
         (SHEET, "", "SaveOnTrigger does not listen"),
         ("", "", "the run has no SaveOnTrigger"),
         (SHEET, "[1]", "SaveOnTrigger does not listen"),
@@ -575,7 +575,7 @@ def test_a_late_request_is_withdrawn(going: Path) -> None:
         (SHEET, '{"SaveOnTrigger": ""}', "write to it by hand"),
     ],
 )
-def test_the_page_says_why_nothing_can_be_asked(going: Path, sheet: str, listeners: str, why: str) -> None:
+def test_the_page_names_the_reason_why_requests_are_not_possible(going: Path, sheet: str, listeners: str, why: str) -> None:
     (going / "call_sheet.txt").write_text(sheet)
     (going / LISTENERS).write_text(listeners)
     run = LiveRun(going)
@@ -593,8 +593,8 @@ def test_a_trigger_of_another_name_is_found(going: Path) -> None:
     assert (going / "ask-me").read_text() == "save asked for in the browser\n"
 
 
-class Asks(Callback):
-    """Returns, at one step, the message that a watcher sees."""
+class RequestsStop(Callback):
+    """Requests a stop through the live page at one step, and keeps the message."""
 
     def __init__(self, *, has_sheet: bool) -> None:
         self.has_sheet = has_sheet
@@ -603,7 +603,7 @@ class Asks(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 2:
             folder = Path(ctx.run.folder or "")
-            (folder / "heartbeat.json").touch()  # it lives
+            (folder / "heartbeat.json").touch()  # the run is alive
             eventually((folder / "call_sheet.txt").exists if self.has_sheet else lambda: True)
             try:
                 self.said = LiveRun(folder).ask("stop")
@@ -622,13 +622,13 @@ class Asks(Callback):
         ("{folder}/elsewhere", "my own", "reads '{folder}/elsewhere', outside its folder", 6),
     ],
 )
-def test_what_a_script_s_own_trigger_looks_at_is_known(
+def test_the_file_of_a_script_s_trigger_is_known(
     file: str, name: str, said: str, steps: int, has_sheet: bool, tmp_path: Path
 ) -> None:
     trigger = SaveOnTrigger(file=file.format(folder=tmp_path) or None, seconds=0)
     if name:
         trigger.name = name
-    asks = Asks(has_sheet=has_sheet)
+    asks = RequestsStop(has_sheet=has_sheet)
     with Trainer(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
@@ -648,7 +648,7 @@ def test_what_a_script_s_own_trigger_looks_at_is_known(
     assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((LISTENERS, "trigger", "ask-me"))]
 
 
-def test_a_run_that_has_fallen_silent_is_asked_nothing(going: Path) -> None:
+def test_a_run_that_stopped_writing_receives_no_requests(going: Path) -> None:
     long_ago = time.time() - 86400
     for path in going.rglob("*"):
         os.utime(path, (long_ago, long_ago))
@@ -687,7 +687,7 @@ def test_a_port_that_is_taken_is_named(ended: Path, serve: Callable[[Path], Watc
         WatchServer(LiveRun(ended), taken)
 
 
-# --- the real thing ---
+# --- the command ---
 
 
 def watch_command(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
@@ -700,7 +700,7 @@ def watch_command(*arguments: str, cwd: Path, **environment: str) -> subprocess.
 
 
 def interrupted(watch: subprocess.Popen[str]) -> str:
-    """What it says when Ctrl-C is pressed."""
+    """Send Ctrl-C to the command, and return its output."""
     watch.send_signal(signal.SIGINT)
     out, _ = watch.communicate(timeout=60)
     assert watch.returncode == 0, out
@@ -715,7 +715,7 @@ def status_of(url: str) -> int:
         return error.code
 
 
-def test_the_browser_is_given_an_address_that_opens_once(going: Path, tmp_path: Path) -> None:
+def test_the_browser_opens_an_address_that_is_valid_once(going: Path, tmp_path: Path) -> None:
     """The connection may stay open while the page is served."""
     browser = tmp_path / "browser"
     browser.write_text(
@@ -741,7 +741,7 @@ def test_the_browser_is_given_an_address_that_opens_once(going: Path, tmp_path: 
 
 
 def test_ctrl_c_while_a_connection_is_accepted(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives when the thread of the connection has started: `serve_forever` must not take it for a failed request."""
+    """Ctrl-C arrives when the connection's thread has started; `serve_forever` must not treat it as a failed request."""
 
     def start(thread: threading.Thread) -> None:
         started(thread)
@@ -775,7 +775,7 @@ def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.fixture
 def job_and_url(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
-    """A job, and `callsheet watch` of it, which was called first and had to wait."""
+    """Start `callsheet watch`, which waits for the run, and then the job."""
     watch = watch_command("live", "--no-browser", cwd=tmp_path)
     assert watch.stdout is not None
     job: subprocess.Popen[bytes] | None = None
@@ -796,7 +796,7 @@ def job_and_url(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, 
                 process.wait(60)
 
 
-def test_a_run_is_watched_and_asked_in_a_browser(
+def test_a_run_is_watched_and_controlled_in_a_browser(
     chromium: Any, job_and_url: tuple[subprocess.Popen[bytes], str, Path], tmp_path: Path
 ) -> None:
     job, url, folder = job_and_url
@@ -822,7 +822,7 @@ def test_a_run_is_watched_and_asked_in_a_browser(
 
         def wait_until_after(step: int) -> None:
             while steps() <= step:
-                page.wait_for_timeout(100)  # what ends this is the test's own limit of time
+                page.wait_for_timeout(100)  # the time limit of the test ends this loop
 
         before = steps()
         wait_until_after(before + 20)

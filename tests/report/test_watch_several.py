@@ -1,4 +1,4 @@
-"""The live page of several runs: what it follows while the runs write, and what it serves of each run."""
+"""The live page of several runs: updates while the runs write, and the pages of single runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from callsheet.report.watch import WatchServer
 
 from .compared_runs import write_run
 from .driver import expect
-from .test_browser import Seen, until
+from .test_browser import OpenedPage, until
 from .test_watch import Client, eventually, interrupted, watch_command
 
 pytestmark = pytest.mark.test_all  # real servers and the files of other packages take long
@@ -34,7 +34,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def start_run(folder: Path, name: str, *, losses: dict[int, float] | None = None, **options: Any) -> Path:
-    """Write a run that has not ended, and that accepts requests."""
+    """Write a run that has not ended and accepts requests."""
     run = write_run(folder, name, losses or {1: 3.0, 2: 2.0}, **options)
     events = run / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
@@ -58,7 +58,7 @@ def add_event(run: Path, **event: Any) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Two runs that are running, and one that has finished."""
+    """Write two running runs and one that has finished."""
     folder = tmp_path / "runs"
     return [
         start_run(folder, "lr-1", settings={"lr": 1}),
@@ -69,7 +69,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[LiveComparison], WatchServer]]:
-    """Serves runs until the test has ended."""
+    """Return a function that serves runs until the test ends."""
     servers: list[WatchServer] = []
 
     def start(watched: LiveComparison) -> WatchServer:
@@ -145,7 +145,7 @@ def test_only_what_changed_is_computed_again(runs: list[Path], monkeypatch: pyte
     assert computed == ["lr-1"]
 
 
-def test_the_data_are_those_of_a_comparison_made_anew(runs: list[Path]) -> None:
+def test_the_data_equal_those_of_a_new_comparison(runs: list[Path]) -> None:
     """Parts that are kept from an earlier comparison must not be outdated."""
     watched = LiveComparison(runs)
     log(runs[0], 9, more=1.0)
@@ -167,11 +167,11 @@ def test_reading_takes_a_share_of_the_time_over_all_runs(runs: list[Path], monke
     log(runs[0], 9)
     log(runs[1], 9)
     assert news(watched, first["version"]) is None
-    assert json.loads(watched.runs[1].news("") or b"")["run"]["steps"] == 2  # the page of a run has the same budget
+    assert json.loads(watched.runs[1].news("") or b"")["run"]["steps"] == 2  # the page of a single run shares the budget
     monkeypatch.setattr(watched.budget, "not_before", 0.0)
     second = news(watched, first["version"])
     assert second is not None
-    assert [run["steps"] for run in second["runs"]] == [9, 9, 2]  # both, so that no run waits for the other
+    assert [run["steps"] for run in second["runs"]] == [9, 9, 2]  # both runs are read, so that none waits for the other
 
 
 def test_a_process_writes_while_it_is_read(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_run_that_begins_later_is_added_at_the_end(runs: list[Path]) -> None:
     assert first is not None
     assert first["looks_for"] == ["lr-*"]
     start_run(folder, "other", settings={"lr": 9})
-    start_run(folder, "lr-0", settings={"lr": 0})  # sorted by name, it would be the baseline
+    start_run(folder, "lr-0", settings={"lr": 0})  # if runs were sorted by name, it would be the baseline
     found = wait_for(watched, lambda data: len(data["runs"]) > 3)
     assert [run["name"] for run in found["runs"]] == ["lr-1", "lr-2", "lr-3", "lr-0"]
     assert found["differences"]["settings"]["lr"] == ["1", "2", "3", "0"]
@@ -217,8 +217,8 @@ def test_a_run_that_begins_later_is_added_at_the_end(runs: list[Path]) -> None:
     wait_for(watched, lambda data: data["runs"][3]["steps"] == 7)
 
 
-def test_runs_that_were_not_chosen_do_not_come_later(runs: list[Path]) -> None:
-    """With `--last 1` the other two are there, and not new."""
+def test_runs_that_were_not_selected_are_not_added_later(runs: list[Path]) -> None:
+    """With `--last 1`, the other two exist already, so they are not new."""
     new = NewRuns([str(runs[0].parent)], runs[0].parent)
     watched = LiveComparison(runs[2:], find_new=new.find, looks_for=new.looks_for)
     found = news(watched)
@@ -229,7 +229,7 @@ def test_runs_that_were_not_chosen_do_not_come_later(runs: list[Path]) -> None:
     assert [run["name"] for run in found["runs"]] == ["lr-3", "lr-4"]
 
 
-def test_names_are_not_looked_for_again_once_they_are_there(runs: list[Path]) -> None:
+def test_given_names_are_not_searched_again_once_found(runs: list[Path]) -> None:
     folder = runs[0].parent
     new = NewRuns(["lr-1", str(runs[1]), "lr-9"], folder)
     assert new.looks_for == ["lr-9"]
@@ -265,14 +265,14 @@ def test_groups_and_a_setting_that_no_run_has_yet(runs: list[Path]) -> None:
     assert (found["group_by"], found["groups"], found["notice"]) == ("rate", ["rate=(none)", "rate=5"], "")
 
 
-def test_one_run_alone(runs: list[Path]) -> None:
-    """A sweep may just have begun."""
+def test_a_single_run(runs: list[Path]) -> None:
+    """A sweep may have just started."""
     found = news(LiveComparison(runs[:1]))
     assert found is not None
     assert found["groups"] == ["lr-1"]
 
 
-# --- what is served of each run ---
+# --- pages of single runs ---
 
 
 def act(visitor: Client, run: int, word: str) -> tuple[int, str]:
@@ -281,7 +281,7 @@ def act(visitor: Client, run: int, word: str) -> tuple[int, str]:
     return status, body.decode()
 
 
-def test_a_request_reaches_its_run_alone(runs: list[Path], serve: Callable[[LiveComparison], WatchServer]) -> None:
+def test_a_request_reaches_only_its_run(runs: list[Path], serve: Callable[[LiveComparison], WatchServer]) -> None:
     visitor = Client(serve(LiveComparison(runs)))
     status, text = act(visitor, 1, "save")
     assert (status, f"requested through {runs[1] / 'trigger'}" in text) == (200, True)
@@ -327,7 +327,7 @@ def test_nothing_else_is_served(runs: list[Path], serve: Callable[[LiveCompariso
         "/run/+1/",
         "/run/1%20/",
         "/run/%31/",
-        f"/run/{quote(chr(0x661))}/",  # a digit of another script
+        f"/run/{quote(chr(0x661))}/",  # a digit in another script
         "/run/9999999999999999999999/",
         "/run/lr-1/",
         "/run/../",
@@ -355,7 +355,7 @@ def test_the_pages_of_runs_need_the_same_secrets(runs: list[Path], serve: Callab
         assert stranger.get(path) == 403
         assert stranger.get(f"{path}x?token={server.token}") == 403
         assert visitor.get(path, Host="evil.example") == 403
-    assert stranger.get(f"/run/0/?token={server.token}") == 403  # the token is for coming in alone
+    assert stranger.get(f"/run/0/?token={server.token}") == 403  # the token is only for the first request
     own: dict[str, str | None] = {"Origin": f"http://{visitor.headers['Host']}", "X-Callsheet-Token": server.form_token}
     wrong: list[dict[str, str | None]] = [
         {"Origin": "http://evil.example"},
@@ -427,7 +427,7 @@ def test_which_runs_are_watched(
     ("arguments", "why"),
     [([], "give a run"), (["--last", "1"], "--last 1"), (["--last", "2", "--folder", "nowhere"], "give --folder")],
 )
-def test_a_choice_that_makes_no_sense(
+def test_contradictory_options_are_rejected(
     arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -438,9 +438,7 @@ def test_a_choice_that_makes_no_sense(
 # --- in a browser ---
 
 
-def test_news_keep_what_the_reader_has_chosen(
-    chromium: Any, tmp_path: Path, serve: Callable[[LiveComparison], WatchServer]
-) -> None:
+def test_updates_keep_the_reader_s_choices(chromium: Any, tmp_path: Path, serve: Callable[[LiveComparison], WatchServer]) -> None:
     folder = tmp_path / "runs"
     long = "a word " * 30
     losses = {step: 3 / step for step in range(1, 61)}
@@ -452,7 +450,7 @@ def test_news_keep_what_the_reader_has_chosen(
     rows = [{"step": step, "name": "samples", "columns": ["text"], "rows": [[f"of step {step}"]]} for step in (10, 20, 30)]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = serve(pattern(folder))
-    seen = Seen(chromium, viewport={"width": 1280, "height": 800})
+    seen = OpenedPage(chromium, viewport={"width": 1280, "height": 800})
     page = seen.open(server.url)
     seen.drawn("train/loss")
 

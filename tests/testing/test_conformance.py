@@ -1,4 +1,4 @@
-"""Each check of conformance finds what it is there for, and lets a sound callback pass."""
+"""Each conformance check detects its kind of bug, and accepts a correct callback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def finds(check: str, what: Callable[[], Callback] | Subject, folder: Path) -> str:
-    """Return what the check found; the message names the callback, the check and a hint."""
+    """Return the problem that the check found. The message must name the callback and the check, and have a hint."""
     with pytest.raises(ConformanceError) as caught:
         CHECKS[check](what, folder)
     error = caught.value
@@ -49,8 +49,8 @@ def finds(check: str, what: Callable[[], Callback] | Subject, folder: Path) -> s
     return f"{error.callback}: {error.found}"
 
 
-class Sound(Callback):
-    """Counts steps, logs the count and keeps it: there is nothing wrong with it."""
+class CorrectCallback(Callback):
+    """A callback without bugs: it counts steps, logs the count and keeps it in its state."""
 
     def __init__(self, *, factor: float = 1.0) -> None:
         self.factor = factor
@@ -70,27 +70,25 @@ class Sound(Callback):
         self.count = state["count"]
 
 
-# --- the public face ---
+# --- the public functions ---
 
 
 @pytest.mark.test_all
-def test_a_sound_one_passes_all_of_it(tmp_path: Path) -> None:
-    check_callback(partial(Sound, factor=2.0), tmp_path)
+def test_a_correct_callback_passes_all_checks(tmp_path: Path) -> None:
+    check_callback(partial(CorrectCallback, factor=2.0), tmp_path)
 
 
 @pytest.mark.test_all
-def test_a_lambda_is_taken_to_other_processes_by_cloudpickle(tmp_path: Path) -> None:
+def test_a_lambda_is_sent_to_other_processes_with_cloudpickle(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
-    CHECKS["runs_on_ranks"](lambda: Sound(factor=2.0), tmp_path)
+    CHECKS["runs_on_ranks"](lambda: CorrectCallback(factor=2.0), tmp_path)
 
 
 @pytest.mark.test_all
-def test_without_cloudpickle_a_lambda_is_checked_in_all_else_and_the_rest_is_skipped_aloud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_cloudpickle_a_lambda_skips_only_the_check_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(SkipTest, match=r"runs_on_ranks: not checked on several ranks: Sound .*pip install cloudpickle"):
-        check_callback(lambda: Sound(), tmp_path / "sound")
+    with pytest.raises(SkipTest, match=r"runs_on_ranks: not checked on several ranks: CorrectCallback .*pip install cloudpickle"):
+        check_callback(lambda: CorrectCallback(), tmp_path / "sound")
     with pytest.raises(ConformanceError, match="Draws does not pass is_neutral"):
         check_callback(lambda: Draws(), tmp_path / "draws")
 
@@ -100,18 +98,18 @@ def test_the_checks_have_names_for_pytest() -> None:
     assert len(CHECKS) == len(CONFORMANCE) == 11
 
 
-def test_the_random_states_and_threads_of_the_test_are_left_alone(tmp_path: Path) -> None:
+def test_the_checks_do_not_change_random_states_and_threads_of_the_test(tmp_path: Path) -> None:
     torch.manual_seed(1)
     random.seed(1)
     expected = torch.rand(2).tolist(), random.random(), torch.get_num_threads()
     torch.manual_seed(1)
     random.seed(1)
-    CHECKS["is_neutral"](Sound, tmp_path)
+    CHECKS["is_neutral"](CorrectCallback, tmp_path)
     assert (torch.rand(2).tolist(), random.random(), torch.get_num_threads()) == expected
     assert gc.get_freeze_count() == 0
 
 
-def test_an_object_that_is_no_callback_is_reported(tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_callback_is_reported(tmp_path: Path) -> None:
     assert "NotACallbackError" in finds("constructs", lambda: object(), tmp_path)  # type: ignore[arg-type,return-value]
 
 
@@ -125,7 +123,7 @@ def test_a_factory_that_raises_is_reported_by_its_name(tmp_path: Path) -> None:
 # --- constructs ---
 
 
-class ByPlace(Callback):
+class AcceptsPositional(Callback):
     def __init__(self, threshold: float = 3.0) -> None:
         self.threshold = threshold
 
@@ -141,32 +139,32 @@ class IntKeys(Callback):
             raise ConfigError("whole numbers")
 
 
-class Identified(Callback):
+class WithInstanceNumber(Callback):
     made = 0
 
     def __init__(self) -> None:
-        Identified.made += 1
+        WithInstanceNumber.made += 1
         self.number = self.made
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"number": self.number}
 
 
-ONE = Sound()
+ONE = CorrectCallback()
 
 
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (ByPlace, "ByPlace: its options threshold can be given by position"),
+        (AcceptsPositional, "AcceptsPositional: its options threshold can be given by position"),
         (partial(Functional, function=abs), "its options cannot be written as JSON"),
         (partial(IntKeys, schedule={1: 2}), "ConfigError: whole numbers"),
-        (Identified, "rebuilt from its spec it has another state: state/number is 1 in one, 3 in the other"),
+        (WithInstanceNumber, "rebuilt from its spec it has another state: state/number is 1 in one, 3 in the other"),
         (lambda: ONE, "the same object twice"),
     ],
 )
 def test_constructs(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
-    Identified.made = 0
+    WithInstanceNumber.made = 0
     assert found in finds("constructs", make, tmp_path)
 
 
@@ -177,7 +175,7 @@ class Misspelt(Callback):
     def on_train_stepend(self, ctx: Context) -> None: ...
 
 
-class OneName(Sound):
+class OneName(CorrectCallback):
     @property
     def name(self) -> str:  # type: ignore[override]
         return "always the same"
@@ -188,8 +186,8 @@ def test_registers(make: Callable[[], Callback], found: str, tmp_path: Path) -> 
     assert found in finds("registers", make, tmp_path)
 
 
-class Alone(Callback):
-    """There may be one in a process."""
+class OnlyOnePerProcess(Callback):
+    """Rejects a second instance in the process."""
 
     running: list[Callback] = []
     names_both = False
@@ -204,20 +202,20 @@ class Alone(Callback):
         self.running.clear()
 
 
-class AloneAndSaysSo(Alone):
+class OnlyOnePerProcessWithNames(OnlyOnePerProcess):
     names_both = True
 
 
 def test_two_work_in_one_run(tmp_path: Path) -> None:
-    assert "there is one already" in finds("two_work_in_one_run", Alone, tmp_path)
-    CHECKS["two_work_in_one_run"](AloneAndSaysSo, tmp_path)
+    assert "there is one already" in finds("two_work_in_one_run", OnlyOnePerProcess, tmp_path)
+    CHECKS["two_work_in_one_run"](OnlyOnePerProcessWithNames, tmp_path)
 
 
 # --- fits_twice, closes_twice ---
 
 
-class Stale(Sound):
-    """Continues counting in a new run."""
+class Stale(CorrectCallback):
+    """Does not reset its count in a new run."""
 
     def on_checkpoint_load_start(self, ctx: Context) -> None: ...
 
@@ -230,7 +228,7 @@ class OnceOnly(Callback):
         self.has_trained = True
 
 
-class Nags(Callback):
+class WarnsAtEveryRecord(Callback):
     def on_log(self, ctx: Context) -> None:
         logger.warning("there is nothing to do")
 
@@ -241,7 +239,7 @@ class NoPredictions(Callback):
 
 
 class DownLogger(Logger):
-    """Its errors are isolated."""
+    """A logger whose errors are isolated."""
 
     def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
         raise OSError("down")
@@ -252,7 +250,7 @@ class DownLogger(Logger):
     [
         (Stale, r"a used callback in a new run, and a new one: at step 2 sound/count is 12.0 in one, 2.0 in the other"),
         (OnceOnly, "AssertionError: once is enough"),
-        (Nags, "in a run of 10 steps it logs 8 times: there is nothing to do"),
+        (WarnsAtEveryRecord, "in a run of 10 steps it logs 8 times: there is nothing to do"),
         (NoPredictions, "predictions are not supported"),
         (DownLogger, "it failed, and was isolated: OSError: down (at log_table, step 7, rank 0)"),
     ],
@@ -276,42 +274,43 @@ def test_closes_twice(tmp_path: Path) -> None:
 # --- lets_errors_out, is_preemptive ---
 
 
-class FailsAsWell(Callback):
+class FailsOnException(Callback):
     def on_exception(self, ctx: Context) -> None:
         ctx.log({"x/loss": ctx.loss})
 
 
 def test_lets_errors_out(tmp_path: Path) -> None:
     assert "after an exception at on_run_start: while the run was ending, another error was raised" in finds(
-        "lets_errors_out", FailsAsWell, tmp_path
+        "lets_errors_out", FailsOnException, tmp_path
     )
 
 
-class Obstinate(Callback):
+class ClearsStopRequest(Callback):
     phase = "decide"
 
     def on_train_step_end(self, ctx: Context) -> None:
         ctx.control.done("stop")
 
 
-class NotNow(Callback):
+class FailsOnPreempt(Callback):
     def on_preempt(self, ctx: Context) -> None:
         raise RuntimeError("not now")
 
 
 @pytest.mark.parametrize(
-    ("make", "found"), [(Obstinate, "training continues after a stop was requested"), (NotNow, "RuntimeError: not now")]
+    ("make", "found"),
+    [(ClearsStopRequest, "training continues after a stop was requested"), (FailsOnPreempt, "RuntimeError: not now")],
 )
 def test_is_preemptive(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
     assert found in finds("is_preemptive", make, tmp_path)
 
 
-def test_outside_the_main_thread_nothing_can_be_preempted_which_is_said(tmp_path: Path) -> None:
+def test_outside_the_main_thread_the_check_of_preemption_is_skipped(tmp_path: Path) -> None:
     raised: list[BaseException] = []
 
     def check() -> None:
         try:
-            CHECKS["is_preemptive"](Sound, tmp_path)
+            CHECKS["is_preemptive"](CorrectCallback, tmp_path)
         except BaseException as error:
             raised.append(error)
 
@@ -325,12 +324,12 @@ def test_outside_the_main_thread_nothing_can_be_preempted_which_is_said(tmp_path
 # --- resumes ---
 
 
-class Forgets(Sound):
+class Forgets(CorrectCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class ForgetsQuietly(Sound):
-    """What it logs is the same; its state is not."""
+class ForgetsQuietly(CorrectCallback):
+    """Logs the same after a resume, but has another state."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.count += 1
@@ -338,13 +337,13 @@ class ForgetsQuietly(Sound):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class NotPlain(Sound):
+class NotPlain(CorrectCallback):
     def state_dict(self) -> Mapping[str, Any]:
         return {"myself": object()}
 
 
-class Demanding(Sound):
-    """Cannot join a run that began without it."""
+class Demanding(CorrectCallback):
+    """Cannot be added to a run that started without it."""
 
     is_restored = False
 
@@ -356,13 +355,13 @@ class Demanding(Sound):
         self.is_restored = True
 
 
-class Greedy(Callback):
+class DeletesCheckpoints(Callback):
     def on_eval_all_end(self, ctx: Context) -> None:
         if ctx.step == 4:
             shutil.rmtree(ctx.run.checkpoints)
 
 
-class Impatient(Callback):
+class StopsImmediately(Callback):
     phase = "decide"
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -370,8 +369,8 @@ class Impatient(Callback):
             ctx.control.stop("enough", replicated=True)
 
 
-class Wandering(Sound):
-    """Its state holds a value that differs in each instance."""
+class WithRandomRunId(CorrectCallback):
+    """Has a value in its state that differs for each instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,8 +380,8 @@ class Wandering(Sound):
         return {**super().state_dict(), "run_id": self.run_id}
 
 
-class Reshapes(Callback):
-    """Acts on training, and does not know where it was."""
+class ChangesWeightsAtStart(Callback):
+    """Changes the weights at every start of training, also after a resume."""
 
     phase = "change"
 
@@ -398,18 +397,18 @@ class Reshapes(Callback):
         (ForgetsQuietly, "resumed, and uninterrupted: state/count is 7 in one, 10 in the other"),
         (NotPlain, "CheckpointError"),
         (Demanding, "where is my state?"),
-        (Greedy, "the checkpoint that another callback requested is gone"),
-        (Impatient, "the run ended before its checkpoint at step 3"),
-        (Wandering, "state/run_id is"),
-        (Reshapes, "resumed, and uninterrupted: the losses of the steps differ"),
+        (DeletesCheckpoints, "the checkpoint that another callback requested is gone"),
+        (StopsImmediately, "the run ended before its checkpoint at step 3"),
+        (WithRandomRunId, "state/run_id is"),
+        (ChangesWeightsAtStart, "resumed, and uninterrupted: the losses of the steps differ"),
     ],
 )
 def test_resumes(make: Callable[[], Callback], found: str, tmp_path: Path) -> None:
     assert found in finds("resumes", make, tmp_path)
 
 
-def test_what_varies_on_its_own_can_be_named(tmp_path: Path) -> None:
-    CHECKS["resumes"](Subject(Wandering, varies=("state/run_id",)), tmp_path)
+def test_state_that_varies_can_be_excluded(tmp_path: Path) -> None:
+    CHECKS["resumes"](Subject(WithRandomRunId, varies=("state/run_id",)), tmp_path)
 
 
 # --- is_neutral ---
@@ -420,8 +419,8 @@ class Draws(Callback):
         torch.rand(1)
 
 
-class Runs(Callback):
-    """Runs the model as it is: batch norm takes notice, and dropout draws, for which it does not ask."""
+class RunsModel(Callback):
+    """Runs the model in training mode, which changes batch norm statistics."""
 
     draws_random = True
 
@@ -429,14 +428,14 @@ class Runs(Callback):
         ctx.model(ctx.batch[0])
 
 
-class Nudges(Callback):
+class ChangesBias(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 9:
             with torch.no_grad():
                 ctx.model.head.bias.add_(1e-6)
 
 
-class NudgesAndSaysSo(Nudges):
+class DeclaredChangesBias(ChangesBias):
     phase = "change"
 
 
@@ -451,8 +450,8 @@ class Stops(Callback):
     [
         (Draws, "drew random numbers at on_forward_start"),
         # The statistics of batch normalization do not change the step in training.
-        (Runs, "the weights differ from a run without the callback"),
-        (Nudges, "differ from a run without the callback"),
+        (RunsModel, "the weights differ from a run without the callback"),
+        (ChangesBias, "differ from a run without the callback"),
         (Stops, "the run's outcome, and what comes of it, differ from a run without the callback"),
     ],
 )
@@ -460,26 +459,28 @@ def test_is_neutral(make: Callable[[], Callback], found: str, tmp_path: Path) ->
     assert found in finds("is_neutral", make, tmp_path)
 
 
-def test_a_callback_that_declares_to_act_on_training_need_not_be_neutral(tmp_path: Path) -> None:
-    CHECKS["is_neutral"](NudgesAndSaysSo, tmp_path)
+def test_a_callback_in_phase_change_does_not_have_to_be_neutral(tmp_path: Path) -> None:
+    CHECKS["is_neutral"](DeclaredChangesBias, tmp_path)
 
 
-def unlike(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
+def random_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
     trainer = small_trainer(folder, callbacks, resume)
     with torch.no_grad():
         trainer.model.head.bias.fill_(random.SystemRandom().random())  # type: ignore[union-attr,operator]
     return trainer
 
 
-def test_a_trainer_that_is_not_the_same_twice_is_not_blamed_on_the_callback(tmp_path: Path) -> None:
-    assert "two runs of the given trainer differ" in finds("is_neutral", Subject(Sound, trainer=unlike), tmp_path)
+def test_a_trainer_that_differs_between_runs_is_reported_as_such(tmp_path: Path) -> None:
+    assert "two runs of the given trainer differ" in finds(
+        "is_neutral", Subject(CorrectCallback, trainer=random_trainer), tmp_path
+    )
 
 
 # --- leaves_nothing ---
 
 
-class Leaves(Callback):
-    """Leaves something behind, of a kind."""
+class LeavesSomething(Callback):
+    """Does not clean up a resource of the given kind."""
 
     kept: list[Any] = []
 
@@ -530,7 +531,7 @@ class Leaves(Callback):
 
 
 class LeavesOnFailure(Callback):
-    """Undoes what it did at the end of training alone."""
+    """Cleans up at the end of training only, not after an exception."""
 
     def on_train_start(self, ctx: Context) -> None:
         self.hook = ctx.model.register_forward_hook(lambda *_: None)
@@ -560,13 +561,13 @@ class LeavesOnFailure(Callback):
 )
 def test_leaves_nothing(what: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("callsheet.testing.leftovers.PATIENCE", 0.2)
-    Leaves.kept.clear()
+    LeavesSomething.kept.clear()
     try:
-        assert found in finds("leaves_nothing", partial(Leaves, what=what), tmp_path)
+        assert found in finds("leaves_nothing", partial(LeavesSomething, what=what), tmp_path)
     finally:
-        for undo in reversed(Leaves.kept):
+        for undo in reversed(LeavesSomething.kept):
             undo()
-        Leaves.kept.clear()
+        LeavesSomething.kept.clear()
 
 
 def test_leaves_nothing_when_a_run_fails(tmp_path: Path) -> None:
@@ -577,7 +578,7 @@ def test_leaves_nothing_when_a_run_fails(tmp_path: Path) -> None:
 # --- runs_on_ranks ---
 
 
-class TellsItsRank(Callback):
+class LogsItsRank(Callback):
     def on_log(self, ctx: Context) -> None:
         ctx.log({"mine/rank": ctx.run.rank}, across="same")
 
@@ -594,8 +595,8 @@ class WaitsForEver(Callback):
             time.sleep(0.1)
 
 
-class NudgesOnRanks(Callback):
-    """Is neutral where there is one rank."""
+class ChangesBiasOnRanks(Callback):
+    """Is neutral only on a single rank."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.run.world_size > 1:
@@ -603,24 +604,24 @@ class NudgesOnRanks(Callback):
                 ctx.model.head.bias.add_(1e-3)
 
 
-class ForgetsOnOthers(Sound):
-    """Keeps its state on the first rank, and counts on all."""
+class ForgetsOnOthers(CorrectCallback):
+    """Counts on all ranks, but restores its state only on the first."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"] if os.environ.get("RANK", "0") == "0" else 0
 
 
 @pytest.mark.slow
-def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> None:
+def test_many_callbacks_in_one_set_of_processes_have_separate_results(tmp_path: Path) -> None:
     made: list[Callable[[], Callback]] = [
-        Sound,
-        TellsItsRank,
+        CorrectCallback,
+        LogsItsRank,
         FailsOnOne,
-        Sound,
-        NudgesOnRanks,
+        CorrectCallback,
+        ChangesBiasOnRanks,
         ForgetsOnOthers,
         WaitsForEver,
-        Sound,
+        CorrectCallback,
     ]
     errors = find_on_ranks(made, tmp_path, timeout=20.0)
     found = [error.found if error is not None else None for error in errors]
@@ -636,6 +637,7 @@ def test_many_in_one_set_of_processes_and_each_finds_its_own(tmp_path: Path) -> 
 @pytest.mark.test_all
 def test_check_on_ranks_reports_all_that_do_not_pass(tmp_path: Path) -> None:
     with pytest.raises(
-        ConformanceError, match=r"(?s)TellsItsRank, NudgesOnRanks does not pass runs_on_ranks: TellsItsRank.*NudgesOnRanks"
+        ConformanceError,
+        match=r"(?s)LogsItsRank, ChangesBiasOnRanks does not pass runs_on_ranks: LogsItsRank.*ChangesBiasOnRanks",
     ):
-        check_on_ranks([TellsItsRank, NudgesOnRanks], tmp_path)
+        check_on_ranks([LogsItsRank, ChangesBiasOnRanks], tmp_path)

@@ -28,8 +28,8 @@ from callsheet.testing import FakeLoop, Recorder, check_events
 NEVER = {"on_exception", "on_preempt", "on_checkpoint_published", "on_checkpoint_save_start", "on_checkpoint_save_end"}
 
 
-class Asks(Callback):
-    """Asks for something at a step."""
+class RequestsAtStep(Callback):
+    """Makes a request at a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -59,12 +59,12 @@ def test_it_fires_every_event(tmp_path: Path) -> None:
     asked=st.sampled_from(["stop", "save", "evaluate"]),
     at=st.integers(1, 9),
 )
-def test_the_grammar_holds_for_any_of_them(
+def test_the_events_of_any_fake_loop_follow_the_grammar(
     losses: list[float], steps_per_epoch: int, microbatches: int, eval_every: int | None, asked: str, at: int
 ) -> None:
     recorder = Recorder()
     loop = FakeLoop(
-        [recorder, Asks(asked, at)],
+        [recorder, RequestsAtStep(asked, at)],
         losses,
         steps_per_epoch=steps_per_epoch,
         microbatches=microbatches,
@@ -94,7 +94,7 @@ def test_it_has_the_given_numbers(tmp_path: Path) -> None:
     assert history["l2_norm/grad/global"] == pytest.approx([loss * 3**0.5 for loss in losses])  # two weights and a bias
 
 
-def test_gradients_move_the_parameters_as_it_says(tmp_path: Path) -> None:
+def test_parameters_change_by_the_gradients(tmp_path: Path) -> None:
     loop = FakeLoop([], [1.0, 2.0], folder=tmp_path).run()
     assert torch.allclose(next(loop.model.parameters()), torch.full((1, 2), -0.3))
 
@@ -141,7 +141,7 @@ def test_a_failure_is_reported_and_raised(tmp_path: Path) -> None:
     assert loop.outcome == "failed"
 
 
-def test_it_wants_numbers() -> None:
+def test_rejects_missing_numbers() -> None:
     with pytest.raises(ConfigError, match="losses="):
         FakeLoop([], [])
     with pytest.raises(ConfigError, match="'one'"):

@@ -1,4 +1,4 @@
-"""The checker: the sequences that an order allows, the messages for others, and the fields that are readable."""
+"""The grammar checker: the sequences that an order allows, the errors for others, and the readable fields."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ orders = st.recursive(
 
 
 @given(order=orders, names=st.lists(letters, max_size=6))
-def test_an_order_matches_what_the_same_regular_expression_matches(order: str, names: list[str]) -> None:
-    """The names are letters, so Python's own engine can be asked."""
+def test_an_order_matches_like_a_regular_expression(order: str, names: list[str]) -> None:
+    """The names are letters, so Python's `re` can match the same order."""
     assert matches(order, names) == bool(re.fullmatch(order.replace(" ", ""), "".join(names)))
 
 
 @given(order=orders, names=st.lists(letters, max_size=4))
-def test_what_could_come_is_what_would_be_taken(order: str, names: list[str]) -> None:
+def test_possible_events_are_those_that_are_accepted(order: str, names: list[str]) -> None:
     remains = read_order(order)
     for name in names:
         remains = remains.after(name)
@@ -68,7 +68,7 @@ def test_what_could_come_is_what_would_be_taken(order: str, names: list[str]) ->
         ("first_one second_one?", ["first_one", "first_one second_one"], ["second_one"]),
     ],
 )
-def test_the_signs_mean_what_the_lifecycle_s_table_says(order: str, taken: list[str], rejected: list[str]) -> None:
+def test_the_signs_have_the_meaning_in_the_lifecycle_s_table(order: str, taken: list[str], rejected: list[str]) -> None:
     assert [matches(order, names.split()) for names in taken] == [True] * len(taken)
     assert [matches(order, names.split()) for names in rejected] == [False] * len(rejected)
 
@@ -83,7 +83,7 @@ def test_a_broken_order_is_rejected(order: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["a, b", "a & b", "Fetch", "fetch2", "a{2}"])
-def test_a_sign_that_means_nothing_is_rejected(order: str) -> None:
+def test_an_unknown_sign_is_rejected(order: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(order))):
         read_order(order)
 
@@ -174,13 +174,13 @@ ACCEPTED: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_the_lifecycle_allows_is_taken(name: str) -> None:
+def test_sequences_that_the_lifecycle_allows_are_accepted(name: str) -> None:
     check_events(ACCEPTED[name])
 
 
 @pytest.mark.parametrize("name", [name for name in ACCEPTED if "on_exception" not in ACCEPTED[name]])
 def test_no_start_or_end_may_be_missing(name: str) -> None:
-    """Each event of a span left out alone is seen."""
+    """The checker detects each single start or end that is left out."""
     events = ACCEPTED[name]
     for i, event in enumerate(events):
         if event not in POINTS:
@@ -202,7 +202,7 @@ def index_after(events: list[str], event: str) -> int:
 
 
 REJECTED: dict[str, tuple[list[str], str, str, str]] = {
-    # the sequence up to the rejected event; the event; its place; what was possible instead
+    # the sequence before the rejected event; the event; its place; the events that were possible instead
     "a step without a fetch": (trained()[:8], "on_train_step_start", "run > train > round > epoch", "or fetch or"),
     "loss before forward": (trained(*STEP)[:13], "on_loss_start", "forward_backward > microbatch", "forward"),
     "a step without microbatches": (
@@ -239,7 +239,7 @@ REJECTED: dict[str, tuple[list[str], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_a_rejection_names_the_event_its_place_and_what_could_have_come(name: str) -> None:
+def test_a_rejection_names_the_event_its_place_and_the_possible_events(name: str) -> None:
     before, event, place, could = REJECTED[name]
     checker = GrammarChecker()
     for noted in before:
@@ -260,7 +260,7 @@ def test_a_rejection_names_the_event_its_place_and_what_could_have_come(name: st
         ([], "on_run_end", "no run is open"),
     ],
 )
-def test_an_end_of_what_is_not_innermost_is_rejected(before: list[str], event: str, message: str) -> None:
+def test_an_end_of_a_span_that_is_not_innermost_is_rejected(before: list[str], event: str, message: str) -> None:
     checker = GrammarChecker()
     for noted in before:
         checker.check(noted)
@@ -272,7 +272,7 @@ def test_an_end_of_what_is_not_innermost_is_rejected(before: list[str], event: s
     ("events", "open_spans"),
     [([], "the run, which never started"), (SET_UP, "run"), (trained(*STEP)[:11], "run > train > round > epoch > train_step")],
 )
-def test_an_unfinished_sequence_is_rejected_naming_what_is_open(events: list[str], open_spans: str) -> None:
+def test_an_unfinished_sequence_is_rejected_with_the_open_spans(events: list[str], open_spans: str) -> None:
     with pytest.raises(GrammarError, match=f"after {len(events)} events there is no end of {open_spans}$"):
         check_events(events)
 
@@ -296,7 +296,7 @@ def test_a_second_exception_is_rejected() -> None:
         check_events(["on_run_start", "on_exception", "on_exception", "on_run_end"])
 
 
-def test_a_rejection_is_an_assertion_and_one_of_ours() -> None:
+def test_a_rejection_is_an_assertion_error_and_a_callsheet_error() -> None:
     with pytest.raises(AssertionError):
         check_events(["on_train_start"])
     with pytest.raises(CallsheetError):
@@ -325,7 +325,7 @@ def test_a_rejection_is_an_assertion_and_one_of_ours() -> None:
     ],
 )
 def test_nothing_is_fired_outside_the_run(events: list[str]) -> None:
-    """The run's end is the last of all, exactly once; on_run_start the first."""
+    """`on_run_start` is the first event, and `on_run_end` the last one, exactly once."""
     with pytest.raises(GrammarError, match="no run is open"):
         check_events(events)
 
@@ -348,7 +348,7 @@ def test_orders_of_a_host_that_fetches_ahead() -> None:
         check_events(trained(*STEP, "on_log"), orders=order)
 
 
-def test_other_orders_leave_the_lifecycle_s_own_alone() -> None:
+def test_other_orders_do_not_change_the_lifecycle_s_order() -> None:
     check_events(trained(), orders={"epoch": ""})
     with pytest.raises(GrammarError):
         check_events(trained(*STEP), orders={"epoch": ""})
@@ -372,7 +372,7 @@ def test_within_a_span_an_exception_is_followed_by_the_run_s_end() -> None:
     check_events([*STEP[:5], "on_exception", "on_run_end"], within="epoch")
 
 
-def test_the_end_of_the_span_within_is_taken_and_is_the_last() -> None:
+def test_the_end_of_the_enclosing_span_is_accepted_as_the_last_event() -> None:
     check_events([*STEP, "on_epoch_end"], within="epoch")
     for event in ("on_fetch_start", "on_epoch_end", "on_run_start", "on_run_end", "on_checkpoint_published", "on_exception"):
         with pytest.raises(GrammarError, match=f"event {len(STEP) + 2}, {event}, .*the span that the sequence began in is over"):
@@ -400,7 +400,7 @@ def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
     return seen
 
 
-def test_the_fields_of_a_step_as_the_table_has_them() -> None:
+def test_the_fields_of_a_step_are_those_of_the_table() -> None:
     seen = dict(readable_along(trained(*STEP)))
     always = {"optimizer", "scheduler"}
     step = always | {"batch"}
@@ -425,13 +425,13 @@ def test_the_fields_of_a_step_as_the_table_has_them() -> None:
     assert seen["on_epoch_end"] == seen["on_train_end"] == always
 
 
-def test_a_second_microbatch_begins_with_nothing_of_the_first() -> None:
+def test_a_second_microbatch_starts_without_fields_of_the_first() -> None:
     starts = [fields for event, fields in readable_along(trained(*STEP)) if event == "on_microbatch_start"]
     assert len(starts) == 2
     assert starts[0] == starts[1] == {"optimizer", "scheduler", "batch", "microbatch"}
 
 
-def test_a_batch_that_no_step_follows_is_shut_with_its_epoch() -> None:
+def test_a_batch_without_a_step_is_unavailable_after_its_epoch() -> None:
     seen = readable_along(trained(*STEP, *EXHAUSTED))
     assert seen[-5][0] == "on_fetch_end"
     assert "batch" in seen[-5][1]
@@ -453,7 +453,7 @@ def test_the_fields_of_an_evaluation_and_of_saving() -> None:
     assert seen["on_checkpoint_published"] == always | {"checkpoint"}
 
 
-def test_after_an_exception_it_and_its_span_are_available_and_then_nothing() -> None:
+def test_after_an_exception_only_it_and_its_span_are_available() -> None:
     seen = readable_along([*trained(*STEP)[:14], "on_exception", "on_run_end"])
     assert seen[-2][1] >= {"exception", "span"}
     assert seen[-1][1] == {"optimizer", "scheduler"}
@@ -467,8 +467,8 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
 
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
-def test_the_checker_knows_no_more_than_the_table(name: str) -> None:
-    """`fields_available` uses an event's place in the canonical order, and the checker the events that were fired."""
+def test_the_checker_s_fields_equal_those_of_the_table(name: str) -> None:
+    """`fields_available` uses an event's place in the canonical order, the checker the events that were fired."""
     for event, readable in readable_along(ACCEPTED[name]):
         if event not in ANYWHERE:
             assert readable <= set(fields_available(event)), event
@@ -498,7 +498,7 @@ def test_the_recorder_receives_every_event_in_order_with_the_readable_fields() -
     assert {noted.event: noted.fields for noted in recorder.recorded if noted.fields} == {"on_log": {"record"}}
 
 
-def test_the_recorder_is_called_last_and_sees_what_others_wrote() -> None:
+def test_the_recorder_is_called_last_and_reads_what_others_wrote() -> None:
     class Writes(Callback):
         def on_loss_end(self, ctx: Context) -> None:
             ctx.loss = 2.0
@@ -511,12 +511,12 @@ def test_the_recorder_is_called_last_and_sees_what_others_wrote() -> None:
     assert recorder.values["loss"] == [("on_loss_end", 2.0)]
 
 
-def test_the_recorder_rejects_a_field_that_there_is_not() -> None:
+def test_the_recorder_rejects_an_unknown_field() -> None:
     with pytest.raises(CallsheetError, match="learning_rat"):
         Recorder(fields=("learning_rat",))
 
 
-def test_every_order_of_the_table_can_be_read_and_names_what_there_is() -> None:
+def test_every_order_of_the_table_can_be_read_and_has_known_names() -> None:
     for span in SPANS.values():
         assert read_order(span.order).first() <= SPANS.keys() | POINTS.keys()
     assert set(FIELDS) > set(ALWAYS)

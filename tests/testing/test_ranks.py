@@ -1,4 +1,4 @@
-"""Ranks as processes of one machine."""
+"""Ranks as processes on one machine."""
 
 import os
 
@@ -13,8 +13,8 @@ def recorded() -> tuple[str | None, str | None, str]:
     return os.environ.get("GIVEN"), os.environ.get("GIVEN_BEFORE"), os.environ["RANK"]
 
 
-def test_ranks_have_the_environment_of_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the server that forks them was started at another one."""
+def test_ranks_have_the_current_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds although the server that forks them was started with another environment."""
     monkeypatch.setenv("GIVEN_BEFORE", "this")
     assert run_ranks(recorded, 2) == [(None, "this", "0"), (None, "this", "1")]
     monkeypatch.delenv("GIVEN_BEFORE")

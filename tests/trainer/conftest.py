@@ -1,4 +1,4 @@
-"""The models here are tiny: more threads would only wait for each other."""
+"""Use one thread: the models here are too small to gain from several."""
 
 import torch
 

@@ -11,7 +11,7 @@ from callsheet import Callback, Context
 
 
 class Far(Callback):
-    """Counts steps, says so, and does at some steps what callbacks should not."""
+    """Counts and logs steps. At the given steps it crashes, exits, hangs or requests a stop."""
 
     snapshot_fields = ("loss",)
 
@@ -46,7 +46,7 @@ class Far(Callback):
 
 
 class FarByClass(Far):
-    """Says itself where it runs."""
+    """Declares in the class that it runs in a process of its own."""
 
     name = "FarByClass"
     lane = "process"

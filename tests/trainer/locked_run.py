@@ -1,6 +1,6 @@
-"""A training for the tests of the run lock: `locked_run.py FOLDER STEPS [option=value ...]` saves a checkpoint after every step.
+"""A script for the tests of the run lock: `locked_run.py FOLDER STEPS [option=value ...]` saves a checkpoint after every step.
 
-Options: `heartbeat`, `stale` and `machine` of the lock; `timeout` is the run's `lock_timeout_seconds`. Prints what happened.
+Options: `heartbeat`, `stale` and `machine` of the lock; `timeout` is the run's `lock_timeout_seconds`. Prints its progress.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from callsheet.loggers import JSONLLogger
 from callsheet.run import run_lock
 
 
-class Says(Callback):
-    """Say on rank 0 when a step has ended."""
+class PrintsSteps(Callback):
+    """Prints a line on rank 0 after every step."""
 
     ranks = "zero"
 
@@ -44,7 +44,7 @@ def main(folder: str, steps: str, *words: str) -> int:
             data,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             max_duration=f"{steps}ba",
-            callbacks=[CheckpointSaver(save_interval="1ba", keep=2), Says()],
+            callbacks=[CheckpointSaver(save_interval="1ba", keep=2), PrintsSteps()],
             loggers=[JSONLLogger()],
             run_name="x",
             runs_folder=folder,

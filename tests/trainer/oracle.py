@@ -1,4 +1,4 @@
-"""The long form of `test_resume_on_ranks.py`: runs that die again and again, held against undisturbed ones, bit by bit.
+"""The long version of `test_resume_on_ranks.py`: compares runs that are killed repeatedly with uninterrupted ones, bit by bit.
 
 python -m trainer.oracle RESULT.md [--rounds N]
 """
@@ -37,7 +37,7 @@ bit of the newest sealed checkpoint was flipped.
 
 
 def death(rng: random.Random, setting: Setting) -> Death:
-    """How a job dies this time."""
+    """Return a random way to kill the job."""
     rank = rng.choice([None, *range(setting.world_size)])
     kind = rng.choice(["moment", "save", "save", "signal"])
     if kind == "save":
@@ -48,7 +48,7 @@ def death(rng: random.Random, setting: Setting) -> Death:
 
 
 def recorded(kind: Death) -> str:
-    """In words."""
+    """Describe the death in the words of the table."""
     who = "all ranks" if kind.rank is None else f"rank {kind.rank}"
     name = signal.Signals(kind.signal).name
     return f"{who} in a save" if kind.in_save is not None else f"{who} by {name} after {kind.after:.1f} s"

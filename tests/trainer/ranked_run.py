@@ -1,6 +1,6 @@
-"""A run on several ranks with everything that can go wrong in a resume: workers, augmentation, dropout, a scheduler, uneven shares.
+"""A run on several ranks that is hard to resume: workers, augmentation, dropout, a scheduler, unequal shares of the data.
 
-`job` is what one rank does; `history_of` runs it undisturbed, `survives` lets it die and start again until it is done.
+`job` is the code of one rank. `undisturbed` runs it without interruption; `survives` kills and restarts it until it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = EPOCHS * -(-SAMPLES // GLOBAL_BATCH)
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Fixed samples under noise from all three generators; slow enough to be killed in."""
+    """Fixed samples with noise from all three generators. `pause` slows loading, so that a kill can interrupt it."""
 
     def __init__(self, noise: float = 0.1, pause: float = 0.0) -> None:
         self.noise = noise
@@ -51,8 +51,8 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index] + self.noise * noise, self.inputs[index].sum(0, keepdim=True)
 
 
-class Curve(Callback):
-    """Every step's loss on this rank and every record, to the last bit."""
+class RecordsLosses(Callback):
+    """Records every step's loss on this rank and every metrics record, without rounding."""
 
     def __init__(self) -> None:
         self.losses: list[str] = []
@@ -74,7 +74,7 @@ class Curve(Callback):
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of run."""
+    """The configuration of a run."""
 
     parallel: str = "single"
     world_size: int = 1
@@ -92,7 +92,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Death:
-    """How a job dies: `rank` (None: all) by `signal`, `after` so many seconds, or when the nth checkpoint's shard is opened for writing."""
+    """How a job is killed.
+
+    `rank` (None: all ranks) receives `signal` after `after` seconds, or SIGKILL when it opens shard number `in_save` for writing.
+    """
 
     rank: int | None = None
     signal: int = signal.SIGKILL
@@ -101,7 +104,7 @@ class Death:
 
 
 class DiesInSave:
-    """Kills this process when it opens its nth shard for writing: inside the writer, whichever thread that is."""
+    """An audit hook that kills this process when any thread opens the nth shard for writing."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth
@@ -118,7 +121,7 @@ def _flags(flags: Any) -> str:
 
 
 def job(folder: str, setting: Setting, death: Death, seed: int) -> dict[str, Any]:
-    """One rank's part; `seed` is another in every process, so that all that matters must come out of the checkpoint or the first one."""
+    """Run one rank. `seed` differs in every launch, so results are equal only if all random states are restored."""
     rank = int(os.environ["RANK"])
     if death.in_save is not None and death.rank in (None, rank):
         sys.addaudithook(DiesInSave(death.in_save))
@@ -141,7 +144,7 @@ def job(folder: str, setting: Setting, death: Death, seed: int) -> dict[str, Any
     }
     plain = partial(DataLoader, data, **options)
     stateful = partial(StatefulDataLoader, SeededDataset(data, 3), **options)
-    curve = Curve()
+    curve = RecordsLosses()
     with Trainer(
         model,
         nn.functional.mse_loss,
@@ -175,38 +178,38 @@ def _whole(tensor: Tensor) -> list[str]:
     return [value.hex() for value in tensor.flatten().tolist()]
 
 
-def lives(folder: Path, setting: Setting, death: Death, seed: int, timeout: float = 90.0) -> list[RankEnd]:
-    """One launch of the job."""
+def launch_once(folder: Path, setting: Setting, death: Death, seed: int, timeout: float = 90.0) -> list[RankEnd]:
+    """Launch the job once and return how each rank ended."""
     with RankProcesses(job, setting.world_size, str(folder), setting, death, seed) as ranks:
         return ranks.wait(timeout)
 
 
 def undisturbed(folder: Path, setting: Setting) -> list[Any]:
-    """What every rank's run gives when nothing happens to it."""
-    ends = lives(folder, setting, Death(), seed=5)
+    """Return every rank's result of an uninterrupted run."""
+    ends = launch_once(folder, setting, Death(), seed=5)
     assert not any(end.error for end in ends), "\n".join(end.error for end in ends)
     return [end.value for end in ends]
 
 
 @dataclass
 class Survival:
-    """What came of a job that died and was started again: every rank's result, and how often it died."""
+    """The result of a job that was killed and restarted: every rank's result, and the number of deaths."""
 
     values: list[Any]
     deaths: int
 
 
 def survives(folder: Path, setting: Setting, deaths: list[Death], *, between: Callable[[Path], None] | None = None) -> Survival:
-    """Start the job, let it die in each of these ways in turn, start it again, and at last let it end."""
+    """Start the job once for each death, then start it once more and let it finish."""
     died = 0
     for number, death in enumerate(deaths):
-        ends = lives(folder, setting, death, seed=100 + number)
+        ends = launch_once(folder, setting, death, seed=100 + number)
         if all(end.value is not None and end.value["outcome"] != "preempted" for end in ends):
             return Survival([end.value for end in ends], died)
         died += 1
         if between is not None:
             between(folder / "run" / "checkpoints")
-    ends = lives(folder, setting, Death(), seed=200)
+    ends = launch_once(folder, setting, Death(), seed=200)
     assert not any(end.error for end in ends), "\n".join(end.error for end in ends)
     return Survival([end.value for end in ends], died)
 

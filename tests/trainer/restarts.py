@@ -1,6 +1,6 @@
-"""Jobs under torch's own launcher whose ranks die: the launcher starts all ranks again, and the run resumes.
+"""Jobs whose ranks die under torch's own launcher: the launcher restarts all ranks, and the run resumes.
 
-`restarted` runs one; the long form, with a table, is `make restarts`:
+`restarted` runs one job. The long version, which writes a table, is `make restarts`:
 
     python -m trainer.restarts RESULT.md [--rounds N]
 """
@@ -38,7 +38,7 @@ RENDEZVOUS = ("standalone", "c10d", "static", "two machines", "launch")
 
 @dataclass(frozen=True)
 class Death:
-    """Rank `rank` ends itself during step `step`: by SIGKILL, by `os._exit`, or with an error."""
+    """Rank `rank` dies during step `step`: by SIGKILL, by `os._exit`, or with an error."""
 
     rank: int
     step: int
@@ -49,7 +49,7 @@ class Death:
 
 
 class Dies(Callback):
-    """Ends this process at the planned steps, each death once: a file says which have happened."""
+    """Kills this process at the planned steps, once for each death: marker files record which deaths have happened."""
 
     def __init__(self, folder: Path, deaths: list[Death]) -> None:
         self.folder, self.deaths = folder, deaths
@@ -68,7 +68,7 @@ class Dies(Callback):
 
 
 def train(given: str, deaths: list[dict[str, Any]], has_group: bool) -> None:
-    """One rank's part; rank 0 writes the final weights."""
+    """Train on one rank; rank 0 writes the final weights."""
     folder = Path(given)
     rank = int(os.environ["RANK"])
     (folder / f"started-{rank}-{time.time_ns()}").touch()
@@ -84,7 +84,8 @@ def train(given: str, deaths: list[dict[str, Any]], has_group: bool) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
         max_duration=f"{STEPS}ba",
         callbacks=[CheckpointSaver(save_interval="2ba", keep=2), Dies(folder, [Death(**death) for death in deaths])],
-        # Otherwise DDP changes the layout of its gradient buckets after the first step, and the order of sums over 3 or more ranks with it.
+        # Without this, DDP changes the layout of its gradient buckets after the first step. With 3 or
+        # more ranks, this changes the order of the sums.
         parallel=Parallel("ddp", options={"find_unused_parameters": True}),
         runs_folder=folder,
         run_name="run",
@@ -105,7 +106,7 @@ def train(given: str, deaths: list[dict[str, Any]], has_group: bool) -> None:
 
 @dataclass
 class Restarted:
-    """What came of a job: its final weights (None where it failed), how many attempts, and what it wrote."""
+    """The result of a job: its final weights (None if it failed), the number of attempts, and its output."""
 
     weights: Any
     attempts: int
@@ -122,7 +123,7 @@ def restarted(
     has_group: bool = False,
     timeout: float = 180.0,
 ) -> Restarted:
-    """Run the job under the launcher and let it restart as often as it dies."""
+    """Run the job under the launcher, which restarts it after every death."""
     folder.mkdir(parents=True)
     began = time.monotonic()
     job = [str(folder), json.dumps([asdict(death) for death in deaths]), str(int(has_group))]
@@ -145,7 +146,7 @@ def restarted(
 
 
 def commands(rendezvous: str, ranks: int, restarts: int) -> list[list[str]]:
-    """What follows `python`: one command, or one for each of two machines."""
+    """Return the arguments for `python`: one command, or one for each of two simulated machines."""
     if rendezvous == "launch":
         return [["-m", "trainer.restarts_launched", str(ranks), str(restarts)]]
     torchrun = ["-m", "torch.distributed.run", "--max-restarts", str(restarts), "--monitor-interval", "0.1"]
@@ -164,7 +165,7 @@ def commands(rendezvous: str, ranks: int, restarts: int) -> list[list[str]]:
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a session of its own; what is left of it is killed."""
+    """Run a process in a session of its own, and kill what is left of the session at the end."""
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -180,7 +181,6 @@ def running(command: list[str], environment: dict[str, str], output: Path) -> It
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         number: int = one.getsockname()[1]

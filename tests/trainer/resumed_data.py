@@ -1,7 +1,7 @@
-"""Random dataloaders, each gone through undisturbed and with a stop somewhere: what must be the same, or said not to be.
+"""Iterates random dataloaders without a stop and with one: the results must be equal, or a warning must say that they are not.
 
-The campaign: `python -m trainer.resumed_data RESULT.md [--cases N]`, which `make resume` runs; `test_resumed_data.py` and
-`bridges/test_bare.py` run some cases.
+`make resume` runs many cases (`python -m trainer.resumed_data RESULT.md [--cases N]`). `test_resumed_data.py` and
+`bridges/test_bare.py` run a few.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = -(-SAMPLES // BATCH_SIZE)
 
 
 def noisy(index: int) -> Tensor:
-    """A sample under noise from the three random states of the process."""
+    """Return a sample with noise from Python's, torch's and NumPy's global generators."""
     return torch.tensor([index, random.random(), float(torch.rand(())), float(numpy.random.rand())], dtype=torch.float64)
 
 
@@ -51,7 +51,7 @@ class Items(Dataset[Tensor]):
 
 
 class ItemsOfEpoch(Items):
-    """They look at an epoch that is an attribute of this process's copy alone."""
+    """Items that depend on the epoch, which is set as an attribute: workers do not receive later changes of it."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -64,7 +64,7 @@ class ItemsOfEpoch(Items):
 
 
 class ItemsWithGenerators(Items):
-    """Noise from generators in attributes."""
+    """Items with noise from generators that are attributes of the dataset."""
 
     def __init__(self) -> None:
         self.rng, self.arrays, self.tensors = random.Random(1), numpy.random.default_rng(2), torch.Generator().manual_seed(3)
@@ -75,7 +75,7 @@ class ItemsWithGenerators(Items):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Each worker's part of the samples in random order."""
+    """Yields this worker's share of the samples in random order."""
 
     def order(self) -> Iterable[int]:
         worker: Any = get_worker_info()
@@ -88,7 +88,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class ShuffleBuffer(Stream):
-    """The order is drawn sample by sample, from the state that dropout draws from too."""
+    """Draws the order sample by sample from torch's global generator, which dropout uses too."""
 
     def order(self) -> Iterable[int]:
         left = sorted(super().order())
@@ -97,7 +97,7 @@ class ShuffleBuffer(Stream):
 
 
 class CountingStream(Stream):
-    """Another order in each epoch, by a private counter."""
+    """Changes the order in each epoch, by a private counter."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -130,7 +130,7 @@ class StreamWithGenerator(Stream):
 
 
 class StatefulStream(Stream):
-    """Knows its place."""
+    """A stream whose position is in its state dict."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -154,7 +154,7 @@ class StatefulStream(Stream):
 
 
 class Eager(Sampler[int]):
-    """Draws when it is opened, from the process's random state."""
+    """Draws the whole order when iteration starts, from the global random state."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -164,7 +164,7 @@ class Eager(Sampler[int]):
 
 
 class LazyPython(Eager):
-    """Draws index by index, from a state that training does not draw from."""
+    """Draws index by index from Python's generator, which training does not use."""
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(SAMPLES))
@@ -173,7 +173,7 @@ class LazyPython(Eager):
 
 
 class LazyTorch(Eager):
-    """Draws index by index, from the state that dropout draws from too."""
+    """Draws index by index from torch's global generator, which dropout uses too."""
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(SAMPLES))
@@ -190,7 +190,7 @@ class WithGenerator(Eager):
 
 
 class Counting(Eager):
-    """Counts with a private counter."""
+    """Draws the order from a private epoch counter."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -228,8 +228,8 @@ class CountingWithState(Counting):
         self.count = state["count"]
 
 
-class Placed(Eager):
-    """Its state is a place in an epoch; at the epoch's end, the end."""
+class StatefulSampler(Eager):
+    """Keeps its position in the epoch in its state dict. At the epoch's end, the position is the end, not 0."""
 
     def __init__(self) -> None:
         self.epoch = self.at = 0
@@ -253,8 +253,8 @@ class Placed(Eager):
         self.epoch, self.at, self.is_resumed = state["epoch"], state["at"], True
 
 
-class OwnBatches(Sampler[list[int]]):
-    """Batches of neighbours in random order."""
+class RandomBatches(Sampler[list[int]]):
+    """Yields batches of consecutive indices in random order."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(6)
@@ -267,8 +267,8 @@ class OwnBatches(Sampler[list[int]]):
             yield list(range(SAMPLES))[number * BATCH_SIZE : (number + 1) * BATCH_SIZE]
 
 
-class OwnBatchesOfProcess(OwnBatches):
-    """The same, from the process's random state."""
+class RandomBatchesOfProcess(RandomBatches):
+    """Draws the order of the batches from the global random state."""
 
     def __init__(self) -> None:
         pass
@@ -296,15 +296,15 @@ SAMPLERS: dict[str, Any] = {
     "shuffles its list": ShufflesItsList,
     "of epoch": OfEpoch,
     "counting with state": CountingWithState,
-    "placed": Placed,
+    "placed": StatefulSampler,
 }
-BATCH_SAMPLERS: dict[str, Any] = {"own batches": OwnBatches, "own batches, process": OwnBatchesOfProcess}
+BATCH_SAMPLERS: dict[str, Any] = {"own batches": RandomBatches, "own batches, process": RandomBatchesOfProcess}
 ORDERS = ("shuffle", "shuffle, generator", *SAMPLERS, *BATCH_SAMPLERS)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of data, and where it is stopped: after `place` batches of `epoch`."""
+    """A kind of data, and where the run stops: after `place` batches of `epoch`."""
 
     data: str = "items"
     order: str = "shuffle"
@@ -327,7 +327,7 @@ class Case:
         return f"{self.kind}: {data}; {', '.join([workers, *more])}; stopped in epoch {self.epoch} after {self.place}"
 
     def loader(self) -> Any:
-        """A new loader, as a new process would make it."""
+        """Return a new loader, as a new process would create it."""
         options: dict[str, Any] = {"num_workers": self.workers, "persistent_workers": self.persistent}
         if self.workers:
             options |= {"prefetch_factor": self.prefetch, "multiprocessing_context": self.context}
@@ -346,13 +346,13 @@ class Case:
 
 
 def random_case(rng: random.Random, *, contexts: bool = False) -> Case:
-    """Any combination that torch allows."""
+    """Return any combination that torch allows."""
     kinds = [*ITEMS, *ITEMS, *STREAMS]
-    # Torch sends no generator to a new interpreter.
+    # Torch cannot send a generator to a spawned worker.
     data = rng.choice([kind for kind in kinds if "generator" not in kind] if contexts else kinds)
     order = rng.choice(ORDERS)
     workers = rng.choice([0, 1, 2, 2])
-    is_persistent = workers > 0 and (contexts or rng.random() < 0.6)  # other interpreters start slowly: once is enough
+    is_persistent = workers > 0 and (contexts or rng.random() < 0.6)  # spawned workers start slowly: start them once
     return Case(
         data=data,
         order="" if data in STREAMS else order,
@@ -372,7 +372,7 @@ def random_case(rng: random.Random, *, contexts: bool = False) -> Case:
 
 
 class Training:
-    """A few steps of a regression with dropout, by hand; what it saw and the losses are kept."""
+    """A hand-written regression with dropout, which records its batches and losses."""
 
     def __init__(self, case: Case) -> None:
         self.batches = TrainBatches(seed=7)
@@ -381,7 +381,7 @@ class Training:
         self.seen: list[tuple[int, list[Any], str]] = []
 
     def train(self, epoch: int, until: int | None = None) -> None:
-        """An epoch from where it is, or up to `until` batches of it."""
+        """Train the rest of an epoch, or up to `until` batches of it."""
         taken = self.batches.epoch(epoch)
         while until is None or self.batches.taken < until:
             batch = next(taken, None)
@@ -405,7 +405,7 @@ def undisturbed(case: Case) -> list[Any]:
 
 
 def resumed(case: Case) -> list[Any]:
-    """The same with a stop, and new objects in another random state after it."""
+    """Train with a stop: afterwards, all objects are new and the random state is another one."""
     seed_all(1)
     first = Training(case)
     first.batches.load(case.loader)
@@ -413,7 +413,7 @@ def resumed(case: Case) -> list[Any]:
         first.train(epoch)
     if case.place:
         first.train(case.epoch, until=case.place)
-    state = unflatten(*flatten(first.batches.state_dict()))  # through a checkpoint
+    state = unflatten(*flatten(first.batches.state_dict()))  # as a checkpoint stores it
     seed_all(random.randrange(100, 1000))
     second = Training(case)
     second.weight, second.seen = first.weight, first.seen
@@ -428,7 +428,7 @@ def resumed(case: Case) -> list[Any]:
 
 
 class Scale(nn.Module):
-    """The same regression with dropout, as a module."""
+    """The regression with dropout of `Training`, as a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,7 +439,7 @@ class Scale(nn.Module):
 
 
 class Stop(Callback):
-    """Save a checkpoint and stop after the case's batch; before the first batch of an epoch, at the end of the epoch before it."""
+    """Saves a checkpoint and stops after the case's batch. For batch 0, it stops at the end of the previous epoch."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.taken, self.has_stopped = case, 0, False
@@ -495,7 +495,7 @@ def resumed_attached(case: Case) -> list[Any]:
 
 
 class Warnings(logging.Handler):
-    """What callsheet warned of."""
+    """Collects callsheet's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -507,7 +507,7 @@ class Warnings(logging.Handler):
 
 @dataclass
 class Result:
-    """What came of a case: `exact`, `warned`, `rejected`, or `SILENT`, which is the fault that all this looks for."""
+    """The result of a case: `exact`, `warned`, `rejected`, or `SILENT`: a difference without a warning, which is a bug."""
 
     outcome: str
     message: str = ""
@@ -518,7 +518,7 @@ ATTACH = (undisturbed_attached, resumed_attached)
 
 
 def result_of(case: Case, loops: tuple[Callable[[Case], list[Any]], Callable[[Case], list[Any]]] = TRAINER) -> Result:
-    """Return what came of a case: `loops` train without a stop, and with one."""
+    """Return the result of a case: `loops` are the functions that train without a stop and with one."""
     handler, logger = Warnings(), logging.getLogger("callsheet")
     logger.addHandler(handler)
     try:
@@ -545,7 +545,7 @@ for bit. *Warned*: a warning names what cannot be restored. *Silent*: a differen
 
 
 def table(results: list[tuple[Case, Result]]) -> str:
-    """In how many cases of each kind what came of it, and which dataloaders were warned of."""
+    """Return a table of how often each result occurred for each kind of dataloader, and the list of those with warnings."""
     outcomes = ("exact", "warned, exact", "warned", "rejected", "SILENT")
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for case, result in results:

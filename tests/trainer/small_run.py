@@ -1,6 +1,6 @@
-"""A small run with everything that can go wrong in a resume: shuffling, augmentation, dropout, a scheduler, moments, clipping, rounds.
+"""A small run that is hard to resume: shuffling, augmentation, dropout, a scheduler, optimizer moments, clipping, rounds.
 
-Also a script, to be killed: `python small_run.py <folder> <report> [--until-sigterm STEP] [--loader KIND]`.
+It is also a script for tests that kill it: `python small_run.py <folder> <report> [--until-sigterm STEP] [--loader KIND]`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPOCHS, STEPS = 4, 12
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Fixed samples under noise from all three generators."""
+    """Fixed samples with noise from Python's, NumPy's and torch's generators."""
 
     def __init__(self) -> None:
         self.inputs = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(7))
@@ -46,7 +46,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream:
-    """The noisy data in its own random order, without a length and without a memory."""
+    """Yields the noisy data in random order; it has no length and no state dict."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         data = Noisy()
@@ -70,7 +70,7 @@ def made_loader(kind: str) -> Any:
 
 
 class History(Callback):
-    """Every step's loss and every record, to the last bit; kept in checkpoints, so that a resumed run knows the whole curve."""
+    """Records every step's loss and every metrics record, without rounding. Its state dict keeps them for a resumed run."""
 
     def __init__(self) -> None:
         self.losses: list[str] = []
@@ -90,7 +90,7 @@ class History(Callback):
 
 
 class SavesAt(Callback):
-    """Asks for a checkpoint at every boundary of these kinds; where `stops`, that is also the end."""
+    """Requests a checkpoint at every boundary of the given kinds, and a stop too if `stops`."""
 
     phase = "save"
 
@@ -132,7 +132,7 @@ def small_trainer(
         "resume": resume,
         "callbacks": callbacks,
     }
-    # a function makes the loader: what it draws on being made comes after the seed
+    # The Trainer calls this function after it has set the seed, so what the loader draws in its constructor is reproducible.
     return Trainer(
         model,
         nn.functional.mse_loss,
@@ -142,7 +142,7 @@ def small_trainer(
 
 
 def result(trainer: Trainer, history: History) -> dict[str, Any]:
-    """The whole curve, all records and the final weights, to the last bit."""
+    """Return all losses, metrics records and final weights, without rounding."""
     weights = {name: [value.hex() for value in tensor.flatten().tolist()] for name, tensor in trainer.model.state_dict().items()}
     return {"losses": history.losses, "records": history.records, "weights": weights}
 
@@ -155,7 +155,7 @@ def run_small(
     resume: str | Path | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """One process's part of a run, from its beginning or from a checkpoint; the result is the whole run's."""
+    """Train from the beginning or from a checkpoint. The result covers the whole run, including the steps before a resume."""
     history = History()
     with small_trainer(folder, history, *callbacks, loader=loader, seed=seed, resume=resume, **changes) as trainer:
         trainer.fit()
@@ -163,19 +163,19 @@ def run_small(
 
 
 def checkpoints(folder: Path, run: str = "small") -> list[Path]:
-    """The run's checkpoints, oldest first."""
+    """Return the run's checkpoints, oldest first."""
     found = find_checkpoints(folder / run / "checkpoints")
     assert not found.skipped
     return [Path(checkpoint.path) for checkpoint in sorted(found.checkpoints, key=lambda c: c.seal.sealed_at)]
 
 
 def seed_for(folder: Path) -> int:
-    """The run's own where it has saved nothing yet; else any other, since all random states come out of the checkpoint."""
+    """Return 0, or a random seed if the run has a checkpoint, from which all random states are restored."""
     return random.randrange(1, 1000) if find_checkpoints(folder / "small" / "checkpoints").checkpoints else 0
 
 
 class Progress(Callback):
-    """Appends each completed step to a file; at step `until` it waits there for the signal."""
+    """Appends each completed step to a file, and waits for the signal at step `until`."""
 
     def __init__(self, path: Path, until: int | None, came: list[int]) -> None:
         self.path = path
@@ -192,7 +192,7 @@ class Progress(Callback):
                 file.write(f"{ctx.step}\n")
             if ctx.step == self.until:
                 deadline = time.monotonic() + 60
-                while not self.came:  # no threading.Event: its lock is not for handlers, which run inside this very wait
+                while not self.came:  # not a threading.Event: signal handlers must not use its lock, as they run inside this wait
                     assert time.monotonic() < deadline, "the signal never came"
                     time.sleep(0.001)
 
@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> None:
         came.append(number)
 
     if given.until_sigterm is not None:
-        signal.signal(signal.SIGTERM, note)  # the Trainer calls the handler that was there before it
+        signal.signal(signal.SIGTERM, note)  # the Trainer calls the previous handler too
     progress = Progress(given.folder / "steps.txt", given.until_sigterm, came)
     history = History()
     saves = [] if given.until_sigterm is not None else [SavesAt("step", "epoch")]
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> None:
     report = {"outcome": trainer.run.outcome, "events": progress.events, "step": trainer.state.timestamp.batch}
     given.report.write_text(json.dumps(report))
     if given.until_sigterm is None:
-        sys.stdin.read()  # stay to be killed
+        sys.stdin.read()  # wait to be killed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A request of one rank acts on all ranks at the same step; and the missing rank is named."""
+"""A request of one rank acts on all ranks at the same step, and errors name the missing rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = socket.gethostname()
 
 
 class Rank:
-    """What an agreement needs, on this rank."""
+    """An agreement on this rank, with the objects it depends on."""
 
     def __init__(self, *, timeout: float = 30.0, grace: float = 3.0) -> None:
         ranks = read_ranks()
@@ -72,13 +72,13 @@ def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
     assert at_once == (
         "the ranks are not at the same step: rank 0 at 5, rank 1 at 6, rank 2 at 5; do all of them get the same number of batches?"
     )
-    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_evaluation  # one step of evaluation more
+    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_evaluation  # rank 1 called evaluated_step() once
 
 
 # --- requests and signals ---
 
 
-def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
+def request_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
     rank = Rank()
     seen: dict[str, int] = {}
     for step in range(1, 300):
@@ -104,15 +104,15 @@ def ask_on_one_rank(from_a_thread: bool) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("from_a_thread", [False, True])
-def test_what_one_rank_asks_for_acts_at_one_step_on_all(from_a_thread: bool) -> None:
-    first, *others = run_ranks(ask_on_one_rank, 3, from_a_thread)
+def test_a_request_of_one_rank_acts_on_all_at_the_same_step(from_a_thread: bool) -> None:
+    first, *others = run_ranks(request_on_one_rank, 3, from_a_thread)
     assert all(seen == first for seen in others)
     acted = dict(first)
     assert set(acted) == {"save", "signal", "stop"}
     assert 20 < acted["save"] == acted["signal"] <= acted["stop"]
 
 
-def settle_what_was_said_last() -> tuple[str, bool]:
+def request_before_the_last_agreement() -> tuple[str, bool]:
     rank = Rank()
     if rank.number == 1:
         rank.control.stop("at the very end")
@@ -121,11 +121,11 @@ def settle_what_was_said_last() -> tuple[str, bool]:
     return (request.why if request else ""), rank.control.pending
 
 
-def test_settling_leaves_nothing_unsaid() -> None:
-    assert run_ranks(settle_what_was_said_last, 2) == [("at the very end", True)] * 2
+def test_the_last_agreement_distributes_pending_requests() -> None:
+    assert run_ranks(request_before_the_last_agreement, 2) == [("at the very end", True)] * 2
 
 
-def test_one_rank_has_it_at_once() -> None:
+def test_requests_and_signals_act_immediately_on_a_single_rank() -> None:
     rank = Rank()
     rank.control.stop("now")
     rank.signals.received = signal.SIGTERM
@@ -140,8 +140,8 @@ def test_one_rank_has_it_at_once() -> None:
 # --- how often ---
 
 
-def paces() -> tuple[list[int], list[int]]:
-    """The steps at which a message was due: when rank 0 takes 10 ms a step and others nothing, and then the other way round."""
+def agreement_steps() -> tuple[list[int], list[int]]:
+    """Return the steps at which an agreement was due: with 10 ms a step on rank 0, and with 10 ms a step on rank 1."""
     rank = Rank()
     found = []
     for slow in (0, 1):
@@ -159,18 +159,18 @@ def paces() -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.test_all
-def test_the_period_is_a_quarter_of_a_second_of_rank_zeros_steps() -> None:
-    first, second = run_ranks(paces, 2)
+def test_ranks_agree_every_quarter_second_of_rank_0_s_steps() -> None:
+    first, second = run_ranks(agreement_steps, 2)
     assert first == second
     by_slow_rank_zero, _ = first
     gaps = [later - earlier for earlier, later in pairwise(by_slow_rank_zero)]
     assert gaps[0] == 1
     assert max(gaps) <= 26
-    assert max(gaps) >= 10  # 25 on a machine with nothing else to do
+    assert max(gaps) >= 10  # 25 on an idle machine
 
 
 def change_of_pace() -> tuple[int, int]:
-    """Fast steps and then slow ones: the distance to the next agreement, before and after it knew of the slow steps."""
+    """Return the number of steps to the next agreement, before and after `change_pace` announced slower steps."""
     rank = Rank()
     for step in range(1, 5000):
         rank.agreement.look(step)
@@ -182,7 +182,7 @@ def change_of_pace() -> tuple[int, int]:
     return before, rank.agreement.next_step - 8999
 
 
-def test_slow_steps_after_fast_ones_begin_with_a_word_each() -> None:
+def test_ranks_agree_at_every_step_after_a_change_of_pace() -> None:
     (before, after), *others = run_ranks(change_of_pace, 2)
     assert before > 1
     assert after == 1
@@ -205,14 +205,14 @@ def wait_after_a_signal() -> tuple[float, str]:
 
 
 @pytest.mark.test_all
-def test_a_rank_that_does_not_answer_for_a_third_of_the_grace_is_not_waited_for() -> None:
+def test_after_a_signal_a_rank_is_waited_for_no_longer_than_a_third_of_the_grace() -> None:
     (seconds, error), _ = run_ranks(wait_after_a_signal, 2)
     assert 0.9 < seconds < 5
     assert "did not answer in time after a preemption signal" in error
 
 
 def continue_after_a_signal() -> str:
-    """Saving has taken longer than a third of the grace when the ranks speak again, one of them a little later than the other."""
+    """Agree a second time after a pause that is longer than a third of the grace; one rank arrives 0.2 s after the other."""
     rank = Rank(grace=1.5)
     with rank.signals:
         if rank.number == 0:
@@ -222,7 +222,7 @@ def continue_after_a_signal() -> str:
         return error_of(lambda: rank.agreement.agree(2))
 
 
-def test_the_third_counts_from_where_the_waiting_began() -> None:
+def test_the_third_of_the_grace_is_counted_from_the_start_of_the_wait() -> None:
     assert run_ranks(continue_after_a_signal, 2) == ["", ""]
 
 
@@ -270,8 +270,8 @@ def test_only_the_missing_rank_is_named_by_all(how: str, expected: str) -> None:
 # --- in the Trainer ---
 
 
-class AtTheEnd(Callback):
-    """Asks for an evaluation when training is over, and is interrupted in it."""
+class EvaluatesAtTheEnd(Callback):
+    """Requests an evaluation at the end of training, and sends SIGTERM during it."""
 
     def __init__(self) -> None:
         self.preempted = 0
@@ -288,7 +288,7 @@ class AtTheEnd(Callback):
 
 
 class LogsAtEpochsEnd(Callback):
-    """One rank does."""
+    """Logs a metric at every epoch's end, on the last rank only."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -321,7 +321,7 @@ def trained(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
 
 
 def interrupted_at_the_end(folder: Path) -> tuple[str, int, list[str]]:
-    callback = AtTheEnd()
+    callback = EvaluatesAtTheEnd()
     trainer = trained(folder, callback, eval_interval=None)
     return str(trainer.run.outcome), callback.preempted, [path.name for path in (folder / "run" / "checkpoints").glob("ep*")]
 

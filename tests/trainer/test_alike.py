@@ -1,4 +1,4 @@
-"""What must be the same on all ranks is compared if possible, and differences are rejected on all ranks."""
+"""Arguments and state that must be the same on all ranks are compared, and differences are rejected on all ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_another_model_is_rejected_on_all_ranks_and_nothing_is_lost(tmp_path: Pa
 
 
 class StopsSlowly(Callback):
-    """Steps that take longer than a word goes round, of which one rank asks to stop."""
+    """Takes longer for a step than the ranks need to agree; one rank requests a stop at step 3."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         time.sleep(0.25)
@@ -98,12 +98,12 @@ def stopped_slowly(folder: str) -> int:
 
 
 def test_a_request_in_a_slow_step_acts_at_its_end(tmp_path: Path) -> None:
-    """Waiting for the word costs less there than a step more."""
+    """If steps are slow, the ranks agree at the same step: this costs less than another step."""
     assert run_ranks(stopped_slowly, 2, str(tmp_path)) == [3, 3]
 
 
 class StopsAlone(Callback):
-    """Says that all ranks ask, which is not so."""
+    """Requests a stop as `replicated` (made by all ranks) on one rank only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3 and ctx.run.rank == 0:

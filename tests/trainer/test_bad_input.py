@@ -1,4 +1,4 @@
-"""What cannot work is rejected at once, by name, with a hint."""
+"""Bad input is rejected immediately, with an error that names it and gives a hint."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def stream() -> Iterator[Batch]:
     yield from some_data()
 
 
-class Endless:
-    """Iterable, of unknown length, and empty."""
+class EmptyIterable:
+    """An empty iterable of unknown length."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(())
@@ -110,7 +110,7 @@ def test_the_constructor_rejects(changes: dict[str, Any], message: str, tmp_path
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])
 @pytest.mark.parametrize("value", ["10xx", "ten", 2.5, True])
-def test_a_time_that_is_none_is_rejected_under_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:
+def test_an_invalid_time_is_rejected_with_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=argument):
         trainer_of(tmp_path, **{argument: value})
 
@@ -124,7 +124,7 @@ def test_a_duration_without_a_unit_is_rejected_with_both_spellings(value: Any, t
 
 
 @pytest.mark.parametrize("value", [3.0, "3.0", "3."])
-def test_a_whole_number_with_a_fraction_part_is_answered_as_a_whole_number(value: Any, tmp_path: Path) -> None:
+def test_the_hint_for_a_float_without_fraction_is_an_integer(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no unit: give '3ep' for epochs, or '3ba' for batches"):
         trainer_of(tmp_path, max_duration=value)
     with pytest.raises(ConfigError, match=r"max_duration=2\.5 has no unit: give whole epochs, such as '3ep', or whole batches"):
@@ -160,23 +160,21 @@ def test_a_bare_number_means_batches_in_every_interval_of_the_trainer(value: Any
         ("zzz", 1, r"Trainer has no argument 'zzz'$"),
     ],
 )
-def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here(
-    argument: str, value: Any, message: str, tmp_path: Path
-) -> None:
+def test_an_unknown_argument_is_rejected_with_a_hint(argument: str, value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as found:
         trainer_of(tmp_path, **{argument: value})
-    assert isinstance(found.value, TypeError)  # as of any function
+    assert isinstance(found.value, TypeError)  # as for any unknown argument in Python
 
 
 def test_hints_for_other_frameworks_arguments_are_not_arguments_here() -> None:
     takes = set(inspect.signature(Trainer).parameters)
     assert not takes & set(TRAINER_ARGUMENTS)
-    for meant in TRAINER_ARGUMENTS.values():  # and what is named in their place is one
+    for meant in TRAINER_ARGUMENTS.values():  # and the hint names an argument that exists
         assert takes & set(re.findall(r"\w+", meant))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "xpu", "mps"])
-def test_a_device_that_is_not_here_is_rejected_before_anything_is_created(device: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_rejected_before_anything_is_created(device: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match=rf"device='{device}' cannot be used here: .* give 'cpu', or 'auto'"):
@@ -191,13 +189,13 @@ def test_an_unknown_precision_is_rejected_before_anything_is_created(tmp_path: P
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval"])
-def test_an_interval_of_zero_is_rejected_under_its_argument_s_name(argument: str, tmp_path: Path) -> None:
+def test_an_interval_of_zero_is_rejected_with_its_argument_s_name(argument: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{argument}.*more than 0"):
         trainer_of(tmp_path, **{argument: 0})
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])
-def test_an_unknown_unit_is_named_with_those_that_there_are(argument: str, tmp_path: Path) -> None:
+def test_an_unknown_unit_is_rejected_with_the_known_ones(argument: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown unit 'epochs'; did you mean 'ep'\?"):
         trainer_of(tmp_path, **{argument: "10epochs"})
 
@@ -233,7 +231,7 @@ def test_a_run_cannot_be_named_after_the_folder_above(tmp_path: Path) -> None:
     [torch.optim.lr_scheduler.ExponentialLR, lambda optimizer: 3, torch.optim.lr_scheduler.ReduceLROnPlateau],
     ids=["class", "number", "plateau"],
 )
-def test_what_cannot_be_stepped_as_a_scheduler_is_rejected(scheduler: Any, tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_scheduler_is_rejected(scheduler: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="scheduler"):
         trainer_of(tmp_path, scheduler=scheduler)
 
@@ -250,12 +248,12 @@ def test_an_unknown_argument_is_python_s_own_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("callbacks", ["Recorder", Recorder, [Recorder], {"recorder": 1}, [print]])
-def test_what_is_no_callback_is_rejected(callbacks: Any, tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_callback_is_rejected(callbacks: Any, tmp_path: Path) -> None:
     with pytest.raises(NotACallbackError):
         trainer_of(tmp_path, callbacks=callbacks)
 
 
-def test_half_a_launch_environment_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_launch_environment_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -269,7 +267,7 @@ def test_a_broken_launch_environment_is_named(tmp_path: Path, monkeypatch: pytes
         trainer_of(tmp_path)
 
 
-def test_a_rejection_during_set_up_ends_the_run_that_had_begun(tmp_path: Path) -> None:
+def test_an_error_in_set_up_ends_the_run(tmp_path: Path) -> None:
     recorder = Recorder(fields=("exception", "span"))
     with pytest.raises(ConfigError) as raised:
         trainer_of(tmp_path, train_dataloader=[], callbacks=recorder)
@@ -290,7 +288,7 @@ def test_fit_without_its_parts_is_rejected(missing: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("duration", "message"), [("0ba", "max_duration='0ba'"), ("3 ages", "unknown unit 'ages'"), ("", "is no time")]
 )
-def test_fit_rejects_a_duration_that_is_none(duration: str, message: str, tmp_path: Path) -> None:
+def test_fit_rejects_an_invalid_duration(duration: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path).fit(duration)
 
@@ -306,7 +304,7 @@ def test_fit_rejects_rounds_of_unknown_length(tmp_path: Path) -> None:
 
 def test_an_epoch_without_batches_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"epoch 1 had no batches; is the dataset empty, or was an iterator used up\?"):
-        trainer_of(tmp_path, train_dataloader=Endless()).fit()
+        trainer_of(tmp_path, train_dataloader=EmptyIterable()).fit()
 
 
 def test_evaluate_without_data_is_rejected(tmp_path: Path) -> None:
@@ -368,7 +366,7 @@ def test_calling_the_trainer_from_a_callback_of_training_is_rejected(name: str, 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rejection_that_the_callback_catches_leaves_training_whole(name: str, tmp_path: Path) -> None:
+def test_a_rejected_call_whose_error_is_caught_does_not_disturb_training(name: str, tmp_path: Path) -> None:
     calls, recorder = Calls("on_train_step_end", CALLS[name][0], catches=True), Recorder()
     torch.manual_seed(0)
     with trainer_of(tmp_path, callbacks=[calls, recorder]) as trainer:
@@ -405,8 +403,8 @@ def test_calling_the_trainer_from_a_callback_of_an_evaluation_is_rejected(name: 
 # --- losses and batches ---
 
 
-class Loses(Task):
-    """Whose loss is what it was given."""
+class ReturnsLoss(Task):
+    """Computes the loss with the given function."""
 
     def __init__(self, loss: Callable[[Tensor], Any]) -> None:
         self.made = loss
@@ -433,7 +431,7 @@ class Loses(Task):
 )
 def test_a_loss_that_cannot_be_trained_on_is_rejected(loss: Callable[[Tensor], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        trainer_of(tmp_path, task=Loses(loss)).fit()
+        trainer_of(tmp_path, task=ReturnsLoss(loss)).fit()
 
 
 def test_a_plain_function_whose_loss_has_no_mean_is_rejected(tmp_path: Path) -> None:
@@ -466,7 +464,7 @@ def test_a_batch_that_cannot_be_split_is_rejected(batch: Any, found: str) -> Non
         split(batch, 2)
 
 
-def test_what_has_no_length_goes_into_every_microbatch() -> None:
+def test_a_part_without_a_length_goes_into_every_microbatch() -> None:
     first, second = split({"ids": torch.arange(3), "names": ["a", "b", "c"], "epoch": 3}, 2)
     assert (first["ids"].tolist(), first["names"], first["epoch"]) == ([0, 1], ["a", "b"], 3)
     assert (second["ids"].tolist(), second["names"], second["epoch"]) == ([2], ["c"], 3)
@@ -477,8 +475,8 @@ def test_a_scalar_tensor_in_a_batch_is_rejected_as_what_it_is() -> None:
         split((torch.ones(4), torch.tensor(3.0)), 2)
 
 
-def test_every_rejection_is_one_of_ours(tmp_path: Path) -> None:
-    """A caller may catch them all by one name, and as the built-in kind that they are."""
+def test_every_rejection_is_a_callsheet_error_and_a_built_in_one(tmp_path: Path) -> None:
+    """A caller can catch `CallsheetError` for all, or the built-in type of each error."""
     with pytest.raises(CallsheetError):
         trainer_of(tmp_path, microbatch_size=0)
     with pytest.raises(ValueError, match=re.escape("microbatch_size=0")):
@@ -486,7 +484,7 @@ def test_every_rejection_is_one_of_ours(tmp_path: Path) -> None:
 
 
 def test_intervals_longer_than_the_run_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is lost: both come at the end."""
+    """The evaluation and the metrics record still come at the end of training."""
     recorder = Recorder()
     with (
         caplog.at_level("WARNING", "callsheet"),
@@ -533,7 +531,7 @@ def test_a_batch_that_is_no_pair_is_explained_with_a_loss_function(batch: Any, d
             trainer.fit()
 
 
-def test_an_error_inside_the_model_is_not_taken_for_a_batch_that_is_no_pair(tmp_path: Path) -> None:
+def test_an_error_inside_the_model_is_not_reported_as_a_bad_batch(tmp_path: Path) -> None:
     class Fails(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             raise KeyError(0)

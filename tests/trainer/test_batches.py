@@ -1,4 +1,4 @@
-"""Come back to any place in the data, with as many ranks as one likes: the rest of the epoch is what it would have been."""
+"""Resume at any position in the data, also with another number of ranks: the rest of the epoch is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ State = dict[str, Any]
 
 
 class Numbers(Dataset[Tensor]):
-    """Samples of (index, noise), and a list of those that were loaded in this process."""
+    """Samples of (index, noise). `loaded` lists the indices that this process has loaded."""
 
     def __init__(self, n: int = SAMPLES) -> None:
         self.n = n
@@ -49,7 +49,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream:
-    """Batches in random order, without a length."""
+    """Yields batches in random order; it has no length."""
 
     def __init__(self, batches: int, first: int = 0) -> None:
         self.batches = batches
@@ -61,7 +61,7 @@ class Stream:
 
 
 class StatefulStream(Stream):
-    """One that knows its place; it cannot be restarted elsewhere."""
+    """Yields batches in order; its state dict holds the position, from which it continues."""
 
     def __init__(self, batches: int, first: int = 0) -> None:
         super().__init__(batches, first)
@@ -107,7 +107,7 @@ def made_batches(world: ProcessGroups, kind: str, batch_size: int = 2) -> TrainB
 
 
 def trained(batches: TrainBatches, number: int, until: int | None = None) -> list[Any]:
-    """What a training would see of an epoch, up to its end or to `until` batches."""
+    """Return the batches that training would receive in an epoch, up to its end or to `until` batches."""
     seen: list[Any] = []
     epoch = batches.epoch(number)
     while (until is None or batches.taken < until) and (batch := next(epoch, None)) is not None:
@@ -120,7 +120,7 @@ def trained(batches: TrainBatches, number: int, until: int | None = None) -> lis
 
 
 def saved(state: State) -> State:
-    """Through a checkpoint."""
+    """Return the state as a checkpoint stores and restores it."""
     read: State = unflatten(*flatten(state))
     return read
 
@@ -129,7 +129,10 @@ def saved(state: State) -> State:
 
 
 def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
-    """On one rank: two epochs straight on, and the same resumed at every place of the second, by new objects in another random state."""
+    """Compare, on one rank, two uninterrupted epochs with ones that new objects resume at every position of the second epoch.
+
+    The new objects start in another random state. Returns the positions with a difference, by kind of loader.
+    """
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     wrong: dict[str, list[Any]] = {}
     for kind in kinds:
@@ -169,7 +172,7 @@ def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
 
 
 def with_workers() -> tuple[list[Any], list[Any], int]:
-    """On one rank of two with four workers each: an epoch straight on, and resumed; and how many epochs' noise there was."""
+    """Return an uninterrupted epoch, a resumed one, and the number of samples with repeated noise, with four workers."""
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     seed_all(world.rank)
     straight = made_batches(world, "workers")
@@ -196,7 +199,7 @@ def test_augmentation_in_workers_is_exact_on_several_ranks() -> None:
 
 
 def until_place(kind: str, batch_size: int, place: int, state: bytes | None, until: int | None) -> tuple[list[Any], bytes]:
-    """On one rank: what it takes of the second epoch, from `state` on, and the state then."""
+    """Return the batches that this rank takes from the second epoch, starting at `state`, and the state afterwards."""
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     batches = made_batches(world, kind, batch_size)
     if state is not None:
@@ -208,7 +211,7 @@ def until_place(kind: str, batch_size: int, place: int, state: bytes | None, unt
 
 
 def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
-    """The global batches of all ranks' batches, in the order of the samples' numbers; fillers left out."""
+    """Merge all ranks' batches into global batches: samples are sorted, fillers are left out."""
     by_rank = [seen for seen, _ in ends]
     return [
         sorted(sample for batch, share, _ in batches if not share[2] for sample in batch)
@@ -219,7 +222,7 @@ def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
 @pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["split", "dealt", "dealt stateful"])
 def test_another_number_of_ranks_resumes(kind: str) -> None:
-    """From 4 ranks to 2 with batches of twice the size, and to a single process."""
+    """Resume from 4 ranks on 2 with batches of twice the size, and on a single process."""
     is_split = kind == "split"
     whole = together(run_ranks(until_place, 4, kind, 1, 0, None, None))
     before = run_ranks(until_place, 4, kind, 1, 0, None, 1)
@@ -228,7 +231,7 @@ def test_another_number_of_ranks_resumes(kind: str) -> None:
         found = together(before) + together(ends)
         if is_split:
             assert found == whole
-        else:  # a turn has one batch a rank
+        else:  # whole batches are dealt to the ranks, so a global batch has as many of them as there are ranks
             assert sorted(chain(*found)) == sorted(chain(*whole))
             assert found[0] == whole[0]
 
@@ -246,14 +249,14 @@ def another_world(state: bytes, kind: str) -> str:
     return ""
 
 
-def test_a_place_in_the_ranks_own_data_is_theirs_alone() -> None:
+def test_a_position_in_the_ranks_own_data_needs_the_same_number_of_ranks() -> None:
     [(_, state), _] = run_ranks(until_place, 2, "own", 2, 0, None, 1)
     for error in run_ranks(another_world, 1, state, "own"):
         assert (
             "in the middle of an epoch of train_dataloader whose batches were own on 2 ranks, and are own on 1: resume with"
             in error
         )
-    [(_, state)] = run_ranks(until_place, 1, "split", 2, 0, None, 1)  # alone, its loader has an order of its own
+    [(_, state)] = run_ranks(until_place, 1, "split", 2, 0, None, 1)  # a single process uses the loader's own order
     assert all("were own on 1 ranks, and are split on 2" in error for error in run_ranks(another_world, 2, state, "split"))
 
 
@@ -284,7 +287,7 @@ def test_too_few_samples_or_others_are_rejected() -> None:
 # --- nothing is loaded twice ---
 
 
-def test_what_was_taken_is_not_loaded_again() -> None:
+def test_batches_that_were_trained_on_are_not_loaded_again() -> None:
     dataset = Numbers()
     for loader in (DataLoader(SeededDataset(dataset, 4), batch_size=2, shuffle=True), DataLoader(dataset, batch_size=2)):
         batches = TrainBatches()
@@ -303,7 +306,7 @@ def test_what_was_taken_is_not_loaded_again() -> None:
 
 
 def resumed_with_workers(make: Any) -> tuple[list[Any], list[Any]]:
-    """The second epoch straight on, and resumed after its second batch."""
+    """Return the second epoch, uninterrupted and resumed after its second batch."""
     seed_all(1)
     straight = TrainBatches()
     straight.load(make)
@@ -323,7 +326,7 @@ def resumed_with_workers(make: Any) -> tuple[list[Any], list[Any]]:
 
 
 class Inputs(Dataset[Tensor]):
-    """The noisy inputs alone."""
+    """The inputs of the noisy samples, without their targets."""
 
     def __init__(self) -> None:
         self.noisy = Noisy()
@@ -351,7 +354,7 @@ def test_augmentation_in_workers_is_exact_in_one_process(kind: str, caplog: pyte
 
 @pytest.mark.test_all
 def test_persistent_workers_of_another_interpreter_receive_the_epoch() -> None:
-    """They are not forked from here: what they know was pickled before the first epoch."""
+    """Spawned workers have a copy of the dataset that was pickled before the first epoch."""
     there, here = SeededDataset(Numbers(), 4), SeededDataset(Numbers(), 4)
     loader = DataLoader(there, None, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
     for epoch in (0, 5):
@@ -360,7 +363,7 @@ def test_persistent_workers_of_another_interpreter_receive_the_epoch() -> None:
         assert torch.equal(torch.stack(list(loader)), torch.stack([here[index] for index in range(SAMPLES)]))
 
 
-def test_where_augmentation_is_not_exact_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_where_augmentation_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Any:
         return StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=2)
 

@@ -1,4 +1,4 @@
-"""All built-ins on two ranks: they change nothing, write once, and say the same everywhere."""
+"""All built-ins on two ranks: they change nothing, write once, and act alike on all ranks."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_they_change_nothing_and_write_once(parallel: str, tmp_path: Path) -> No
     written = [
         (record.step, record.values["train/loss"].hex()) for record in read_metrics(folder) if "train/loss" in record.values
     ]
-    assert written == [(step, loss) for step, loss in plain[0]["records"] if loss]  # each once
-    assert len(find_checkpoints(folder / "checkpoints").checkpoints) in (1, 2)  # the newest, and the best where that is another
+    assert written == [(step, loss) for step, loss in plain[0]["records"] if loss]  # each record is written once
+    assert len(find_checkpoints(folder / "checkpoints").checkpoints) in (1, 2)  # the newest, and the best if it is another one
 
 
 def poisoned(folder: str) -> str:

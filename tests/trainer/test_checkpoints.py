@@ -32,7 +32,7 @@ from .small_run import History, SavesAt, result, run_small, small_trainer
 
 @pytest.fixture
 def remote() -> Iterator[str]:
-    """A folder of the memory's file system."""
+    """Return a folder in fsspec's memory file system."""
     yield "memory://bucket/runs"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -61,7 +61,7 @@ def test_a_remote_run_is_not_started_again(remote: str, tmp_path: Path) -> None:
 
 
 class Recorded(Callback):
-    """The step in hand and the checkpoint's, where saving ends and where it is published."""
+    """Records the current step and the checkpoint's step when a save ends and when it is published."""
 
     def __init__(self) -> None:
         self.saved: list[tuple[int, int]] = []
@@ -100,7 +100,7 @@ def test_fit_returns_when_what_it_saved_is_durable(tmp_path: Path) -> None:
 
 
 def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> None:
-    class TakesThePlace(Callback):
+    class OccupiesThePath(Callback):
         def on_checkpoint_save_start(self, ctx: Context) -> None:
             assert ctx.checkpoint is not None
             path = Path(ctx.checkpoint.path)
@@ -108,7 +108,7 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
             (path / "thesis.tex").write_text("mine")
 
     history = History()
-    trainer = small_trainer(tmp_path, SavesAt("step"), TakesThePlace(), history, save_in_background=True)
+    trainer = small_trainer(tmp_path, SavesAt("step"), OccupiesThePath(), history, save_in_background=True)
     with pytest.raises(CheckpointError, match="holds files that do not belong to a checkpoint"):
         trainer.fit()
     assert (tmp_path / "small" / "checkpoints" / "ep0-ba1" / "thesis.tex").read_text() == "mine"
@@ -136,7 +136,7 @@ class Allocations(TorchDispatchMode):
 
 
 class AllocatedWhileSaving(Callback):
-    """How much memory the training thread allocates in each save."""
+    """Measures how much memory the training thread allocates in each save."""
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
@@ -202,7 +202,7 @@ class Spoils(Callback):
         ("2.weight", math.nan, False),
         ("0.weight", -math.inf, False),
         ("1.running_mean", math.nan, False),
-        ("1.running_var", math.inf, True),  # a mask may hold infinities
+        ("1.running_var", math.inf, True),  # a buffer that is a mask may hold infinities
         ("0.weight", 3e38, True),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_after_a_save_does_not_end_the_run(
         def on_checkpoint_published(self, ctx: Context) -> None:
             filler.unlink(missing_ok=True)
 
-    def fill(event: str, args: tuple[Any, ...]) -> None:  # the checkpoint is committed, and not a byte is left after it
+    def fill(event: str, args: tuple[Any, ...]) -> None:  # once the checkpoint is committed, no byte is free
         if is_on and event == "open" and str(args[0]).endswith("latest.new"):
             is_on.clear()
             with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -299,7 +299,7 @@ def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     with caplog.at_level(logging.WARNING, "callsheet"):
-        with small_trainer(tmp_path, resume="auto") as trainer:  # one that saves nothing deletes nothing
+        with small_trainer(tmp_path, resume="auto") as trainer:  # a run that saves nothing deletes nothing
             assert trainer.state.timestamp.batch == 1
         assert left.is_dir()
         with small_trainer(tmp_path, SavesAt("epoch"), resume="auto", max_duration="1ep") as trainer:

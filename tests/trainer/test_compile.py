@@ -34,7 +34,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Small(nn.Module):
-    """Its forward is its own: torch leaves those of its own modules, such as a Sequential's, as they are."""
+    """Defines its own forward: torch does not compile the forward of its own modules, such as a Sequential's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Small(nn.Module):
 
 
 def train(compile: Any, parallel: str = "auto", **changes: Any) -> tuple[list[float], list[str], int]:
-    """The losses, the events, and how many graphs were compiled."""
+    """Return the losses, the events, and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -114,14 +114,15 @@ def tiny_llama() -> Any:
 
 
 def train_llama(is_checkpointing: bool, parallel: str = "auto") -> tuple[list[float], int]:
-    """The losses, and how often a block's forward ran."""
+    """Return the losses, and how often a block's forward ran."""
     model, losses, forwards = tiny_llama(), Losses(), 0
 
     def count(*_: Any) -> None:
         nonlocal forwards
         forwards += 1
 
-    model.model.layers[0].mlp.register_forward_pre_hook(count)  # computing again stops once it has what it needs
+    # Count a module inside the block: recomputation stops as soon as it has the activations that it needs.
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
     ids = torch.randint(0, 11, (4, 2, 6), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": batch, "labels": batch} for batch in ids]
     with Trainer(
@@ -165,12 +166,12 @@ def test_cuda_graphs_with_several_microbatches_are_rejected(mode: str) -> None:
     check_cuda_graphs(True, cuda, has_microbatches=True)
 
 
-def test_a_model_that_offers_no_way_is_rejected() -> None:
+def test_a_model_without_activation_checkpointing_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\).*torch\.utils\.checkpoint"):
         Trainer(nn.Linear(1, 1), mse_loss, [(torch.ones(1, 1), torch.ones(1, 1))], gradient_checkpointing=True)
 
 
-def test_a_hugging_face_model_that_has_none_is_rejected() -> None:
+def test_a_hugging_face_model_without_activation_checkpointing_is_rejected() -> None:
     model = tiny_llama()
     type(model).supports_gradient_checkpointing = False
     try:

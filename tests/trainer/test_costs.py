@@ -63,7 +63,7 @@ class Sleeps(Callback):
 
 
 def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: Any) -> CapturingLogger:
-    """A small run; who took its costs."""
+    """Run a small training and return the logger that received its costs."""
     capture = CapturingLogger()
     manager = CallbackManager([*callbacks, capture], costs=costs, warn_share=changes.pop("warn_share", 0.05))
     with small_trainer(folder, callbacks=manager, **changes) as trainer:
@@ -71,7 +71,7 @@ def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: A
     return capture
 
 
-def test_all_of_them_are_counted_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_with_costs_all_every_call_is_counted(tmp_path: Path) -> None:
     counts = Counts()
     report = run(tmp_path, counts, costs="all", eval_interval="1ep", log_interval="1ba").reports[-1]
     assert {cost.event: cost.calls for cost in report.costs if cost.callback == "Counts"} == dict(counts.received)
@@ -90,7 +90,7 @@ def test_by_default_what_is_rare_is_counted_and_steps_are_sampled(tmp_path: Path
     assert report.window_steps % WINDOW_STEPS == 0
 
 
-def test_nothing_is_counted_where_it_is_off(tmp_path: Path) -> None:
+def test_with_costs_off_nothing_is_recorded(tmp_path: Path) -> None:
     capture = run(tmp_path, Counts(), costs="off")
     assert not capture.reports
     assert not capture.windows
@@ -137,7 +137,7 @@ def test_windows_hold_the_spans_and_callbacks_of_a_few_steps_nested(tmp_path: Pa
         "on_log",
     }
     ends: list[float] = []
-    for each in window.slices:  # a slice ends before whatever it began in
+    for each in window.slices:  # a slice ends before the slice that it is nested in
         while ends and ends[-1] <= each.begin:
             ends.pop()
         assert not ends or each.begin + each.seconds <= ends[-1]

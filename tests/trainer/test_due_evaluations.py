@@ -1,4 +1,4 @@
-"""A signal at an evaluation's boundary moves nothing: the resumed run evaluates the restored weights before its next step."""
+"""After a signal at an evaluation's boundary, the resumed run evaluates the restored weights before its next step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Signals(Callback):
 
 
 def trained(folder: Path, *callbacks: Callback, interval: str, rate: float) -> dict[str, Any]:
-    """A run, or the rest of one: its records, where it evaluated, its best checkpoint, and how it ended."""
+    """Train or resume a run. Return its records, the steps of its evaluations, its best checkpoint, and its outcome."""
     torch.manual_seed(3)
     inputs = torch.randn(24, 3)
     data, held_out = TensorDataset(inputs, inputs.sum(1, keepdim=True)), [(inputs[:4], inputs[:4].sum(1, keepdim=True))] * 40
@@ -80,7 +80,7 @@ def trained(folder: Path, *callbacks: Callback, interval: str, rate: float) -> d
 
 
 def stopped_and_resumed(folder: str, rank_of_signal: int, cases: list[tuple[str, int, str, float]]) -> list[Any]:
-    """On one rank: each case undisturbed, and with a signal at an event of a step."""
+    """Run each case on one rank: without interruption, and with a signal at an event of a step."""
     found = []
     for number, (event, step, interval, rate) in enumerate(cases):
         signals = [Signals(event, step)] if int(os.environ.get("RANK", "0")) == rank_of_signal else []
@@ -95,11 +95,11 @@ IMPROVES, WORSENS = 0.1, 3.0
 CASES = [
     ("on_train_step_end", 4, "4ba", IMPROVES),
     ("on_eval_all_start", 4, "4ba", IMPROVES),
-    ("on_eval_step_start", 8, "4ba", WORSENS),  # before the evaluation that is worse for the first time
-    ("on_eval_end", 12, "4ba", WORSENS),  # in the one that stops the run
+    ("on_eval_step_start", 8, "4ba", WORSENS),  # during the first evaluation with a worse result
+    ("on_eval_end", 12, "4ba", WORSENS),  # in the evaluation after which the run stops
     ("on_epoch_end", 6, "1ep", IMPROVES),
     ("on_eval_step_start", 6, "1ep", IMPROVES),
-    ("on_eval_step_start", 18, "4ba", IMPROVES),  # training is over
+    ("on_eval_step_start", 18, "4ba", IMPROVES),  # after the last training step
 ]
 
 
@@ -109,7 +109,7 @@ def check(straight: dict[str, Any], first: dict[str, Any], second: dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_resumed_run_is_the_undisturbed_one(case: tuple[str, int, str, float], tmp_path: Path) -> None:
+def test_the_resumed_run_equals_the_uninterrupted_one(case: tuple[str, int, str, float], tmp_path: Path) -> None:
     [(straight, first, second)] = stopped_and_resumed(str(tmp_path), 0, [case])
     check(straight, first, second)
     assert straight["best"] is not None

@@ -1,4 +1,4 @@
-"""Several evaluators with schedules of their own, on one rank and on two; tests, predictions, and evaluations that a signal ends."""
+"""Several evaluators with their own schedules, on one and two ranks; tests, predictions, and interrupted evaluations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loader(number: int, seed: int, batch_size: int = 2) -> DataLoader[Any]:
 
 
 class Evaluated(Callback):
-    """Which datasets were evaluated after which step, and what was found."""
+    """Records which datasets were evaluated after which step, and the results."""
 
     def __init__(self) -> None:
         self.names: list[tuple[int, str]] = []
@@ -47,7 +47,7 @@ class Evaluated(Callback):
         self.results.append(ctx.eval_results)
 
 
-class Asks(Callback):
+class RequestsEvaluation(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -57,7 +57,7 @@ class Asks(Callback):
 
 
 def trainer_of(*callbacks: Callback, world_size: int = 1, **changes: Any) -> Trainer:
-    """12 steps an epoch, over the same global batches whatever the number of ranks."""
+    """Return a trainer with 12 steps an epoch; the global batches do not depend on the number of ranks."""
     torch.manual_seed(0)
     arguments: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -80,7 +80,7 @@ SCHEDULE = [
     (6, "seldom"),
     (8, "often"),
     (10, "default"),
-    *((12, name) for name in ("often", "seldom", "default", "at_epochs")),  # at the end of training all of them
+    *((12, name) for name in ("often", "seldom", "default", "at_epochs")),  # all evaluators run at the end of training
 ]
 
 
@@ -88,14 +88,14 @@ def test_each_evaluator_has_its_own_schedule() -> None:
     evaluated, recorder = Evaluated(), Recorder()
     with trainer_of(evaluated, recorder) as trainer:
         trainer.fit("1ep")
-        assert set(trainer.eval_results) == {"often", "seldom", "default", "at_epochs"}  # the last of each
+        assert set(trainer.eval_results) == {"often", "seldom", "default", "at_epochs"}  # the last results of each evaluator
     assert evaluated.names == SCHEDULE
     check_events(recorder.events)
 
 
 def test_a_request_runs_all_of_them_and_counts_for_their_schedules() -> None:
     evaluated = Evaluated()
-    with trainer_of(evaluated, Asks(7)) as trainer:
+    with trainer_of(evaluated, RequestsEvaluation(7)) as trainer:
         trainer.fit("11ba")
     names = ["often", "seldom", "default", "at_epochs"]
     assert evaluated.names == [
@@ -129,7 +129,7 @@ def test_each_continues_its_schedule_after_a_resume(step: int, tmp_path: Path) -
 
 def test_no_interval_means_on_request_only() -> None:
     evaluated = Evaluated()
-    with trainer_of(evaluated, Asks(2), eval_dataloader={"asked": loader(2, 1)}, eval_interval=None) as trainer:
+    with trainer_of(evaluated, RequestsEvaluation(2), eval_dataloader={"asked": loader(2, 1)}, eval_interval=None) as trainer:
         trainer.fit("1ep")
     assert evaluated.names == [(2, "asked")]
 
@@ -147,7 +147,7 @@ def evaluate_on(world_size: int) -> dict[str, Any]:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     evaluated, recorder = Evaluated(), Recorder()
     whole = loader(9, 8, 4 // world_size)
-    with trainer_of(evaluated, Asks(7), recorder, world_size=world_size) as trainer:
+    with trainer_of(evaluated, RequestsEvaluation(7), recorder, world_size=world_size) as trainer:
         trainer.fit("1ep")
         tested = trainer.test(whole)
         by_hand = trainer.evaluate({"whole": whole})
@@ -165,8 +165,8 @@ def evaluate_on(world_size: int) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_find_what_one_finds() -> None:
-    """9 samples: shares of 2 and 2, 2 and 2, 1 and a filler; predictions leave the filler out."""
+def test_two_ranks_compute_the_results_of_one() -> None:
+    """9 samples are shared as 2 and 2, 2 and 2, 1 and a filler; predictions leave the filler out."""
     alone = evaluate_on(1)
     ranks = run_ranks(evaluate_on, 2, 2)
     for found in ranks:
@@ -186,7 +186,7 @@ def test_two_ranks_find_what_one_finds() -> None:
     assert [len(found["predicted_one"]) for found in ranks] == [1, 0]
 
 
-# --- ended by a signal ---
+# --- interrupted by a signal ---
 
 
 class Signals(Callback):
@@ -204,7 +204,7 @@ class Signals(Callback):
 
 
 def train_until_the_signal(folder: Path) -> dict[str, Any]:
-    """Evaluates three datasets after step 3; only the last rank receives the signal. Then the run is resumed."""
+    """Evaluate three datasets after step 3, while only the last rank receives the signal. Then resume the run."""
     if read_ranks().world_size > 1:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found: dict[str, Any] = {}
@@ -249,13 +249,13 @@ _ORDER = ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end"
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp_path: Path) -> None:
+def test_an_evaluation_that_a_signal_interrupts_is_repeated_on_resume(world_size: int, tmp_path: Path) -> None:
     ranks = run_ranks(train_until_the_signal, world_size, tmp_path)
     assert all(found == ranks[0] for found in ranks)
     first, second = ranks[0]["first"], ranks[0]["second"]
     assert (first["outcome"], first["steps"]) == (str(Outcome.PREEMPTED), 3)
     assert first["names"] == [(3, "a"), (3, "b")]
-    assert first["results"] == [[]]  # of an evaluation that was cut short nothing counts: all of it is made again
+    assert first["results"] == [[]]  # results of an interrupted evaluation are discarded, and it is repeated
     assert first["eval_steps"] < 4000 // world_size  # the evaluation of the second dataset was interrupted
     assert first["events"] == [
         "on_eval_all_start",
@@ -265,5 +265,5 @@ def test_an_evaluation_that_a_signal_ends_is_made_on_resume(world_size: int, tmp
         "on_checkpoint_save_end",
     ]
     assert (second["outcome"], second["steps"]) == (str(Outcome.FINISHED), 4)
-    assert {name for step, name in second["names"] if step == 3} == {"a", "b", "c"}  # on the weights that it was due for
+    assert {name for step, name in second["names"] if step == 3} == {"a", "b", "c"}  # with the weights for which it was due
     assert second["results"][0] == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""Four ranks, FSDP2, every event: the run with which InstructLab's callbacks were shown, and what it did not ask."""
+"""Every event on four ranks with FSDP2: handlers receive the same events and replicated fields on every rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NOT_HERE = {"on_preempt", "on_exception"}
 REPLICATED = {name for name, field in FIELDS.items() if field.kind in ("replicated", "reduced", "agreed")}
 
 
-class Scribe(Callback):
-    """Writes a line for every event, on every rank, with a method for each."""
+class WritesEvents(Callback):
+    """Writes a line for every event on every rank; it has a method for each event."""
 
     def __init__(self, *, folder: str, name: str) -> None:
         self.folder, self.name = Path(folder), name
@@ -33,12 +33,12 @@ class Scribe(Callback):
             file.write(json.dumps({"event": ctx.event, "step": ctx.step, "epoch": ctx.epoch}) + "\n")
 
 
-for _event in EVENTS:  # each overridden, as a user's class would have it
-    setattr(Scribe, _event, lambda self, ctx: self.write(ctx))
+for _event in EVENTS:  # override each method, as a user's class would
+    setattr(WritesEvents, _event, lambda self, ctx: self.write(ctx))
 
 
 class Checker(Callback):
-    """Compares each event with the lifecycle's table, and keeps the numbers that all ranks should share."""
+    """Compares the available fields with the lifecycle's table, and records the values that must be equal on all ranks."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, MetricsRecord):
-        return repr(replace(value, memory_bytes=0))  # each rank's own
+        return repr(replace(value, memory_bytes=0))  # differs by rank
     return repr(value)
 
 
@@ -70,7 +70,7 @@ def trained(folder: str) -> tuple[list[str], list[Any]]:
     inputs = torch.randn(40, 8, generator=torch.Generator().manual_seed(4))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     checker = Checker()
-    inline, behind = Scribe(folder=folder, name="inline"), Scribe(folder=folder, name="behind")
+    inline, behind = WritesEvents(folder=folder, name="inline"), WritesEvents(folder=folder, name="behind")
     with Trainer(
         nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)),
         nn.functional.mse_loss,
@@ -119,7 +119,7 @@ def test_every_event_reaches_every_rank_with_its_fields(tmp_path: Path) -> None:
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:
-    """A field whose window is wrong in the table would be found."""
+    """`Checker` reports a field whose window in the table is wrong."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.fields_available", lambda event: ("batch",))
         checker = Checker()

@@ -1,4 +1,4 @@
-"""What an error that leaves the trainer says, and what is left behind: nothing."""
+"""Errors that the trainer raises say what to try, and no process group is left behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
         MemoryError(),
     ],
 )
-def test_out_of_memory_says_what_is_held_and_what_to_try(error: Exception) -> None:
+def test_out_of_memory_errors_list_memory_use_and_remedies(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, Trainer(Fails(error), mse_loss, DATA, optimizer=sgd) as trainer:
         trainer.fit()
     assert raised.value is error
@@ -72,7 +72,7 @@ def test_out_of_memory_says_what_is_held_and_what_to_try(error: Exception) -> No
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
     ],
 )
-def test_what_was_tried_is_not_proposed(changes: dict[str, Any], tried: str) -> None:
+def test_remedies_in_use_are_not_proposed(changes: dict[str, Any], tried: str) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError), Trainer(Fails(error), mse_loss, DATA, optimizer=sgd, **changes) as trainer:
         trainer.fit()
@@ -81,7 +81,7 @@ def test_what_was_tried_is_not_proposed(changes: dict[str, Any], tried: str) -> 
     assert [way for way in ways if way in error.__notes__[0]] == [way for way in ways if way != tried]
 
 
-def test_a_microbatch_size_that_was_given_is_named() -> None:
+def test_the_microbatch_size_in_use_is_named() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     with (
         pytest.raises(torch.OutOfMemoryError),
@@ -155,7 +155,7 @@ class Ends(Callback):
 
 
 def one_after_another(has_group: bool) -> list[Any]:
-    """Three trainers in one process: set-up fails, training fails, and all is well; whether there is a group after each."""
+    """Run three trainers: set-up fails, training fails, nothing fails. Return whether a group exists after each."""
     if has_group:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found: list[Any] = []
@@ -178,7 +178,7 @@ def one_after_another(has_group: bool) -> list[Any]:
         except LookupError:
             pass
         found.append((way, ends.recorded, distributed.is_initialized()))
-    if has_group:  # as good as before
+    if has_group:  # the user's group still works
         total = torch.ones(1)
         distributed.all_reduce(total)
         assert total.item() == distributed.get_world_size()
@@ -187,7 +187,7 @@ def one_after_another(has_group: bool) -> list[Any]:
 
 @pytest.mark.parametrize("has_group", [True, False])
 def test_one_trainer_after_another(has_group: bool) -> None:
-    """A group that the user made stays; one of the trainer's own goes, and the next makes another."""
+    """A group that the user made is kept. The trainer destroys a group of its own, and the next trainer makes another."""
     for found in run_ranks(one_after_another, 2, has_group, timeout=60):
         assert found == [
             ("set-up", ["LookupError in run", "failed"], has_group),

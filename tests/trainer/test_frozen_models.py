@@ -1,4 +1,4 @@
-"""Models that a task calls beside the one that is trained."""
+"""Frozen models that a task calls in addition to the model that is trained."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from callsheet.testing import run_ranks
 from callsheet.trainer import Task, Trainer
 
 
-class Follow(Task):
-    """The loss is how far the model is from another."""
+class DistanceTask(Task):
+    """Trains the model towards the outputs of another one."""
 
     def __init__(self, leader: nn.Module) -> None:
         self.frozen_models = (leader,)
@@ -38,7 +38,7 @@ def follow(folder: Path, parallel: str) -> tuple[float, list[bool], list[float],
     before = [parameter.detach().clone() for parameter in leader.parameters()]
     data = list(torch.randn(8, 4, 4))
     with Trainer(
-        model, Follow(leader), data, optimizer=lambda params: torch.optim.Adam(params, lr=0.05), max_duration="20ep", seed=1,
+        model, DistanceTask(leader), data, optimizer=lambda params: torch.optim.Adam(params, lr=0.05), max_duration="20ep", seed=1,
         parallel=parallel, device="cpu", callbacks=[CheckpointSaver(save_interval=None)], runs_folder=folder, run_name="run",
     ) as trainer:  # fmt: skip
         trainer.fit()

@@ -25,8 +25,8 @@ from .far_callbacks import Far, FarByClass
 from .small_run import EPOCHS, STEPS, History, run_small, small_trainer
 
 
-class Ears(Callback):
-    """Records every event, and its thread."""
+class RecordsThreads(Callback):
+    """Records every event, and the threads on which the handlers run."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, int]] = []
@@ -44,11 +44,11 @@ def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Any:
 
 
 def test_a_lane_receives_the_same_events_in_order_on_another_thread(tmp_path: Path) -> None:
-    inline, behind = Ears(), Ears()
+    inline, behind = RecordsThreads(), RecordsThreads()
     fit(tmp_path, inline, Background(behind))
     assert behind.received == inline.received
     assert inline.threads == {"MainThread"}
-    assert behind.threads == {"callsheet-lane-Ears"}
+    assert behind.threads == {"callsheet-lane-RecordsThreads"}
     assert behind.received[-1][0] == "on_run_end"
 
 
@@ -63,7 +63,7 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
             self.loops.add(id(asyncio.get_running_loop()))
-            await asyncio.sleep(0.003 if str(ctx.event).endswith("_start") else 0)  # a start would come last, if it could
+            await asyncio.sleep(0.003 if str(ctx.event).endswith("_start") else 0)  # overlapping starts would finish last
             self.received.append(str(ctx.event))
             self.at_once -= 1
 
@@ -80,8 +80,8 @@ def test_async_methods_are_awaited_one_after_the_other(tmp_path: Path) -> None:
     assert len(hesitant.loops) == 1
 
 
-def test_a_class_can_say_that_it_runs_in_a_lane(tmp_path: Path) -> None:
-    class Ready(Ears):
+def test_a_class_can_declare_its_lane(tmp_path: Path) -> None:
+    class Ready(RecordsThreads):
         lane = "background"
 
     ready = Ready()
@@ -89,7 +89,7 @@ def test_a_class_can_say_that_it_runs_in_a_lane(tmp_path: Path) -> None:
     assert ready.threads == {"callsheet-lane-Ready"}
 
 
-def test_a_function_too(tmp_path: Path) -> None:
+def test_a_function_can_run_in_a_lane(tmp_path: Path) -> None:
     threads: set[str] = set()
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: threads.add(threading.current_thread().name), lane="background", name="listener")
@@ -119,7 +119,7 @@ def test_intervals_gates_and_phases_are_kept(tmp_path: Path) -> None:
     ]
 
 
-# --- what it is given ---
+# --- the snapshot ---
 
 
 def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
             self.seen.append(values(ctx))
 
     class Spoils(Callback):
-        """Changes, in place, what it can reach, right after the snapshot was taken."""
+        """Modifies fields in place right after the snapshot was taken."""
 
         phase = "report"
 
@@ -160,7 +160,7 @@ def test_a_snapshot_does_not_move_with_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [("loss",), ("grad_norm",), ("loss", "grad_norm", "learning_rate")])
-def test_what_each_step_makes_anew_is_not_copied(tmp_path: Path, fields: tuple[str, ...]) -> None:
+def test_fields_that_each_step_creates_are_not_copied(tmp_path: Path, fields: tuple[str, ...]) -> None:
     class Watch(Callback):
         snapshot_fields = fields
 
@@ -177,7 +177,7 @@ def test_what_each_step_makes_anew_is_not_copied(tmp_path: Path, fields: tuple[s
     assert all(a is b for ours, theirs in zip(watch.seen, kept.seen, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_field_that_it_does_not_hold_is_named_with_a_hint(tmp_path: Path) -> None:
+def test_a_field_outside_the_snapshot_is_named_with_a_hint(tmp_path: Path) -> None:
     messages: dict[str, str] = {}
 
     class Greedy(Callback):
@@ -197,7 +197,7 @@ def test_a_field_that_it_does_not_hold_is_named_with_a_hint(tmp_path: Path) -> N
     assert "has no field 'nonsense'" in messages["nonsense"]
 
 
-def test_without_needs_it_holds_what_costs_nothing(tmp_path: Path) -> None:
+def test_without_declared_fields_a_snapshot_holds_what_costs_nothing(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     class Plain(Callback):
@@ -222,7 +222,7 @@ def test_without_needs_it_holds_what_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_lanes_change_nothing(tmp_path: Path) -> None:
-    class Copies(Ears):
+    class Copies(RecordsThreads):
         snapshot_fields = ("loss", "batch", "outputs", "grad_norm", "user_state")
 
     bare = run_small(tmp_path / "bare")
@@ -230,10 +230,10 @@ def test_lanes_change_nothing(tmp_path: Path) -> None:
     assert with_lanes == bare
 
 
-# --- what it says ---
+# --- logging and requests ---
 
 
-def test_what_it_logs_is_in_a_record_and_tables_reach_the_loggers(tmp_path: Path) -> None:
+def test_logged_metrics_are_recorded_and_tables_reach_the_loggers(tmp_path: Path) -> None:
     tables: list[Any] = []
 
     class Tables(Logger):
@@ -262,7 +262,7 @@ def test_what_it_logs_is_in_a_record_and_tables_reach_the_loggers(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["stop", "save", "evaluate"])
-def test_its_requests_are_carried_out(what: str, tmp_path: Path) -> None:
+def test_requests_from_a_lane_are_carried_out(what: str, tmp_path: Path) -> None:
     class Asks(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
@@ -284,7 +284,7 @@ def test_its_requests_are_carried_out(what: str, tmp_path: Path) -> None:
         ]
 
 
-def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
+def test_requests_that_a_lane_cannot_make(tmp_path: Path) -> None:
     rejected: list[str] = []
 
     class Asks(Callback):
@@ -310,7 +310,7 @@ def test_what_a_lane_cannot_ask(tmp_path: Path) -> None:
 # --- failing ---
 
 
-def test_failures_are_isolated_counted_and_switch_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_isolated_and_counted_and_disable_the_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Callback):
         calls = 0
 
@@ -327,7 +327,7 @@ def test_failures_are_isolated_counted_and_switch_it_off(tmp_path: Path, caplog:
     assert "LaneExit: SystemExit: a lane is no program" in caplog.text
 
 
-def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_log_call_in_a_lane_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Says(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 1:
@@ -340,7 +340,7 @@ def test_what_it_says_wrongly_is_not_the_runs_failure(tmp_path: Path, caplog: py
     assert "The message 'log' from the lane of Says failed: unknown over 'avg'" in caplog.text
 
 
-def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) -> None:
+def test_a_tensor_that_is_modified_in_place_keeps_its_value_in_the_lane(tmp_path: Path) -> None:
     class Reads(Callback):
         snapshot_fields = ("user_state",)
 
@@ -360,7 +360,7 @@ def test_a_number_that_is_written_to_in_place_is_seen_as_it_was(tmp_path: Path) 
 
 
 @pytest.mark.test_all
-def test_a_process_that_hangs_holds_up_no_checkpoint_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_hangs_does_not_block_checkpoints_forever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     far = Process(Far(hang_at=2), deadline=2.0)
     with small_trainer(tmp_path, far, eval_interval=None) as trainer:
         trainer.fit("2ep")
@@ -373,7 +373,7 @@ def test_a_process_that_hangs_holds_up_no_checkpoint_for_ever(tmp_path: Path, ca
     assert "the state of Far" in caplog.text
 
 
-def test_what_cannot_be_copied_is_the_callbacks_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_field_that_cannot_be_copied_is_a_failure_of_the_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Wants(Callback):
         snapshot_fields = ("user_state",)
 
@@ -402,14 +402,14 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
     hanging = [Background(Hangs(), deadline=2.0) for _ in range(3)]
     for number, callback in enumerate(hanging):
         callback.name = f"hangs-{number}"
-    well = Ears()
+    well = RecordsThreads()
     trainer = small_trainer(tmp_path, *hanging, Background(well, deadline=1.0))
     trainer.fit()
     began = time.monotonic()
     trainer.close()
     took = time.monotonic() - began
     release.set()
-    assert 1.9 < took < 5.5  # six, if each lane were waited for in turn
+    assert 1.9 < took < 5.5  # it would be 6 if the deadlines of the lanes were added up
     assert well.received[-1][0] == "on_run_end"
     for number in range(3):
         assert f"a lane has not delivered all events: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
@@ -422,7 +422,7 @@ def test_lanes_are_emptied_when_training_fails(end: str, tmp_path: Path) -> None
             if ctx.step == 3:
                 raise KeyboardInterrupt if end == "interrupt" else RuntimeError("training failed")
 
-    ears = Ears()
+    ears = RecordsThreads()
     with pytest.raises(KeyboardInterrupt if end == "interrupt" else RuntimeError):
         fit(tmp_path, Background(ears), Fails())
     assert ears.received[-2:] == [("on_exception", 3), ("on_run_end", 3)]
@@ -431,7 +431,7 @@ def test_lanes_are_emptied_when_training_fails(end: str, tmp_path: Path) -> None
 def test_a_manager_alone_empties_its_lanes_when_it_is_closed() -> None:
     from callsheet import RunInfo
 
-    ears = Ears()
+    ears = RecordsThreads()
     manager = CallbackManager([Background(ears)])
     ctx = Context(RunInfo("by hand"))
     manager.open(ctx)
@@ -479,7 +479,7 @@ class Tally(Callback):
         self.steps = state["steps"]
 
 
-def test_its_state_is_that_of_the_step_it_is_saved_at(tmp_path: Path) -> None:
+def test_the_saved_state_is_that_of_the_checkpoint_s_step(tmp_path: Path) -> None:
     with small_trainer(tmp_path, Background(Tally())) as trainer:
         trainer.fit("2ep")
         trainer.save_checkpoint()
@@ -490,7 +490,7 @@ def test_its_state_is_that_of_the_step_it_is_saved_at(tmp_path: Path) -> None:
     assert resumed.steps == STEPS
 
 
-def test_a_background_callback_is_data_too() -> None:
+def test_a_background_callback_can_be_described_as_data() -> None:
     far = Background(Far(bias=3), queue=7, overflow="latest")
     spec = CallbackSpec.from_dict(CallbackSpec.of(far).to_dict())
     again = spec.build()
@@ -499,8 +499,8 @@ def test_a_background_callback_is_data_too() -> None:
     assert (again.callback.bias, again.lane_options.queue, again.lane_options.overflow) == (3, 7, "latest")
 
 
-def test_it_can_be_removed_by_what_it_holds() -> None:
-    ears, far = Ears(), Far()
+def test_a_background_callback_can_be_removed_by_its_inner_callback() -> None:
+    ears, far = RecordsThreads(), Far()
     manager = CallbackManager([Background(ears), Background(far)])
     assert manager.remove(ears) == 1
     assert manager.remove(Far) == 1
@@ -510,7 +510,7 @@ def test_it_can_be_removed_by_what_it_holds() -> None:
 # --- what is rejected ---
 
 
-def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
+def test_a_callback_that_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
     class Draws(Callback):
         draws_random = True
 
@@ -534,9 +534,9 @@ def test_what_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> None:
         with pytest.raises(RegistrationError, match=message):
             CallbackManager([Background(callback)])
     with pytest.raises(NotACallbackError, match="not in a lane yet"):
-        Background(Background(Ears()))
+        Background(Background(RecordsThreads()))
     with pytest.raises(ConfigError, match="unknown overflow 'drop'; did you mean 'drop_oldest'"):
-        Background(Ears(), overflow="drop")
+        Background(RecordsThreads(), overflow="drop")
 
 
 # --- on two ranks ---
@@ -573,22 +573,22 @@ def failing_on_one_rank(folder: str, in_lane: bool) -> list[int]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("in_lane", [False, True])
-def test_one_that_fails_on_one_rank_is_switched_off_on_all(in_lane: bool, tmp_path: Path) -> None:
+def test_a_callback_that_fails_on_one_rank_is_disabled_on_all(in_lane: bool, tmp_path: Path) -> None:
     ends = run_ranks(failing_on_one_rank, 2, str(tmp_path), in_lane)
     steps = {end[0] for end in ends}
     assert len(steps) == 1
     for rank, (_, calls, is_off) in enumerate(ends):
         assert is_off
-        assert (3 if rank == 1 else 0) <= calls < steps.copy().pop()  # the other's lane may be behind when it is switched off
+        assert (3 if rank == 1 else 0) <= calls < steps.copy().pop()  # the other rank's lane may lag when it is disabled
     if not in_lane:
-        assert ends[0][1] == ends[1][1]  # together
+        assert ends[0][1] == ends[1][1]  # on both ranks at the same step
 
 
 # --- in a process of its own ---
 
 
 @pytest.mark.test_all
-def test_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_callback_in_its_own_process(tmp_path: Path) -> None:
     records: dict[int, float] = {}
     far = Process(Far(bias=100))
     manager = CallbackManager([far])
@@ -621,7 +621,7 @@ def test_a_process_that_dies_is_counted_and_started_again_with_its_last_state(
         trainer.fit("2ep")
         trainer.save_checkpoint()
         trainer.fit(f"{EPOCHS}ep")
-        assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS - 2  # the seventh and the eighth died with it
+        assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS - 2  # steps 7 and 8 were lost with it
     assert trainer.run.outcome is Outcome.FINISHED
     assert "ProcessDied: the process of Far died, exit code 7" in caplog.text
     assert "SystemExit: enough" in caplog.text
@@ -644,7 +644,7 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(tmp_path: Path) ->
 
 
 @pytest.mark.test_all
-def test_a_process_can_stop_the_run_and_a_class_can_say_that_it_wants_one(tmp_path: Path) -> None:
+def test_a_process_can_stop_the_run_and_a_class_can_declare_a_process(tmp_path: Path) -> None:
     manager = CallbackManager([FarByClass(stop_at=2)])
     asked: list[str] = []
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
@@ -668,7 +668,7 @@ def test_a_callback_that_another_process_cannot_build_is_rejected() -> None:
 
 
 def test_every_event_can_be_handled_in_a_lane(tmp_path: Path) -> None:
-    ears = Ears()
+    ears = RecordsThreads()
     data = [(torch.zeros(2, 3), torch.zeros(2, 1))]
     with small_trainer(tmp_path, Background(ears)) as trainer:
         trainer.fit()
@@ -679,13 +679,13 @@ def test_every_event_can_be_handled_in_a_lane(tmp_path: Path) -> None:
     assert missing == {"on_preempt", "on_exception"}
 
 
-def test_a_name_is_given_to_both() -> None:
+def test_a_name_is_set_on_the_lane_and_its_callback() -> None:
     far = Far()
     lane = Background(far)
     assert lane.name == "Far"
     lane.name = "another"
     assert far.name == "another"
-    CallbackManager([lane, Background(Far())])  # two that keep state
+    CallbackManager([lane, Background(Far())])  # two callbacks with state need different names
 
 
 def test_what_is_logged_at_the_last_step_is_in_the_last_record(tmp_path: Path) -> None:
@@ -730,7 +730,7 @@ def test_one_hung_lane_leaves_a_preempted_run_the_time_to_save(tmp_path: Path) -
 
 
 class KeepsLosses(Callback):
-    """Keeps the tensors that it is given, and their values where it is called."""
+    """Keeps the loss tensors that it receives, and their values at the time of the call."""
 
     snapshot_fields = ("loss",)
 

@@ -1,4 +1,4 @@
-"""Whatever happens in a run, its events are a sequence that the lifecycle allows, its end is fired once, and no field is available outside its window."""
+"""Random runs: the lifecycle allows their events, `on_run_end` is fired once, and no field is available outside its window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUESTS = ("stop", "save", "evaluate")
 
 @dataclass(frozen=True)
 class Action:
-    """The nth time that `event` is fired: makes a request, or raises."""
+    """A request or an error at the nth time that `event` is fired."""
 
     what: str
     event: str
@@ -35,15 +35,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    batches: tuple[int, ...]  # their sizes
+    batches: tuple[int, ...]  # the number of samples in each
     is_sized: bool
-    dry_epoch: int  # the epoch in which a loader of unknown length has nothing to give; 0: never
+    dry_epoch: int  # the epoch in which a loader of unknown length is empty; 0: none
     microbatch_size: int | None
     epochs_per_round: int | None
     duration_unit: str
     eval_interval: str | None
     log_interval: str
-    evaluators: tuple[int, ...]  # how many batches each has
+    evaluators: tuple[int, ...]  # the number of batches of each evaluator
     calls: tuple[tuple[str, int], ...]
     actions: tuple[Action, ...]
     error: type[BaseException]
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Raised:
-    """What was raised on purpose, in order: the error, and the event whose callback raised it, or none."""
+    """The errors that were raised on purpose, in order, each with the event whose callback raised it (or an empty string)."""
 
     errors: list[tuple[BaseException, str]] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Raised:
 
 
 class Acts(Callback):
-    """Carries out the plan's actions, and notes whether the last training was asked to stop."""
+    """Carries out the plan's actions, and records whether a stop was requested during the last training."""
 
     phase = "change"
 
@@ -116,7 +116,7 @@ class Seen:
 
 
 class Witness(Callback):
-    """Tries every field at every event."""
+    """Reads every field at every event."""
 
     phase = "report"
 
@@ -161,8 +161,8 @@ class Keeper(Callback):
     def on_train_end(self, ctx: Context) -> None: ...
 
 
-class Brittle(nn.Module):
-    """A linear model that fails at one of its calls."""
+class FailsOnce(nn.Module):
+    """A linear model that fails at one of its calls, as planned."""
 
     def __init__(self, plan: Plan, raised: Raised) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Brittle(nn.Module):
 
 
 class Stream:
-    """Batches of unknown number."""
+    """An iterable of batches without a length."""
 
     def __init__(self, batches: list[Any], plan: Plan | None = None, raised: Raised | None = None) -> None:
         self.batches = batches
@@ -189,7 +189,7 @@ class Stream:
         self.epoch = self.given = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return _Given(self)
+        return _StreamIterator(self)
 
     def next_of(self, position: int) -> Any:
         if self.plan is not None and self.raised is not None:
@@ -197,20 +197,20 @@ class Stream:
                 raise StopIteration
             self.given += 1
             if self.given == self.plan.failing_batch:
-                # a StopIteration of an iterator is its end, not an error
+                # raised by an iterator, StopIteration means its end, not an error
                 self.raised.throw(RuntimeError if self.plan.error is StopIteration else self.plan.error)
         if position == len(self.batches):
             raise StopIteration
         return self.batches[position]
 
 
-class _Given:
+class _StreamIterator:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         stream.epoch += 1
         self.position = 0
 
-    def __iter__(self) -> _Given:
+    def __iter__(self) -> _StreamIterator:
         return self
 
     def __next__(self) -> Any:
@@ -232,7 +232,7 @@ def run(plan: Plan, folder: Path, acts: Acts, witness: Witness, raised: Raised) 
     data = (Sized if plan.is_sized else Stream)(some_batches(plan.batches), plan, raised)
     evaluators: Mapping[str, Iterable[Any]] = {f"set{i}": Stream(some_batches([2] * n)) for i, n in enumerate(plan.evaluators)}
     trainer = Trainer(
-        Brittle(plan, raised),
+        FailsOnce(plan, raised),
         nn.functional.mse_loss,
         data,
         evaluators,
@@ -271,7 +271,7 @@ def run(plan: Plan, folder: Path, acts: Acts, witness: Witness, raised: Raised) 
 
 
 def check_pairs(events: list[str]) -> None:
-    """Every start has its end, innermost first; after an exception only the run has. Not the checker's own way of doing it."""
+    """Check, independently of the grammar checker, that spans nest and end; after an exception, only the run's end is fired."""
     assert events[0] == "on_run_start"
     assert events[-1] == "on_run_end"
     assert events.count("on_run_end") == 1
@@ -347,7 +347,7 @@ plans = st.builds(
 
 
 def check(plan: Plan) -> list[str]:
-    """Run the plan, hold everything against the lifecycle, and give the events back."""
+    """Run the plan, check everything against the lifecycle, and return the events."""
     raised, witness = Raised(), Witness()
     acts = Acts(plan, raised)
     came_out: BaseException | None = None
@@ -368,7 +368,7 @@ def check(plan: Plan) -> list[str]:
     check_pairs(events)
     assert not witness.problems
     checker = GrammarChecker()
-    kept: set[str] = set()  # outputs stay to the step's end if a callback declares it
+    kept: set[str] = set()  # outputs are kept until the step's end if a callback declares it
     for seen in witness.seen:
         checker.check(seen.event)
         if seen.event == "on_exception":
@@ -389,7 +389,7 @@ def check(plan: Plan) -> list[str]:
     assert witness.seen[-1].outcome in expected_outcome(None if at_the_end else came_out, acts)
 
     in_step = False
-    for seen in witness.seen:  # the step in hand is numbered from 1; what is completed moves just before the end events
+    for seen in witness.seen:  # steps count from 1; the counts of completed ones change just before the end events
         in_step = (in_step or seen.event == "on_train_step_start") and seen.event not in ("on_train_step_end", "on_run_end")
         if "on_exception" not in events:
             assert seen.step == seen.batches + in_step, seen.event
@@ -402,7 +402,7 @@ def check(plan: Plan) -> list[str]:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans)
 def test_any_run_follows_the_lifecycle(plan: Plan) -> None:
-    logging.disable(logging.CRITICAL)  # errors during errors are logged there, hundreds of times
+    logging.disable(logging.CRITICAL)  # errors while an error is handled are logged, hundreds of times
     try:
         check(plan)
     finally:
@@ -444,7 +444,7 @@ def test_an_error_of_a_callback_at_any_event_ends_the_run_as_promised(event: str
     assert events[at:] == ([event] if event == "on_run_end" else [event, "on_exception", "on_run_end"])
 
 
-def test_an_error_while_an_error_is_reported_does_not_hide_it() -> None:
+def test_an_error_in_on_exception_does_not_hide_the_first_error() -> None:
     actions = (
         Action("raise", "on_backward_end", 2),
         Action("raise", "on_exception", 1),
@@ -472,16 +472,16 @@ def test_stop_from_any_event_of_training_ends_it_at_the_next_boundary(event: str
     events = check(plain(calls=calls, actions=(save, Action("stop", event, 1))))
     asked = events.index(event)
     later = events[asked + 1 :]
-    # the step that the request came in or before is finished, and no other is begun
+    # the current or next step finishes, and no further step starts
     assert later.count("on_train_step_start") <= 1
     assert later[-2:] == ["on_train_end", "on_run_end"] or event == "on_train_end"
 
 
 @pytest.mark.parametrize("event", IN_TRAINING)
-def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tmp_path: Path) -> None:
-    """Control: a request that the loop does not support is rejected when it is made, not ignored."""
+def test_a_save_requested_at_any_event_of_training_is_carried_out(event: str, tmp_path: Path) -> None:
+    """A save that is requested at any event is followed by `on_checkpoint_save_end`."""
     raised, witness = Raised(), Witness()
-    # one round and one epoch: what comes at their ends is the last of its kind
+    # one round and one epoch, so that their end events are the last of their kind
     first = (Action("save", "on_train_step_end", 1),) if event.startswith("on_checkpoint_") else ()
     plan = plain(calls=(("fit", 1),), epochs_per_round=None, actions=(*first, Action("save", event, 1)))
     run(plan, tmp_path, Acts(plan, raised), witness, raised)
@@ -489,7 +489,7 @@ def test_a_save_asked_for_at_any_event_of_training_is_carried_out(event: str, tm
     assert "on_checkpoint_save_end" in witness.events[asked + 1 :]
 
 
-def test_a_save_asked_for_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path: Path) -> None:
+def test_a_save_requested_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()
     plan = plain(calls=(("fit", 1),), actions=(Action("stop", "on_train_step_end", 1), Action("save", "on_epoch_end", 1)))
     run(plan, tmp_path, Acts(plan, raised), witness, raised)
@@ -497,7 +497,7 @@ def test_a_save_asked_for_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path:
 
 
 @pytest.mark.parametrize("event", ["on_run_start", "on_data_init_end"])
-def test_a_stop_asked_for_during_set_up_is_carried_out(event: str, tmp_path: Path) -> None:
+def test_a_stop_requested_during_set_up_is_carried_out(event: str, tmp_path: Path) -> None:
     raised, witness = Raised(), Witness()
     plan = plain(calls=(("fit", 9),), actions=(Action("stop", event, 1),))
     run(plan, tmp_path, Acts(plan, raised), witness, raised)

@@ -1,4 +1,4 @@
-"""A run whose folder another process has taken over writes nothing there any more, whatever callbacks it has."""
+"""When another process has taken over a run's folder, no callback of the run writes to it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-class Loses(Callback):
-    """Marks the folder as lost at step 5, while training continues, and logs something of each kind afterwards."""
+class LosesFolder(Callback):
+    """Marks the folder as lost at step 5, then continues to train and logs data of every kind."""
 
     phase = "decide"
 
@@ -65,8 +65,8 @@ class Loses(Callback):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRITING)
-def test_a_built_in_writes_nothing_to_a_folder_that_is_lost(name: str, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
-    subject, loses = subjects[name], Loses()
+def test_a_built_in_writes_nothing_to_a_lost_folder(name: str, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    subject, loses = subjects[name], LosesFolder()
     with subject.trainer(tmp_path, CallbackManager([loses, subject.make()])) as trainer:
         trainer.fit()
     assert trainer.run.folder is not None
@@ -129,7 +129,7 @@ def test_after_the_lock_is_stolen_nothing_changes(attached: bool, tmp_path: Path
             (lock / "2").write_text(json.dumps(claim))
             (lock / "1").unlink()
             deadline = time.monotonic() + 20
-            while not ctx.run.has_lost_folder:  # the thread of the lock finds out
+            while not ctx.run.has_lost_folder:  # wait until the lock's thread detects it
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             found.update(files_in(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Who watches a run changes nothing: the weights are the same to the last bit. For built-ins `test_builtins_conform.py` says so."""
+"""Observers do not change a run: the weights are equal bit by bit. For built-ins, `test_builtins_conform.py` checks this."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reader(Callback):
 
 
 class Draws(Callback):
-    """Draws from all generators at every event of its list."""
+    """Draws random numbers from all generators at the given events."""
 
     def __init__(self, *events: str) -> None:
         self.draws_at = set(events)
@@ -76,11 +76,13 @@ class Draws(Callback):
             self.drawn += 1
 
 
-class SaysSo(Draws):
+class DeclaresDraws(Draws):
     draws_random = True
 
 
-@pytest.mark.parametrize("made", [Quiet, Reader, Recorder, lambda: SaysSo(*EVENTS)], ids=["quiet", "reader", "recorder", "draws"])
+@pytest.mark.parametrize(
+    "made", [Quiet, Reader, Recorder, lambda: DeclaresDraws(*EVENTS)], ids=["quiet", "reader", "recorder", "draws"]
+)
 def test_observers_of_every_event_change_nothing(made: Callable[[], Callback], bare: Weights, tmp_path: Path) -> None:
     callback = made()
     assert same(weights_of(small_trainer(tmp_path, callback, eval_interval=None)), bare)
@@ -89,7 +91,7 @@ def test_observers_of_every_event_change_nothing(made: Callable[[], Callback], b
 
 
 def test_all_of_them_with_evaluation_and_saving_change_nothing(bare: Weights, tmp_path: Path) -> None:
-    everything = [Quiet(), Reader(), Recorder(), SaysSo(*EVENTS), SavesAt("step", "epoch", "round", "before_eval")]
+    everything = [Quiet(), Reader(), Recorder(), DeclaresDraws(*EVENTS), SavesAt("step", "epoch", "round", "before_eval")]
     assert same(weights_of(small_trainer(tmp_path, *everything, eval_interval="1ba", log_interval="1ba")), bare)
 
 
@@ -98,8 +100,8 @@ def test_evaluation_changes_nothing(interval: str | None, bare: Weights, tmp_pat
     assert same(weights_of(small_trainer(tmp_path, eval_interval=interval)), bare)
 
 
-def test_evaluation_puts_the_modes_of_all_modules_back(tmp_path: Path) -> None:
-    """A module that the user froze in evaluation mode stays so."""
+def test_evaluation_restores_the_modes_of_all_modules(tmp_path: Path) -> None:
+    """A module that the user has set to evaluation mode stays in it."""
     trainer = small_trainer(tmp_path)
     trainer.model.train()
     assert isinstance(trainer.model, nn.Sequential)
@@ -128,8 +130,8 @@ def test_the_log_interval_changes_nothing(bare: Weights, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_microbatch_start", "on_forward_start", "on_epoch_start"])
-def test_an_observer_that_draws_without_saying_so_changes_the_weights(event: str, bare: Weights, tmp_path: Path) -> None:
-    """So the comparisons above can fail."""
+def test_an_observer_with_undeclared_draws_changes_the_weights(event: str, bare: Weights, tmp_path: Path) -> None:
+    """The comparisons above can therefore fail."""
     assert not same(weights_of(small_trainer(tmp_path, Draws(event), eval_interval=None)), bare)
 
 
@@ -141,7 +143,7 @@ DRAWERS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("source", DRAWERS)
-def test_the_checking_mode_rejects_one_that_does_not_say_so(source: str, tmp_path: Path) -> None:
+def test_the_checking_mode_rejects_undeclared_draws(source: str, tmp_path: Path) -> None:
     class Sneaky(Callback):
         def on_log(self, ctx: Context) -> None:
             DRAWERS[source]()
@@ -152,15 +154,15 @@ def test_the_checking_mode_rejects_one_that_does_not_say_so(source: str, tmp_pat
             checked.fit()
 
 
-def test_the_checking_mode_lets_honest_observers_run(bare: Weights, tmp_path: Path) -> None:
-    manager = CallbackManager([Quiet(), Reader(), Recorder(), SaysSo(*EVENTS)], checking=True)
+def test_the_checking_mode_accepts_declared_draws(bare: Weights, tmp_path: Path) -> None:
+    manager = CallbackManager([Quiet(), Reader(), Recorder(), DeclaresDraws(*EVENTS)], checking=True)
     assert same(weights_of(small_trainer(tmp_path, callbacks=manager, eval_interval=None)), bare)
 
 
 def test_an_observer_that_fails_and_is_isolated_changes_nothing(
     bare: Weights, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(SaysSo):
+    class Broken(DeclaresDraws):
         on_error = "isolate"
 
         def on_event(self, ctx: Context) -> None:
@@ -174,7 +176,7 @@ def test_an_observer_that_fails_and_is_isolated_changes_nothing(
 
 
 def test_saving_does_not_move_the_end_of_training(tmp_path: Path) -> None:
-    """A duration in samples ends at the same step, with checkpoints and without."""
+    """A duration in samples ends at the same step with and without checkpoints."""
 
     class SavesOnce(Callback):
         def on_train_step_end(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""Why a run ended: available to readers of the run, and to the same command when it is repeated."""
+"""The reason why a run ended: callbacks can read it, and it decides what a repeated command does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from callsheet.testing import run_ranks
 
 
 class AtStep(Callback):
-    """Does something after one step; its arguments are settings."""
+    """Calls a function after one step. `level` is only there to be recorded as a setting."""
 
     def __init__(self, step: int, act: Callable[[Context], Any], level: int = 0) -> None:
         self.step, self.act, self.level = step, act, level
@@ -36,7 +36,7 @@ class AtStep(Callback):
 
 
 class Watch(Callback):
-    """Keeps the outcome at the run's end."""
+    """Records the steps, and the run's information at its end."""
 
     run: RunInfo
     steps: tuple[int, ...] = ()
@@ -72,11 +72,11 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> Watch:
     return watch
 
 
-def ask(ctx: Context) -> None:
+def request_stop(ctx: Context) -> None:
     ctx.control.stop("the curve is flat")
 
 
-def ask_resumably(ctx: Context) -> None:
+def request_resumable_stop(ctx: Context) -> None:
     ctx.control.stop("requested", resumable=True)
 
 
@@ -84,14 +84,14 @@ def test_a_run_that_reached_its_duration(tmp_path: Path) -> None:
     assert fit(tmp_path).run.outcome_reason == "reached max_duration, 20ba"
 
 
-def test_nothing_is_said_where_nothing_was_trained(tmp_path: Path) -> None:
+def test_without_training_there_is_no_reason(tmp_path: Path) -> None:
     with trainer(tmp_path, watch := Watch()) as made:
         made.evaluate()
     assert (watch.run.outcome, watch.run.outcome_reason) == ("finished", "")
 
 
-def test_a_callback_that_stops_is_named_as_the_user_knows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stopper = AtStep(4, ask)
+def test_the_callback_that_stopped_the_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopper = AtStep(4, request_stop)
     stopper.name = "flatness"
     reason = "stopped by flatness: the curve is flat"
     run = fit(tmp_path, stopper, JSONLLogger(), ConsoleLogger()).run
@@ -168,15 +168,17 @@ def test_a_run_that_a_callback_stopped_is_complete(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("way", ["the callback's settings", "without the callback", "a longer duration", "the checkpoint's path"])
 def test_ways_to_train_on(way: str, tmp_path: Path) -> None:
-    assert fit(tmp_path, AtStep(4, ask), CheckpointSaver()).steps[-1] == 4
-    assert fit(tmp_path, AtStep(4, ask), CheckpointSaver(), resume="auto").steps == ()
-    stoppers = {"the callback's settings": [AtStep(4, ask, level=1)], "without the callback": []}.get(way, [AtStep(4, ask)])
+    assert fit(tmp_path, AtStep(4, request_stop), CheckpointSaver()).steps[-1] == 4
+    assert fit(tmp_path, AtStep(4, request_stop), CheckpointSaver(), resume="auto").steps == ()
+    stoppers = {"the callback's settings": [AtStep(4, request_stop, level=1)], "without the callback": []}.get(
+        way, [AtStep(4, request_stop)]
+    )
     options: dict[str, Any] = {"a longer duration": {"max_duration": "25ba"}}.get(way, {})
     resume = str(tmp_path / "x" / "checkpoints" / "ep0-ba4") if way == "the checkpoint's path" else "auto"
     assert fit(tmp_path, *stoppers, CheckpointSaver(), resume=resume, **options).steps[0] == 5
 
 
-def test_what_a_person_stopped_is_trained_on(tmp_path: Path) -> None:
+def test_a_run_that_a_person_stopped_continues(tmp_path: Path) -> None:
     (tmp_path / "ask").write_text("stop\n")
     stopper = SaveOnTrigger(file=tmp_path / "ask", seconds=0.0)
     watch = fit(tmp_path, stopper, CheckpointSaver())
@@ -186,15 +188,15 @@ def test_what_a_person_stopped_is_trained_on(tmp_path: Path) -> None:
     assert fit(tmp_path, stopper, CheckpointSaver(), resume="auto").steps[0] == stopped_at + 1
 
 
-def test_a_checkpoint_that_is_saved_after_training_knows_it_too(tmp_path: Path) -> None:
-    with trainer(tmp_path, AtStep(4, ask)) as made:
+def test_a_checkpoint_that_is_saved_after_training_has_the_reason(tmp_path: Path) -> None:
+    with trainer(tmp_path, AtStep(4, request_stop)) as made:
         made.fit()
         made.save_checkpoint()
-    assert fit(tmp_path, AtStep(4, ask), resume="auto").steps == ()
+    assert fit(tmp_path, AtStep(4, request_stop), resume="auto").steps == ()
 
 
 class AtEpochEnd(Callback):
-    """Stops when the epoch is over, which is after the checkpoint of its last step."""
+    """Stops at the epoch's end, which comes after the checkpoint of its last step."""
 
     def on_epoch_end(self, ctx: Context) -> None:
         ctx.control.stop("one is enough", replicated=True)
@@ -215,7 +217,7 @@ def test_an_attached_loop(tmp_path: Path) -> None:
         with attach(
             model=model,
             optimizer=optimizer,
-            callbacks=[AtStep(4, ask), CheckpointSaver(), watch],
+            callbacks=[AtStep(4, request_stop), CheckpointSaver(), watch],
             runs_folder=tmp_path,
             run_name="x",
             **options,
@@ -242,7 +244,7 @@ def _of_rank(folder: Path) -> str:
     return fit(folder, AtStep(4, _stop_on_one), max_duration="200ba", eval_interval=None).run.outcome_reason
 
 
-def test_all_ranks_know_who_stopped_the_run(tmp_path: Path) -> None:
+def test_all_ranks_name_the_callback_that_stopped_the_run(tmp_path: Path) -> None:
     assert run_ranks(_of_rank, 2, tmp_path) == ["stopped by AtStep: rank 1 has had enough"] * 2
 
 

@@ -1,4 +1,4 @@
-"""Spread over ranks, a step trains what one process would train on the whole global batch: held against a bare PyTorch loop."""
+"""A step on several ranks gives the weights of one process with the whole global batch, compared with a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {"ddp": Parallel("ddp"), "fsdp": Parallel("fsdp"), "hsdp": Parallel("fsd
 
 @dataclass(frozen=True)
 class Case:
-    """One way of making a step of several parts; `later` is what a callback asks to accumulate at the end of step 2."""
+    """How a step is divided. `later` is the number of batches to accumulate that a callback sets at the end of step 2."""
 
     accumulate: int = 1
     microbatch_size: int | None = None
@@ -41,7 +41,7 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "two samples left": Case(samples=18),  # of 4 ranks two have fillers, which are another's sample
+    "two samples left": Case(samples=18),  # two of 4 ranks have fillers, which repeat another rank's sample
     "microbatches": Case(microbatch_size=3),
     "unequally many microbatches": Case(microbatch_size=1, samples=21),  # 3 and 2 samples on 2 ranks, 2, 1, 1 and 1 on 4
     "accumulate 2": Case(accumulate=2),
@@ -78,7 +78,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Plain numbers, the same for sharded models: a collective there."""
+    """Return the weights as numbers. For sharded models, this is a collective call."""
     return {name: full(tensor.detach()).tolist() for name, tensor in model.named_parameters()}
 
 
@@ -91,7 +91,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 
 def groups(batches: list[Any], case: Case) -> Iterator[list[Any]]:
-    """What each step of all epochs trains on, as lists of global batches."""
+    """Yield the global batches of each step, over all epochs."""
     accumulate, step = case.accumulate, 0
     for _ in range(EPOCHS):
         left = list(batches)
@@ -115,10 +115,10 @@ def assert_same_weights(found: dict[str, Any], expected: dict[str, Any], *, rtol
 
 
 def perceptron(seed: int, *, is_frozen: bool = False) -> nn.Module:
-    """In double precision: what differs beyond rounding is a mistake."""
+    """Return a model in double precision, so that any difference beyond rounding is a bug."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    for parameter in list(model.parameters())[2:5]:  # a layer, and a part of the next
+    for parameter in list(model.parameters())[2:5]:  # one layer, and a part of the next
         parameter.requires_grad_(not is_frozen)
     return model
 
@@ -130,7 +130,7 @@ def dataset(samples: int) -> TensorDataset:
 
 
 def train_perceptrons(kind: str) -> dict[str, dict[str, Any]]:
-    """On a rank: every case in turn, each with a Trainer of its own."""
+    """Train every case on a rank, each with its own Trainer."""
     ranks = read_ranks()
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found = {}
@@ -162,7 +162,7 @@ def trained_perceptrons(kind: str, world_size: int) -> list[dict[str, dict[str, 
 
 
 def bare_perceptron(case: Case) -> dict[str, Any]:
-    """The same training by hand: the mean over all samples of a step, in one piece."""
+    """Train the case without a Trainer: the loss of a step is the mean over all its samples, in one forward pass."""
     model = perceptron(0, is_frozen=case.is_frozen)
     optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
     scheduler = scheduler_of(optimizer)
@@ -209,7 +209,7 @@ TOKEN_STEPS = 5
 
 
 def token_batch(rank: int, number: int) -> dict[str, Tensor] | None:
-    """Step 2 has no label on rank 1, step 3 none at all, and rank 1 has run out of batches at the last."""
+    """Return a rank's batch: step 2 has no labels on rank 1, step 3 has none at all, and rank 1 has no batch in the last step."""
     if rank == 1 and number == TOKEN_STEPS:
         return None
     generator = torch.Generator().manual_seed(10 * number + rank)
@@ -217,7 +217,7 @@ def token_batch(rank: int, number: int) -> dict[str, Tensor] | None:
     labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, -100, ids)
     labels[0, 3] = ids[0, 3]
     if number == 3 or (number == 2 and rank == 1):
-        labels[:, 1:] = -100  # the first is predicted by nothing
+        labels[:, 1:] = -100  # no token predicts the first one, so its label does not count
     return {"input_ids": ids, "labels": labels}
 
 
@@ -238,7 +238,7 @@ def llama(seed: int) -> Any:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Not Adam, which would hide a factor."""
+    """Return SGD with momentum: Adam would hide a wrong factor of the gradients."""
     return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
@@ -311,7 +311,7 @@ def bare_llama(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("name", TOKEN_CASES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_language_model_s_ranks_train_the_mean_over_all_labelled_tokens(kind: str, name: str) -> None:
-    """In single precision: the model's loss is. A mean of means would be off by a tenth."""
+    """The tolerance is for single precision, in which the model computes its loss. A mean of means would differ by a tenth."""
     expected = bare_llama(TOKEN_CASES[name])
     for found in trained_llamas(kind):
         assert found[name]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
@@ -332,7 +332,7 @@ class Normalised(nn.Module):
 
 
 def train_normalised(kind: str) -> dict[str, Any]:
-    """Rank r trains on values around 10 r, so that the ranks' own statistics differ."""
+    """Train rank r on values around 10 r, so that the statistics of the ranks differ."""
     rank = read_ranks().rank
     torch.manual_seed(0)
     own = [(torch.randn(4, 1) + 10 * rank, torch.randn(4, 1)) for _ in range(3)]
@@ -355,13 +355,13 @@ def train_normalised(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_running_statistics_are_those_of_rank_0(kind: str) -> None:
     zero, one = run_ranks(train_normalised, 2, kind)
-    assert abs(zero["after"]) < 1  # it saw nothing but its own
+    assert abs(zero["after"]) < 1  # it has only seen its own values
     assert one["evaluated"] == zero["evaluated"] == zero["after"]
     assert one["results"] == zero["results"]
 
 
 class Tied(nn.Sequential):
-    """Its first and its last child share their weight: sharded apart, they would be two."""
+    """A model whose first and last child share their weight. If they were sharded separately, it would become two weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -377,7 +377,7 @@ def train_tied() -> dict[str, Any]:
         return weights_of(trainer.model)
 
 
-def test_weights_that_blocks_share_stay_one_under_fsdp() -> None:
+def test_shared_weights_stay_shared_under_fsdp() -> None:
     model = Tied()
     optimizer = momentum(model.parameters())
     for _ in range(3):
@@ -389,11 +389,11 @@ def test_weights_that_blocks_share_stay_one_under_fsdp() -> None:
         assert_same_weights(found, weights_of(model), rtol=1e-5, atol=1e-6)
 
 
-# --- what is chosen, and rejected ---
+# --- the choice of `parallel`, and what is rejected ---
 
 
 def chosen() -> list[Any]:
-    """How `auto` keeps the parameters on a rank, and how `fsdp` does."""
+    """Return the type of the parameters under `auto`, `ddp` and `fsdp`."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     found = []
     for parallel in ("auto", "ddp", "fsdp"):
@@ -402,7 +402,7 @@ def chosen() -> list[Any]:
     return found
 
 
-def test_auto_replicates_what_fits_and_one_rank_shares_nothing() -> None:
+def test_auto_replicates_a_model_that_fits_and_one_rank_shards_nothing() -> None:
     assert run_ranks(chosen, 2) == [["Parameter", "Parameter", "DTensor"]] * 2
     for parallel in ("auto", "single", "ddp", "fsdp", Parallel("fsdp", shard_size=1)):
         with Trainer(perceptron(0), mse_loss, [(torch.ones(1, 3), torch.ones(1, 1))], parallel=parallel) as trainer:

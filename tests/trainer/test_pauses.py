@@ -1,4 +1,4 @@
-"""A callback that is muted until a step is called from that step on, wherever records and other boundaries are."""
+"""A callback that is muted until a step is called from that step on, wherever log boundaries and other boundaries are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, WANTED = 130, 50
 
 
 class Pauses(Callback):
-    """Looks at every fiftieth step."""
+    """Records every 50th step and mutes itself between."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -37,7 +37,7 @@ class Counts(Callback):
 
 
 class PausesBetweenEpochs(Callback):
-    """Is muted in the first half of each epoch but the first."""
+    """Mutes itself at each epoch's end for the next 30 steps."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -50,7 +50,7 @@ class PausesBetweenEpochs(Callback):
 
 
 class PausesBetweenSaves(Callback):
-    """Asks for a checkpoint every sixty steps, and sleeps between."""
+    """Requests a checkpoint every 60 steps, and mutes itself between."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -118,7 +118,7 @@ def test_a_pause_that_begins_with_a_request_ends(train: Any, tmp_path: Path) -> 
     assert pauses.recorded == [1, 61, 121]  # after the first step whose start it receives
 
 
-class HearsOneEvaluation(Callback):
+class MutesAfterOneEvaluation(Callback):
     def __init__(self) -> None:
         self.recorded = 0
 
@@ -127,8 +127,8 @@ class HearsOneEvaluation(Callback):
         ctx.mute(self, "on_eval_end")
 
 
-def test_in_an_evaluation_of_a_loop_by_hand_it_can_mute_too(tmp_path: Path) -> None:
-    model, once = nn.Linear(3, 1), HearsOneEvaluation()
+def test_a_callback_can_mute_itself_in_an_evaluation_of_a_loop_by_hand(tmp_path: Path) -> None:
+    model, once = nn.Linear(3, 1), MutesAfterOneEvaluation()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(model=model, optimizer=optimizer, callbacks=[once], runs_folder=tmp_path) as run:
         for inputs, targets in run.steps(batches(4)):

@@ -1,4 +1,4 @@
-"""bf16 and fp16: which types are computed in, unscaled gradients, steps that are left out, and the scale in checkpoints."""
+"""bf16 and fp16: the types of computation, unscaled gradients, skipped steps, and the loss scale in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def data_of(batches: int, size: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 def small_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whose gradients, times 65536, are within fp16's 65504."""
+    """Return a loss that is small enough: its gradients times the scale of 65536 stay within fp16's maximum, 65504."""
     return mse_loss(outputs, targets) / 20
 
 
@@ -56,7 +56,7 @@ def weights_of(model: nn.Module) -> list[list[float]]:
 
 
 class Overflows(Callback):
-    """Makes the loss of one step so large, on one rank, that its scaled gradients overflow; it is finite itself."""
+    """Makes the loss of one step on one rank so large that its scaled gradients overflow. The loss itself is finite."""
 
     phase = "change"
 
@@ -69,8 +69,8 @@ class Overflows(Callback):
             ctx.loss = ctx.loss * 1e6
 
 
-class Looks(Callback):
-    """What each step was."""
+class RecordsSteps(Callback):
+    """Records the loss, gradients, learning rate and weights of each step."""
 
     def __init__(self) -> None:
         self.types: set[torch.dtype] = set()
@@ -96,9 +96,9 @@ class Looks(Callback):
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_gradients_are_seen_as_they_are(precision: str, kind: torch.dtype) -> None:
-    """Near those of single precision, as many digits as the type has (8 and 11 bits, some lost on the way): a scale of 65536 would show."""
-    looks, reference = Looks(), Looks()
+def test_callbacks_receive_unscaled_gradients(precision: str, kind: torch.dtype) -> None:
+    """They are close to those of single precision, within the 8 or 11 bits of the type. A scale of 65536 would be visible."""
+    looks, reference = RecordsSteps(), RecordsSteps()
     with trainer_of(looks, precision=precision) as trainer, trainer_of(reference) as other:
         trainer.fit("1ba")
         other.fit("1ba")
@@ -114,8 +114,8 @@ def test_gradients_are_seen_as_they_are(precision: str, kind: torch.dtype) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}])
-def test_a_step_that_overflows_is_left_out_with_its_scheduler(fused: bool, parts: dict[str, int]) -> None:
-    looks, recorder = Looks(), Recorder()
+def test_a_step_that_overflows_is_skipped_with_its_scheduler(fused: bool, parts: dict[str, int]) -> None:
+    looks, recorder = RecordsSteps(), Recorder()
     with trainer_of(
         Overflows(3),
         looks,
@@ -136,8 +136,8 @@ def test_a_step_that_overflows_is_left_out_with_its_scheduler(fused: bool, parts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_a_scale_no_step_is_left_out(precision: str) -> None:
-    looks = Looks()
+def test_without_a_scale_no_step_is_skipped(precision: str) -> None:
+    looks = RecordsSteps()
     with trainer_of(Overflows(2), looks, precision=precision) as trainer:
         trainer.fit("3ba")
     assert looks.skipped == [False] * 3
@@ -156,9 +156,9 @@ class SavesAt(Callback):
 
 
 @pytest.mark.parametrize("overflow", [2, 3, 4])
-def test_the_scale_comes_back_bit_for_bit(overflow: int, tmp_path: Path) -> None:
-    """Saved after step 3. With the scale at its beginning again, the halved one would be doubled, and other bits get lost."""
-    whole, first, rest = Looks(), Looks(), Looks()
+def test_the_scale_is_restored_bit_for_bit(overflow: int, tmp_path: Path) -> None:
+    """The checkpoint is from step 3. If the scale were reset to its initial value, other bits would be lost in rounding."""
+    whole, first, rest = RecordsSteps(), RecordsSteps(), RecordsSteps()
     keep: dict[str, Any] = {"precision": "fp16", "runs_folder": tmp_path, "seed": 0}
     with trainer_of(Overflows(overflow), whole, run_name="whole", **keep) as trainer:
         trainer.fit("1ep")
@@ -194,8 +194,8 @@ def test_a_run_may_resume_in_another_precision(tmp_path: Path) -> None:
 
 
 def train(precision: str, parallel: str, overflow: int) -> dict[str, Any]:
-    """Rank 1 alone overflows, if at all."""
-    looks = Looks()
+    """Train with an overflow on rank 1 only, at step `overflow`, if any."""
+    looks = RecordsSteps()
     with trainer_of(
         Overflows(overflow, rank=1),
         looks,
@@ -212,7 +212,7 @@ def train(precision: str, parallel: str, overflow: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_an_overflow_on_one_rank_is_left_out_by_all(parallel: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(parallel: str) -> None:
     zero, one = run_ranks(train, 2, "fp16", parallel, 3)
     assert zero["skipped"] == one["skipped"] == [False, False, True, False, False, False]
     assert zero["rates"] == one["rates"]
@@ -223,7 +223,7 @@ def test_an_overflow_on_one_rank_is_left_out_by_all(parallel: str) -> None:
 
 
 class OverflowsInOneWeight(Callback):
-    """An infinite gradient in the first row of the first weight only: one rank's shard."""
+    """Makes the gradient of the first weight's first row infinite, which is in one rank's shard."""
 
     phase = "change"
 
@@ -247,7 +247,7 @@ def _spoil(parameter: Tensor) -> None:
 def train_with_a_bad_shard(shard_size: int | None) -> dict[str, Any]:
     from callsheet.trainer import Parallel
 
-    looks = Looks()
+    looks = RecordsSteps()
     with trainer_of(
         OverflowsInOneWeight(), looks, precision="fp16", parallel=Parallel("fsdp", shard_size=shard_size), batches=8
     ) as trainer:
@@ -255,7 +255,7 @@ def train_with_a_bad_shard(shard_size: int | None) -> dict[str, Any]:
         return {"skipped": looks.skipped, "rates": looks.rates, "weights": weights_of(trainer.model)}
 
 
-def test_an_overflow_in_one_shard_is_left_out_by_all() -> None:
+def test_an_overflow_in_one_shard_skips_the_step_on_all() -> None:
     zero, one = run_ranks(train_with_a_bad_shard, 2, None)
     assert zero["skipped"] == one["skipped"] == [False, True, False]
     assert zero == one
@@ -264,7 +264,7 @@ def test_an_overflow_in_one_shard_is_left_out_by_all() -> None:
 @pytest.mark.test_all
 @pytest.mark.parametrize(("precision", "kind"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
 def test_a_sharded_model_computes_in_the_same_type(precision: str, kind: str) -> None:
-    """Near what replicas compute: both round to 8 or 11 bits, perhaps at other places."""
+    """The results are close to those of replicas: both round to 8 or 11 bits, but not always at the same operations."""
     sharded = run_ranks(train, 2, precision, "fsdp", 0)
     replicated = run_ranks(train, 2, precision, "ddp", 0)
     for one, other in zip(sharded, replicated, strict=True):
@@ -276,7 +276,7 @@ def test_a_sharded_model_computes_in_the_same_type(precision: str, kind: str) ->
 
 
 def losses_of_a_sharded_model() -> list[float]:
-    """Three classes as likely as each other: the loss is log 3, which bf16 would round to 1.1016."""
+    """Return the losses for three equally likely classes: log 3, which bf16 would round to 1.1016."""
     found: list[float] = []
 
     class Notes(Callback):
@@ -300,5 +300,5 @@ def losses_of_a_sharded_model() -> list[float]:
     return found
 
 
-def test_a_sharded_model_s_loss_has_all_digits() -> None:
+def test_a_sharded_model_s_loss_has_full_precision() -> None:
     assert run_ranks(losses_of_a_sharded_model, 2) == [[pytest.approx(math.log(3), rel=1e-6)]] * 2

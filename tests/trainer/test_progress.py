@@ -28,7 +28,7 @@ class MyProgress(Callback):
 
 
 class TQDMProgressBar:
-    """Of another framework."""
+    """Has the name of another framework's progress bar."""
 
 
 class AnyGuest(Guest):
@@ -41,7 +41,7 @@ def terminal() -> Terminal:
 
 
 def shown(folder: Path, screen: io.StringIO, **options: Any) -> list[Callback]:
-    """The callbacks of a short run that show progress, with the screen as its standard error."""
+    """Return the progress callbacks of a short run whose standard error is `screen`."""
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def test_progress_false_shows_nothing(tmp_path: Path, terminal: Terminal) -> Non
         lambda: AnyGuest(TQDMProgressBar()),
     ],
 )
-def test_there_is_no_second_one_beside_the_users_own(tmp_path: Path, terminal: Terminal, own: Any) -> None:
+def test_the_users_own_progress_bar_replaces_the_default_one(tmp_path: Path, terminal: Terminal, own: Any) -> None:
     given = own()
     assert [each for each in shown(tmp_path, terminal, loggers=[given]) if each is not given] == []
     assert "━" not in terminal.getvalue()

@@ -1,4 +1,4 @@
-"""Metrics over real ranks, against a plain computation."""
+"""Metrics that are reduced over real ranks, compared with a plain computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Logged = list[tuple[int, str, Any, Any, float, float | None]]
 
 
 def plan(seed: int, rank: int) -> Logged:
-    """What this rank logs: not every name at every step, in an order of its own, some with weights, some of them zero."""
+    """Return what this rank logs: not every name at every step, in random order, some with weights, of which some are zero."""
     draw = random.Random(100 * seed + rank)
     planned: Logged = []
     for boundary in range(BOUNDARIES):
@@ -61,7 +61,7 @@ def expected(seed: int, size: int) -> list[dict[str, float]]:
         plans = [[entry for entry in plan(seed, rank) if entry[0] == boundary] for rank in range(size)]
         for name in {entry[1] for planned in plans for entry in planned}:
             over, across, _ = name.split("/")
-            parts = []  # each rank's total and weight
+            parts = []  # the total and the weight of each rank
             for planned in plans:
                 values = [
                     (value, 1.0 if weight is None else weight) for _, other, _, _, value, weight in planned if other == name
@@ -85,11 +85,11 @@ def expected(seed: int, size: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_way_is_as_if_one_process_had_had_all_values(size: int) -> None:
+def test_every_reduction_equals_that_of_one_process_with_all_values(size: int) -> None:
     seed = random.randrange(1000)
     first, *others = run_ranks(taken, size, seed)
-    assert all(found == first for found in others), seed  # to the last bit
-    assert all(list(a) == list(b) for found in others for a, b in zip(found, first, strict=True)), seed  # in one order
+    assert all(found == first for found in others), seed  # bit by bit
+    assert all(list(a) == list(b) for found in others for a, b in zip(found, first, strict=True)), seed  # in the same order
     for found, wanted in zip(first, expected(seed, size), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12), seed
 
@@ -120,7 +120,7 @@ def test_values_that_are_no_numbers_zero_weights_and_what_one_rank_logs() -> Non
         "largest": "inf",
         "smallest": "-inf",
         "negative": (-5.0).hex(),
-        "part": (1.0).hex(),  # of ranks 0 and 2
+        "part": (1.0).hex(),  # from ranks 0 and 2
         "only/zero": (3.0).hex(),
         "only/summed": (4.0).hex(),
         "only/largest": (-1.0).hex(),
@@ -159,7 +159,7 @@ def after_each_other() -> str:
         log.log({"loss": 1.0})
     log.take()
     if rank == 0:
-        log.load_state_dict({})  # as after a resume
+        log.load_state_dict({})  # as a resume does
         log.log({"loss": 1.0}, over="sum")
     try:
         log.take()
@@ -168,15 +168,15 @@ def after_each_other() -> str:
     return ""
 
 
-def test_a_name_that_all_ranks_know_of_in_another_way() -> None:
+def test_a_name_that_ranks_reduce_differently_than_before_fails() -> None:
     assert set(run_ranks(after_each_other, 2)) == {
         "the metric 'loss' was logged with over='sum', across='mean' on rank 0, and with over='last', across='mean' "
         "before; use one, or another name"
     }
 
 
-class Counted:
-    """A world that counts what it is asked."""
+class CountsCalls:
+    """Process groups that record which methods are called."""
 
     def __init__(self, world: ProcessGroups) -> None:
         self.world = world
@@ -187,9 +187,9 @@ class Counted:
         return getattr(self.world, name)
 
 
-def what_a_boundary_costs() -> list[list[str]]:
+def collectives_at_boundaries() -> list[list[str]]:
     ranks = read_ranks()
-    counted = Counted(ProcessGroups(ranks, torch.device("cpu"), 30))
+    counted = CountsCalls(ProcessGroups(ranks, torch.device("cpu"), 30))
     log = MetricLog(counted)
     costs = []
     for boundary in range(4):
@@ -204,7 +204,7 @@ def what_a_boundary_costs() -> list[list[str]]:
 
 def test_equal_schemas_cost_one_sum_and_one_maximum() -> None:
     once = ["sum_and_max"]
-    assert run_ranks(what_a_boundary_costs, 2) == [[once * 2, once, [*once, "gather", *once], once]] * 2
+    assert run_ranks(collectives_at_boundaries, 2) == [[once * 2, once, [*once, "gather", *once], once]] * 2
 
 
 def one_in_a_tensor(together: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Ranks that die under torch's own launcher: it starts all of them again, and the run ends with the weights of an undisturbed one.
+"""If ranks die under torch's own launcher, it restarts all of them, and the run ends with the weights of an uninterrupted one.
 
-The long form, with random deaths and a table, is `make restarts`.
+The long version, with random deaths and a table, is `make restarts`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_restarted_by_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["standalone", "c10d", "static", "two machines", "launch"])
 def test_several_restarts_in_a_row(rendezvous: str, tmp_path: Path) -> None:
-    """Two machines count their restarts each for itself: the first dies on one, the second on the other."""
+    """Each machine counts its own restarts: a rank dies first on one machine, then on the other."""
     check(tmp_path, rendezvous, 2, SEVERAL)
 
 

@@ -1,4 +1,4 @@
-"""Interrupted anywhere, a run resumes as if nothing had happened: the same losses, records and weights to the last bit."""
+"""A run that is interrupted anywhere resumes with the losses, records and weights of an uninterrupted run, bit by bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_EVALUATION: dict[str, Any] = {"eval_interval": None}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The results of runs that nothing happened to, by loader."""
+    """Return the results of uninterrupted runs, by loader."""
     return {loader: run_small(tmp_path_factory.mktemp("undisturbed"), loader=loader, seed=0) for loader in LOADERS}
 
 
@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 def test_resuming_from_every_boundary_gives_the_undisturbed_run(
     loader: str, boundaries: tuple[str, ...], count: int, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The resumed processes begin from other weights and other random states, and save nothing."""
+    """The resumed processes start with other weights and other random states, and save nothing."""
     saved = run_small(tmp_path, SavesAt(*boundaries), loader=loader, seed=0)
     assert saved == undisturbed[loader]  # saving changes nothing
     paths = checkpoints(tmp_path)
@@ -79,7 +79,7 @@ def test_resuming_from_every_boundary_gives_the_undisturbed_run(
 
 
 def test_the_undisturbed_runs_can_differ(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """The comparison sees other seeds, and all records are there."""
+    """The comparison detects another seed, and all records exist."""
     assert run_small(tmp_path, seed=1)["losses"] != undisturbed["dataloader"]["losses"]
     assert len(undisturbed["dataloader"]["losses"]) == STEPS
     trained = [step for step, values in undisturbed["dataloader"]["records"] if "train/loss" in values]
@@ -105,10 +105,10 @@ def test_a_chain_of_processes_of_one_boundary_each_gives_the_undisturbed_run(
     assert final["weights"] == undisturbed[loader]["weights"]
 
 
-def test_a_checkpoint_of_a_round_s_end_that_a_resumed_run_came_to_first_is_good(
+def test_a_resumed_run_can_begin_with_a_checkpoint_at_a_round_s_end(
     undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Killed between an epoch's end and its round's, the next process begins with the round's end."""
+    """If a run is killed between an epoch's end and its round's end, the resumed run begins with the round's end."""
     run_small(tmp_path, SavesAt("epoch"))
     end_of_epoch = next(path for path in checkpoints(tmp_path) if path.name.startswith("ep2"))
     run_small(tmp_path / "second", SavesAt("round"), seed=5, resume=end_of_epoch)
@@ -154,8 +154,8 @@ def test_a_checkpoint_of_a_second_fit_can_be_resumed_from(undisturbed: dict[str,
     ("interval", "which", "found"),
     [("4ba", 0, [4, 8, 12]), ("4ba", -1, [4, 8, 12]), ("1ep", 0, [3, 6, 9, 12]), ("1ep", -1, [3, 6, 9, 12])],
 )
-def test_resuming_from_before_a_risky_evaluation_makes_it(interval: str, which: int, found: list[int], tmp_path: Path) -> None:
-    """Right after the resume, on the weights that it was due for."""
+def test_resuming_from_before_an_evaluation_runs_it(interval: str, which: int, found: list[int], tmp_path: Path) -> None:
+    """The evaluation runs right after the resume, with the weights for which it was due."""
     straight = run_small(tmp_path, SavesAt("before_eval"), eval_interval=interval)
     resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[which], eval_interval=interval)
     assert resumed["losses"] == straight["losses"]
@@ -164,7 +164,7 @@ def test_resuming_from_before_a_risky_evaluation_makes_it(interval: str, which: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluations_are_resumed_exactly(workers: int, tmp_path: Path) -> None:
-    """Random numbers from their own generator or in persistent workers continue where they were."""
+    """Random numbers from the loader's generator or in persistent workers continue as in an uninterrupted run."""
 
     def evaluation() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(4)
@@ -178,8 +178,6 @@ def test_evaluations_are_resumed_exactly(workers: int, tmp_path: Path) -> None:
 
 
 class Crashes(Callback):
-    """Raises in the nth evaluation."""
-
     def __init__(self, nth: int) -> None:
         self.left = nth
 
@@ -190,8 +188,8 @@ class Crashes(Callback):
 
 
 @pytest.mark.parametrize(("nth", "found"), [(1, [4, 8, 12]), (2, [4, 8, 12]), (3, [4, 8, 12])])
-def test_an_evaluation_that_a_crash_left_undone_is_made_on_resume(nth: int, found: list[int], tmp_path: Path) -> None:
-    """Before the next step, or, where training was over, at once; its events are in order, and training is the same."""
+def test_an_evaluation_that_a_crash_prevented_runs_on_resume(nth: int, found: list[int], tmp_path: Path) -> None:
+    """It runs before the next step, or immediately if training was complete. Event order and training do not change."""
     changes: dict[str, Any] = {"eval_interval": "4ba", "log_interval": "100ba", "epochs_per_round": None, "max_duration": "12ba"}
     data = [made_loader("list")[0]]
     straight, crashed, resumed = History(), History(), History()
@@ -211,7 +209,7 @@ def test_an_evaluation_that_a_crash_left_undone_is_made_on_resume(nth: int, foun
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    """Its state has fields with the names of version 0.1.0."""
+    """The state uses the field names of version 0.1.0."""
     changes: dict[str, Any] = {"eval_interval": "4ba", "log_interval": "3ba", "epochs_per_round": None, "max_duration": "8ba"}
     data = [made_loader("list")[0]]
     straight, resumed, recorder = History(), History(), Recorder()
@@ -250,7 +248,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_continue_where_they_were(name: str, tmp_path: Path) -> None:
-    """Records hold the learning rates."""
+    """The records, which contain the learning rates, are equal."""
     changes: dict[str, Any] = {"scheduler": SCHEDULERS[name], "log_interval": "1ba", **NO_EVALUATION}
     straight = run_small(tmp_path / "straight", **changes)
     with small_trainer(tmp_path, History(), max_duration="4ba", **changes | {"log_interval": "1ba"}) as first:
@@ -261,7 +259,7 @@ def test_schedulers_continue_where_they_were(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_at_the_last_round_s_end_has_the_rate_of_the_last_step(tmp_path: Path) -> None:
-    """What was logged before the interruption is in a record after it, with the learning rate of that time."""
+    """Metrics from before the interruption are in a record after it, with the learning rate of the step that logged them."""
     changes: dict[str, Any] = {"max_duration": "2iter", **NO_EVALUATION}
     straight = run_small(tmp_path, SavesAt("epoch"), **changes)
     resumed = run_small(tmp_path / "resumed", seed=3, resume=checkpoints(tmp_path)[-1], **changes)
@@ -270,7 +268,7 @@ def test_a_record_at_the_last_round_s_end_has_the_rate_of_the_last_step(tmp_path
 
 
 class Meter(Callback):
-    """Keeps a number, a tensor, and its own place in the user's shared state."""
+    """Keeps a number and a tensor in its own state, and an entry in `user_state`."""
 
     def __init__(self, weight: float) -> None:
         self.count = 0
@@ -292,7 +290,7 @@ class Meter(Callback):
 
 
 @pytest.mark.test_all
-def test_callbacks_and_user_state_come_back(tmp_path: Path) -> None:
+def test_callbacks_and_user_state_are_restored(tmp_path: Path) -> None:
     straight = Meter(1.5)
     with small_trainer(tmp_path, straight) as first:
         first.fit("4ba")
@@ -308,7 +306,7 @@ def test_callbacks_and_user_state_come_back(tmp_path: Path) -> None:
     assert second.ctx.user_state == {"steps": STEPS}
 
 
-def test_user_state_that_is_no_plain_data_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_user_state_that_is_not_plain_data_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain: dict[str, Any] = {"best": 0.5, "names": ["a", "b"], "seen": {"step": 1}, "mean": torch.arange(3.0)}
     with caplog.at_level(logging.WARNING, "callsheet"), small_trainer(tmp_path) as first:
         handle = object()
@@ -316,7 +314,7 @@ def test_user_state_that_is_no_plain_data_is_left_out_and_named_once(tmp_path: P
         first.fit("1ba")
         first.save_checkpoint()
         path = first.save_checkpoint().path
-        assert first.ctx.user_state["handle"] is handle  # only left out of the checkpoint
+        assert first.ctx.user_state["handle"] is handle  # it is left out of the checkpoint only
     messages = [record.getMessage() for record in caplog.records if "user_state" in record.getMessage()]
     assert [message.partition("ctx.user_state['")[2].partition("']")[0] for message in messages] == ["handle", "nested"]
     with small_trainer(tmp_path / "resumed", resume=path) as second:
@@ -335,7 +333,7 @@ def test_unclaimed_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "Meter" in caplog.text
 
 
-def test_the_timestamp_and_intervals_come_back(tmp_path: Path) -> None:
+def test_the_timestamp_and_intervals_are_restored(tmp_path: Path) -> None:
     with small_trainer(tmp_path) as first:
         first.fit("4ba")
         info = first.save_checkpoint()
@@ -421,14 +419,14 @@ def test_auto_takes_the_newest(run_of_three: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_auto_passes_by_what_was_never_sealed(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_skips_an_unsealed_checkpoint(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
     (run_of_three / "ep0-ba3" / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert resumed_at(run_of_three) == 2
-    assert not caplog.records  # a killed process left it: nothing that anybody has to know of
+    assert not caplog.records  # a killed process leaves such a folder, which is no reason for a warning
 
 
-def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_skips_a_checkpoint_with_a_missing_file(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
     (run_of_three / "ep0-ba3" / "state.json").unlink()
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert resumed_at(run_of_three) == 2
@@ -442,7 +440,7 @@ def test_auto_passes_by_what_lost_a_file(run_of_three: Path, caplog: pytest.LogC
     place=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),
 )
-def test_auto_passes_by_what_one_flipped_bit_damaged(
+def test_auto_skips_a_checkpoint_with_a_flipped_bit(
     name: str, place: float, bit: int, three: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("flipped")
@@ -477,7 +475,7 @@ def test_a_path_to_a_damaged_checkpoint_is_an_error(run_of_three: Path) -> None:
 
 
 class Poison(Callback):
-    """Makes the weights, or only the loss, not finite at a step."""
+    """Makes the weights or the loss infinite or NaN at a step."""
 
     phase = "change"
 
@@ -496,7 +494,9 @@ class Poison(Callback):
 
 
 @pytest.mark.parametrize("what", ["weights", "loss"])
-def test_auto_passes_by_what_is_not_finite(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_skips_a_checkpoint_with_values_that_are_not_finite(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run_small(tmp_path, SavesAt("step"), Poison(3, what), max_duration="3ba", epochs_per_round=None, **NO_EVALUATION)
         assert "ep0-ba3" in caplog.text
@@ -512,11 +512,11 @@ def test_auto_starts_from_scratch_if_nothing_was_saved(tmp_path: Path) -> None:
     with small_trainer(tmp_path, resume="auto") as trainer:
         assert trainer.state.timestamp.batch == 0
         trainer.fit("1ba")
-    assert not (tmp_path / "small").exists()  # nothing asked for a file
+    assert not (tmp_path / "small").exists()  # no callback wrote a file
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "foreign"])
-def test_a_path_that_is_no_checkpoint_of_a_trainer_is_an_error(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_of_a_trainer_is_an_error(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "given"
     if kind == "empty":
         path.mkdir()
@@ -587,7 +587,7 @@ def start_script(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Until the process has completed so many steps."""
+    """Wait until the process has completed this many steps."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if (folder / "steps.txt").exists() and len((folder / "steps.txt").read_text().splitlines()) >= step:
@@ -631,7 +631,7 @@ def test_sigterm_saves_and_preempts_the_run(undisturbed: dict[str, dict[str, Any
 
 @pytest.mark.test_all
 def test_sigterm_with_persistent_workers_in_the_second_epoch(tmp_path: Path) -> None:
-    """Their order and augmentation, dropout, losses and weights are those of a run that was left alone."""
+    """The order of samples, augmentation, dropout, losses and weights are those of an uninterrupted run."""
     straight = run_small(tmp_path / "straight", loader="workers")
     process = start_script(tmp_path, "--until-sigterm", str(STEPS_PER_EPOCH + 2), "--loader", "workers")
     wait_for_step(process, tmp_path, STEPS_PER_EPOCH + 2)
@@ -644,7 +644,7 @@ def test_sigterm_with_persistent_workers_in_the_second_epoch(tmp_path: Path) -> 
 
 
 class Signals(Callback):
-    """Sends this process a signal the nth time an event is fired, because a preemption may come at any time."""
+    """Sends this process a signal the nth time that an event is fired."""
 
     def __init__(self, event: str, nth: int, number: int = signal.SIGTERM) -> None:
         self.event = event
@@ -663,7 +663,7 @@ class Signals(Callback):
     [
         ("on_epoch_start", 2, 4),
         ("on_fetch_start", 3, 3),
-        ("on_fetch_end", 4, 3),  # the data of the first epoch has run out
+        ("on_fetch_end", 4, 3),  # the data of the first epoch is exhausted
         ("on_backward_end", 3, 2),
         ("on_train_step_end", 5, 5),
         ("on_log", 1, 4),
@@ -679,7 +679,7 @@ def test_a_preemption_at_any_event_saves_and_ends_the_run(
     with small_trainer(tmp_path, history, Signals(event, nth), recorder) as trainer:
         trainer.fit()
     check_events(recorder.events)
-    assert step <= trainer.state.timestamp.batch <= step + 1  # what comes during a boundary may act at the next
+    assert step <= trainer.state.timestamp.batch <= step + 1  # a signal that arrives during a boundary may act at the next one
     assert trainer.run.outcome is Outcome.PREEMPTED
     assert trainer.preempted
     assert recorder.events.count("on_preempt") == 1
@@ -696,7 +696,7 @@ def test_a_preemption_before_the_first_step_is_reported(event: str, tmp_path: Pa
     assert recorder.events.count("on_preempt") == 1
 
 
-def test_the_handler_that_was_there_before_is_called_and_comes_back(tmp_path: Path) -> None:
+def test_the_previous_signal_handler_is_called_and_restored(tmp_path: Path) -> None:
     came: list[int] = []
 
     def handler(number: int, frame: object) -> None:
@@ -776,7 +776,7 @@ def test_a_save_that_takes_longer_than_the_grace_is_reported(
     assert "grace_seconds" in record.getMessage()
 
 
-# --- nothing is lost where nothing fits ---
+# --- checkpoints that cannot be used ---
 
 
 @pytest.mark.parametrize("hidden", [5, 7])
@@ -797,14 +797,16 @@ def test_auto_does_not_start_again_if_all_are_damaged(run_of_three: Path) -> Non
         small_trainer(run_of_three.parent.parent, resume="auto")
 
 
-def test_parts_that_the_run_has_not_are_named(run_of_three: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_of_a_checkpoint_that_the_run_does_not_have_are_named(
+    run_of_three: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         other(tmp_path, scheduler=None, resume=run_of_three / "ep0-ba3").close()
     assert "parts that this run does not have: scheduler" in caplog.text
 
 
-def test_a_model_whose_buffer_is_no_number_is_not_good(tmp_path: Path) -> None:
-    """An infinity in a buffer may be a mask's."""
+def test_a_model_with_a_nan_in_a_buffer_is_not_finite(tmp_path: Path) -> None:
+    """An infinity in a buffer is allowed, as the buffer may be a mask."""
 
     class Normed(nn.Module):
         mean: torch.Tensor
@@ -825,8 +827,8 @@ def test_a_model_whose_buffer_is_no_number_is_not_good(tmp_path: Path) -> None:
         assert not trainer.save_checkpoint().is_finite
 
 
-def test_a_signal_between_the_fetches_of_a_step_is_heeded_at_once(tmp_path: Path) -> None:
-    """The batches that were fetched for the step that was not are fetched again."""
+def test_a_signal_between_the_fetches_of_a_step_acts_immediately(tmp_path: Path) -> None:
+    """The resumed run fetches the batches of the interrupted step again."""
     options: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "microbatch_size": None,
@@ -838,7 +840,7 @@ def test_a_signal_between_the_fetches_of_a_step_is_heeded_at_once(tmp_path: Path
     recorder, history = Recorder(), History()
     with small_trainer(
         tmp_path, history, Signals("on_fetch_end", 4), recorder, **options
-    ) as trainer:  # the first of a step's two
+    ) as trainer:  # the first of the step's two batches
         trainer.fit()
     check_events(recorder.events)
     assert trainer.run.outcome is Outcome.PREEMPTED

@@ -1,6 +1,6 @@
-"""Killed and restarted on several ranks, a run resumes as if nothing had happened: the same losses on every rank, to the last bit.
+"""A run that is killed and restarted on several ranks has the losses of an uninterrupted run on every rank, bit by bit.
 
-The long form, with more kinds of runs and deaths and a table of them, is `make oracle`.
+The long version, with more kinds of runs and deaths and a table of the results, is `make oracle`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .ranked_run import STEPS, Death, Setting, Survival, flip_a_bit, lives, survives, undisturbed
+from .ranked_run import STEPS, Death, Setting, Survival, flip_a_bit, launch_once, survives, undisturbed
 
 SETTINGS = {
     "ddp": Setting("ddp", 2, workers=4, in_background=True, pause=0.002),
@@ -51,15 +51,18 @@ def test_killed_damaged_and_preempted(tmp_path: Path) -> None:
     deaths = [Death(in_save=5), Death(in_save=3), Death(signal=signal.SIGTERM, after=0.3)]
     survival = survives(tmp_path / "killed", setting, deaths, between=flip_a_bit)
     assert survival.deaths >= 2
-    check(survival, good, records=False)  # a preempted run fires a record of what it has logged before it ends
+    check(survival, good, records=False)  # a preempted run fires an additional record before it ends
 
 
 @pytest.mark.slow
 def test_a_run_of_four_ranks_resumes_with_two(tmp_path: Path) -> None:
-    """The same global batches, another order of adding up: to tolerance. Without dropout and augmentation, which ranks draw for themselves."""
+    """The global batches are the same, but sums are in another order, so losses are compared with a tolerance.
+
+    The run has no dropout and augmentation, as each rank draws its own.
+    """
     four, two = Setting("fsdp", 4, noise=0.0), Setting("fsdp", 2, noise=0.0)
     good = undisturbed(tmp_path / "undisturbed", four)
-    ends = lives(tmp_path / "moved", four, Death(in_save=5), seed=5)
+    ends = launch_once(tmp_path / "moved", four, Death(in_save=5), seed=5)
     assert all(end.value is None for end in ends)
     moved = undisturbed(tmp_path / "moved", two)
     counts, losses = (
@@ -74,5 +77,5 @@ def test_a_run_of_four_ranks_resumes_with_two(tmp_path: Path) -> None:
     )
     assert counts[0] == counts[1]
     for (step, found), (_, wanted) in zip(*losses, strict=True):
-        if step != 9:  # half of this record was collected by ranks that are gone
+        if step != 9:  # part of this record was collected by ranks that no longer exist
             assert found == pytest.approx(wanted, rel=1e-4), step

@@ -1,6 +1,6 @@
-"""In every epoch, with any dataloader: a resumed run sees what an undisturbed one does, or a warning names what it does not.
+"""With any dataloader, a resumed run receives the data of an uninterrupted one, or a warning names the difference.
 
-The long form, with random cases of all kinds, is `make resume`.
+The long version, with random cases of all kinds, is `make resume`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def test_an_iterable_that_counts_in_persistent_workers_is_warned_about_while_tra
 
 
 class Holder:
-    """An iterable that holds its batches."""
+    """An iterable with its batches in an attribute."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
 
 def test_tensors_of_a_dataset_are_compared_without_copying_them() -> None:
-    small, large = torch.arange(6.0).view(2, 3), torch.ones(1).expand(1 << 40)  # a copy of it would have 4 TiB
+    small, large = torch.arange(6.0).view(2, 3), torch.ones(1).expand(1 << 40)  # a copy would have 4 TiB
     checksums = attributes([Holder([small, large, np.arange(3)])])
     assert list(checksums) == ["0.Holder.data"]
     assert attributes([Holder([small.clone(), large, np.arange(3)])]) == checksums
@@ -97,7 +97,7 @@ def test_values_that_are_large_are_not_compared() -> None:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("number", range(6))
-def test_no_random_dataloader_differs_in_silence(number: int) -> None:
+def test_a_random_dataloader_does_not_differ_without_a_warning(number: int) -> None:
     case = random_case(random.Random())
     assert result_of(case).outcome != "SILENT", repr(case)
 

@@ -1,4 +1,4 @@
-"""One writer per run folder, and which folder is a run's: real trainings."""
+"""A run folder has one writer at a time, and which folders count as a run, in real trainings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Starts]:
 
 
 def until(process: subprocess.Popen[str], word: str) -> str:
-    """What the process says, until a line that begins with `word`."""
+    """Return the output of the process up to a line that begins with `word`."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
@@ -69,7 +69,7 @@ def test_the_same_script_twice(start: Starts, tmp_path: Path) -> None:
     assert second.returncode == 1
     assert f"RunInUseError: {tmp_path}/x is being trained by process {first.pid} on machine " in said
     assert "begins" not in said
-    until(first, "step 30")  # it saves at each of them, and nothing of it is missing
+    until(first, "step 30")  # it saves a checkpoint at each step
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     last = find_checkpoints(tmp_path / "x" / "checkpoints").checkpoints[0].step
@@ -95,11 +95,11 @@ def test_a_suspended_run_that_lost_its_folder_ends_with_an_error(start: Starts, 
     step = int(until(second, "step").rpartition("step ")[2])
     until(second, f"step {step + 5}")  # it continues
     lines = (tmp_path / "x" / "events.jsonl").read_text()
-    assert "RunLockLostError" not in lines  # these are the second one's
+    assert "RunLockLostError" not in lines  # the file belongs to the second process
 
 
 @pytest.mark.slow
-def test_all_ranks_learn_that_the_folder_is_in_use(start: Starts, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_the_folder_is_in_use(start: Starts, tmp_path: Path) -> None:
     first = start()
     until(first, "step 3")
     both = start("timeout=2", ranks=2)
@@ -111,7 +111,7 @@ def test_all_ranks_learn_that_the_folder_is_in_use(start: Starts, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_all_ranks_learn_that_the_lock_is_lost(start: Starts, tmp_path: Path) -> None:
+def test_all_ranks_end_if_the_lock_is_lost(start: Starts, tmp_path: Path) -> None:
     first = start(ranks=2)
     until(first, "step 3")
     for pid in _children(first.pid):
@@ -149,7 +149,7 @@ def trainer(folder: Path, *callbacks: Callback, steps: int = 2, **options: Any) 
 
 def test_one_trainer_after_the_other(tmp_path: Path) -> None:
     first = trainer(tmp_path, CheckpointSaver(save_interval="1ba"))
-    first.fit()  # and it is not closed, as in a notebook
+    first.fit()  # it is not closed, as in a notebook
     second = trainer(tmp_path, CheckpointSaver(save_interval="1ba"), steps=4, resume="auto")
     second.fit()
     with pytest.raises(RunLockLostError, match="another run of this process"):
@@ -200,7 +200,7 @@ def test_reading_needs_no_lock(tmp_path: Path) -> None:
     reader.evaluate()
     reader.save_checkpoint(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="another run of this process"):
-        reader.save_checkpoint()  # to the run's own folder
+        reader.save_checkpoint()  # writes to the run's folder
     lock.release()
 
 
@@ -228,7 +228,7 @@ def test_a_run_without_a_name_of_its_own_is_locked_while_it_writes(tmp_path: Pat
 
 
 class Notes(Callback):
-    """A user's logger that creates the folder before anything is known to work."""
+    """A user's logger that creates the run folder at `on_run_start`, before set-up is complete."""
 
     def on_run_start(self, ctx: Context) -> None:
         assert ctx.run.folder is not None
@@ -236,7 +236,7 @@ class Notes(Callback):
         (ctx.run.folder / "notes.txt").write_text("begun")
 
 
-def test_a_folder_that_a_logger_made_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_only_a_logger_created_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="precision"):
         trainer(tmp_path, Notes(), precision="bf17")
     with trainer(tmp_path, Notes()) as run:

@@ -1,4 +1,4 @@
-"""What a run without `config` was started with is recorded, compared and shown."""
+"""The settings of a run without `config` are recorded, compared and shown."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ DATA = [(torch.ones(4, 2), torch.ones(4, 1))] * 4
 
 
 class Positional(Callback):
-    """Cannot be described by names."""
+    """Has positional arguments, which have no names in the settings."""
 
     def __init__(self, *values: int) -> None:
         self.values = values
 
 
 class Slow(Callback):
-    """Its lane is a thread."""
+    """Runs in a background thread."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
 
     def on_log(self, ctx: Context) -> None:
-        """Do nothing."""
+        """Handle `on_log` without doing anything."""
 
 
 def train(folder: Path, name: str, *callbacks: Callback, rate: float = 0.1, steps: int = 4, **more: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_default_that_is_given_is_no_difference(tmp_path: Path) -> None:
     assert different["callbacks"] == {"SpeedMonitor.window_size": ["100", "5"]}
 
 
-def test_what_was_used_counts_more_than_the_config(tmp_path: Path) -> None:
+def test_settings_in_use_override_the_config(tmp_path: Path) -> None:
     train(tmp_path, "a", rate=0.1, config={"optimizer": {"lr": 0.5}, "seed": 7})
     found = settings(RunFolder.read(tmp_path / "a"))["settings"]
     assert (found["optimizer.lr"], found["seed"]) == ("0.1", "7")
@@ -91,7 +91,7 @@ def test_options_of_callbacks_are_columns_of_runs(tmp_path: Path, capsys: pytest
 
 
 def test_a_resumed_run_keeps_the_settings_with_which_it_was_started(tmp_path: Path) -> None:
-    """The checkpoint has another learning rate, and a scheduler's changes."""
+    """The checkpoint contains a learning rate that the scheduler has changed."""
 
     def scheduled(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -209,7 +209,7 @@ def test_a_value_that_contains_itself_ends() -> None:
 
 
 def test_the_settings_of_two_runs_of_one_program_are_the_same(tmp_path: Path) -> None:
-    """No address of an object is in them."""
+    """They do not contain the address of an object."""
     functions: list[Callable[[], object]] = [object, lambda: torch.optim.SGD]
 
     class Holds(Callback):

@@ -1,4 +1,4 @@
-"""Every sample once over all ranks, equally many batches on each, whatever the dataloader is; and augmentation that depends on nothing else."""
+"""With any dataloader, the ranks take every sample once, in equally many batches. Augmentation does not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_sample_is_in_one_share(n: int, batch_size: int, world_size: int, 
 def test_another_world_size_continues_with_the_same_global_batches(
     n: int, batch_size: int, world_size: int, factor: int, before: int
 ) -> None:
-    """`world_size * factor` ranks with `batch_size` samples are as `world_size` ranks with `batch_size * factor`."""
+    """`world_size * factor` ranks with `batch_size` samples get the batches of `world_size` ranks with `batch_size * factor`."""
     many, few = splits(batch_size, False, world_size * factor), splits(batch_size * factor, False, world_size)
     start = min(n, before * many[0].global_size)
 
@@ -98,7 +98,7 @@ def test_whole_batches_are_taken_in_turn(sizes: list[int], world_size: int) -> N
 
 
 class Shuffles(Sampler[int]):
-    """A sampler that draws from Python's random states, as many home-made ones do."""
+    """A sampler that draws from the global random states, as many custom ones do."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.sample(range(20), 20))
@@ -163,7 +163,7 @@ class NoisyAtOnce(Noisy):
         return numpy.column_stack([indices, numpy.random.rand(len(indices))]).tolist()  # type: ignore[no-any-return]
 
 
-def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone() -> None:
+def test_a_sample_s_random_numbers_depend_on_seed_epoch_and_index_only() -> None:
     before = random_state()
     data = SeededDataset(Noisy(10), seed=3)
     first = [data[index] for index in range(10)]
@@ -172,7 +172,7 @@ def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone() -> None:
     assert Subset(data, [7, 1]).__getitems__([1]) == [first[1]]
     assert same_random_state(before, random_state())
     drawn = [value for sample in first for value in sample[1:]]
-    assert len(set(drawn)) == 30  # nor are NumPy's and torch's numbers each other's
+    assert len(set(drawn)) == 30  # so NumPy and torch do not draw equal numbers either
     assert SeededDataset(Noisy(10), seed=3)[4] == pickle.loads(pickle.dumps(data))[4] == first[4]
     assert SeededDataset(Noisy(10), seed=4)[4] != first[4]
     data.set_epoch(1)
@@ -182,7 +182,7 @@ def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone() -> None:
 
 
 def test_numpy_and_torch_do_not_draw_the_same_numbers() -> None:
-    """From the same 32 bits they would."""
+    """With the same 32-bit seed, they would."""
     torch.manual_seed(5)
     numpy.random.seed(5)
     assert int(torch.empty((), dtype=torch.int32).random_()) == numpy.random.randint(2**31)
@@ -200,7 +200,7 @@ def test_a_dataset_that_loads_batches_at_once_still_does() -> None:
     assert inner.asked == [[4, 2], [4, 2], [2, 4]]
 
 
-def test_a_seeded_dataset_is_its_dataset_otherwise() -> None:
+def test_a_seeded_dataset_otherwise_behaves_like_its_dataset() -> None:
     inner = Noisy(10)
     data = SeededDataset(inner, seed=3)
     data.opened = "file"
@@ -239,7 +239,7 @@ class Counting(IterableDataset[int]):
 
 
 class Stream:
-    """Batches of random sizes in random order, without a torch class about it."""
+    """An iterable of batches of random sizes in random order, which is not a torch class."""
 
     def __iter__(self) -> Iterator[list[int]]:
         left = random.sample(range(20), 20)
@@ -250,7 +250,7 @@ class Stream:
 
 
 class Uneven(Sampler[list[int]]):
-    """Batches of uneven sizes, as bucketing by length gives them."""
+    """A batch sampler with batches of uneven sizes, such as bucketing by length gives."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = random.sample(range(20), 20)
@@ -260,15 +260,15 @@ class Uneven(Sampler[list[int]]):
         return 4
 
 
-class Unmeasured(Shuffles):
-    """A sampler that may be endless."""
+class NoLength(Shuffles):
+    """A sampler that may be endless: it has no length."""
 
     def __len__(self) -> int:
         raise TypeError
 
 
-class OfLength(list[Any]):
-    """A list that does not know its length."""
+class ListWithoutLength(list[Any]):
+    """A list whose `len` raises an error."""
 
     def __len__(self) -> int:
         raise TypeError
@@ -278,21 +278,21 @@ class OfLength(list[Any]):
 
 
 class Replays(DataLoader[Any]):
-    """A subclass with a constructor of its own, as PyTorch Geometric's."""
+    """A DataLoader subclass with its own constructor, such as PyTorch Geometric's."""
 
     def __init__(self, n: int) -> None:
         super().__init__(Numbers(n), batch_size=2, collate_fn=list)
 
 
 class Odd(Replays):
-    """A subclass with an iteration of its own, which a DataLoader of ours would not repeat."""
+    """A DataLoader subclass that overrides `__iter__`, which a DataLoader that we create would ignore."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
 
 
 def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """By name: the loader, and what is said of it."""
+    """Return the loaders and their options, by name."""
     listed: dict[str, Any] = {"collate_fn": list}
     workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
     lengths = [2, 5, 4]
@@ -314,20 +314,20 @@ def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
         "dealt list": ([[n, n + 1] for n in range(0, 20, 2)], {}),
         "dealt stream": (Stream(), {}),
         "dealt dataset": (DataLoader(Counting(20), batch_size=3, **listed), {}),
-        "dealt unmeasured": (DataLoader(samples, batch_size=2, sampler=Unmeasured(), **listed), {}),
+        "dealt unmeasured": (DataLoader(samples, batch_size=2, sampler=NoLength(), **listed), {}),
         "dealt unbatched": (
             DataLoader(samples, batch_size=None, shuffle=True, generator=generator, collate_fn=lambda n: [n]),
             {},
         ),
         "own distributed": (DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed), {}),
         "own list": (own, {"shard": False}),
-        "own unknown": (OfLength(own), {"shard": False}),
+        "own unknown": (ListWithoutLength(own), {"shard": False}),
         "own hugging face": (DataLoader(stream, batch_size=2, collate_fn=lambda rows: [row["n"] for row in rows]), {}),
     }
 
 
-def gone_through() -> dict[str, list[Any]]:
-    """On one rank: each loader twice; batches and what was said of them."""
+def iterate_all() -> dict[str, list[Any]]:
+    """Iterate each loader twice on a rank. Return the batches with the numbers of samples and whether they are fillers."""
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     random.seed(world.rank)
     torch.manual_seed(world.rank)
@@ -347,7 +347,7 @@ def gone_through() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def ranks_found() -> list[dict[str, list[Any]]]:
-    return run_ranks(gone_through, RANKS)
+    return run_ranks(iterate_all, RANKS)
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
@@ -364,7 +364,7 @@ def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[
     for together in zip(*by_rank, strict=True):
         here = [0 if is_filler else len(batch) for batch, _, _, is_filler in together]
         counted.update(sample for batch, _, _, is_filler in together if not is_filler for sample in batch)
-        assert all(batch for batch, *_ in together)  # a filler is a real batch
+        assert all(batch for batch, *_ in together)  # a filler is a real batch too
         for size, (_, samples_here, in_all, is_filler) in zip(here, together, strict=True):
             assert samples_here == size or (is_own and not is_filler and samples_here is None)
             assert in_all == (None if is_own else sum(here))
@@ -377,12 +377,12 @@ def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[
 
 
 def rejected(kind: str) -> str:
-    """On one rank: the error, which must be there on all."""
+    """Return the error on a rank; it must be raised on all ranks."""
     world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     empty: Iterable[Any] = [] if world.rank == 1 else [[1]]
     cases: dict[str, tuple[Any, bool]] = {
         "own empty": (empty, False),
-        "own empty unknown": (OfLength(empty), False),
+        "own empty unknown": (ListWithoutLength(empty), False),
         "other samples": (DataLoader(Numbers(10 + world.rank)), True),
         "other batches": ([1, 2, 3][world.rank :], True),
         "odd": (Odd(10), True),
@@ -411,6 +411,6 @@ def rejected(kind: str) -> str:
         ("too few", "data has 5 samples, not enough for one batch of 2 on each of 3 ranks"),
     ],
 )
-def test_what_cannot_be_shared_is_rejected_on_all_ranks(kind: str, message: str) -> None:
+def test_a_loader_that_cannot_be_shared_is_rejected_on_all_ranks(kind: str, message: str) -> None:
     for rank, error in enumerate(run_ranks(rejected, RANKS, kind)):
         assert message.format(rank, rank) in error

@@ -1,4 +1,4 @@
-"""One step: what is computed, what a callback may change, what is logged, and how the trainer's life ends."""
+"""One step: what is computed, what a callback may change, what is logged, and how a trainer is closed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from callsheet.trainer import HuggingFaceTask, SupervisedTask, Task
 
 
 def linear(weight: float = 0.5) -> nn.Linear:
-    """One weight, no bias: everything about it can be reckoned by hand."""
+    """Return a layer with one weight and no bias, so that results can be computed by hand."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, weight)
     return model
@@ -47,7 +47,7 @@ def trainer_of(
 
 
 class Steps(Callback):
-    """What is known at every step's end."""
+    """Records the gradients, losses, gradient norm and learning rate of every step."""
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
@@ -107,7 +107,7 @@ def test_microbatches_give_the_gradients_and_losses_of_the_whole_batch(
 
 
 def test_an_uneven_split_weighs_by_samples() -> None:
-    """By hand: w = 0.5, three samples of target 0, microbatches of two and one."""
+    """The expected values are computed by hand: w = 0.5, three samples of target 0, microbatches of two and one."""
     steps, recorder = Steps(), Recorder(fields=("microbatch", "loss"))
     with trainer_of(linear(), [(column(1, 2, 6), column(0, 0, 0))], steps, recorder, microbatch_size=2) as trainer:
         trainer.fit("1ba")
@@ -122,7 +122,7 @@ def test_an_uneven_split_weighs_by_samples() -> None:
     assert trainer.model.state_dict()["weight"].item() == pytest.approx(0.5 - 0.1 * 41 / 3)
 
 
-def test_gradients_are_there_at_the_step_s_end_and_gone_at_the_next_start() -> None:
+def test_gradients_exist_at_the_step_s_end_but_not_at_the_next_start() -> None:
     seen: list[tuple[str, bool]] = []
 
     class Looks(Callback):
@@ -140,14 +140,14 @@ def test_gradients_are_there_at_the_step_s_end_and_gone_at_the_next_start() -> N
 
 @dataclass
 class Output:
-    """What a Hugging Face model returns."""
+    """The output of a Hugging Face model."""
 
     loss: Tensor | None
     logits: Tensor
 
 
 class Embeds(nn.Module):
-    """A language model of one layer, with the face of a Hugging Face one: it shifts the labels itself and leaves -100 out."""
+    """A language model of one layer with the interface of a Hugging Face model: it shifts the labels and ignores -100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Embeds(nn.Module):
 
 
 def tokens(*lengths: int, width: int = 6) -> dict[str, Tensor]:
-    """One sequence a length, padded with labels that do not count."""
+    """Return a batch with one sequence for each length, padded with labels that are ignored."""
     ids = torch.randint(0, 7, (len(lengths), width), generator=torch.Generator().manual_seed(len(lengths)))
     labels = ids.clone()
     for row, length in enumerate(lengths):
@@ -220,7 +220,7 @@ def test_tokens_and_samples_are_counted() -> None:
 
 @pytest.mark.parametrize(("clip", "change"), [(None, 0.1 * 4), (100.0, 0.1 * 4), (1.0, 0.1 * 1)])
 def test_clipping_bounds_the_step_and_reports_the_norm_before_it(clip: float | None, change: float) -> None:
-    """By hand: the gradient of (w x - 0)^2 at w = 0.5, x = 2 is 4."""
+    """Computed by hand, the gradient of (w x - 0)^2 at w = 0.5, x = 2 is 4."""
     steps, logged = Steps(), Logged()
     with trainer_of(linear(), [(column(2), column(0))], steps, logged, clip_grad_norm=clip) as trainer:
         trainer.fit("1ba")
@@ -255,8 +255,8 @@ def test_parameters_that_a_callback_adds_to_the_optimizer_are_clipped() -> None:
     assert abs(model.bias.item()) <= 1e-3
 
 
-def test_the_rate_is_the_one_that_the_step_used() -> None:
-    """By hand: gradient 1 always (loss w x with x = 1), rates 0.1, 0.01, 0.001."""
+def test_the_learning_rate_is_the_one_that_the_step_used() -> None:
+    """The gradient is always 1 (loss w x with x = 1); the rates are 0.1, 0.01, 0.001."""
     logged, recorder = Logged(), Recorder(fields=("learning_rate",))
     seen: list[tuple[str, float]] = []
 
@@ -288,7 +288,7 @@ def test_the_rate_is_the_one_that_the_step_used() -> None:
 
 
 def test_a_rate_that_is_a_tensor_is_copied_as_the_step_used_it() -> None:
-    """The scheduler overwrites the optimizer's tensor in place; records hold floats."""
+    """The scheduler modifies the optimizer's tensor in place, while records hold floats."""
     steps, logged = Steps(), Logged()
     with trainer_of(
         linear(),
@@ -306,7 +306,7 @@ def test_a_rate_that_is_a_tensor_is_copied_as_the_step_used_it() -> None:
 
 
 class TwoLosses(Task):
-    """A loss that is trained on, and one that is only reported."""
+    """Returns a loss to train on and a second one that is only reported."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch[0])
@@ -383,7 +383,7 @@ def with_loss(ctx: Context) -> None:
     ],
 )
 def test_what_a_callback_writes_takes_effect(event: str, change: Callable[[Context], None], microbatch_size: int | None) -> None:
-    """Each change makes the loss of target 0 four times as large: (2 x w)^2 or 4 (x w)^2."""
+    """With target 0, each change makes the loss four times as large: (2 x w)^2 or 4 (x w)^2."""
     steps, logged = Steps(), Logged()
     data = [(column(1, 1), column(0, 0))]
     with trainer_of(linear(), data, Changes(event, change), steps, logged, microbatch_size=microbatch_size) as trainer:
@@ -411,8 +411,7 @@ def test_outputs_that_a_callback_writes_in_an_evaluation_take_effect() -> None:
         assert trainer.evaluate(data)["validation"]["loss"] == pytest.approx(1.0)
 
 
-def test_what_evaluation_is_given_is_not_what_training_is_given() -> None:
-    """A change of the training's batches leaves the evaluation's alone."""
+def test_changes_of_training_batches_do_not_affect_evaluation() -> None:
     data = [(column(1, 1), column(0, 0))]
     with trainer_of(linear(), data, Changes("on_fetch_end", with_batch), Changes("on_forward_end", with_outputs)) as trainer:
         assert trainer.evaluate(data)["validation"]["loss"] == pytest.approx(0.25)
@@ -434,7 +433,7 @@ def test_outputs_are_kept_to_the_step_s_end_if_declared() -> None:
         trainer.fit("2ba")
     weight_after_one_step = 0.5 - 0.1 * 41 / 3
     assert [outputs.flatten().tolist() for outputs in wants.outputs] == [
-        [pytest.approx(3.0)],  # the last microbatch's
+        [pytest.approx(3.0)],  # outputs of the last microbatch
         [pytest.approx(6 * weight_after_one_step, rel=1e-5)],
     ]
     assert all(
@@ -482,7 +481,7 @@ def test_steps_are_numbered_from_1_and_time_moves_just_before_the_end_events() -
     ends = [(noted.step, noted.epoch, noted.batch) for noted in recorder.recorded if noted.event == "on_train_step_end"]
     assert ends == [(1, 1, 1), (2, 1, 2), (3, 2, 3), (4, 2, 4)]
     fetches = [noted.step for noted in recorder.recorded if noted.event == "on_fetch_start"]
-    assert fetches == [0, 1, 2, 2, 3, 4]  # between steps the last one
+    assert fetches == [0, 1, 2, 2, 3, 4]  # between two steps, it is the number of the last one
 
 
 def test_epochs_and_rounds_count_just_before_their_ends() -> None:
@@ -521,8 +520,8 @@ def test_an_epoch_that_is_stopped_midway_is_not_counted() -> None:
 # --- records ---
 
 
-def test_records_hold_what_a_hand_reckons() -> None:
-    """Three batches of one sample, log_interval 2ba: w goes 0.5, 0.4, 0.2, and the losses w^2, 4 w^2, w^2 are read before each step."""
+def test_records_hold_the_values_computed_by_hand() -> None:
+    """Three batches of one sample, log_interval 2ba. w is 0.5, 0.4, 0.2 before the steps, so the losses are w^2, 4 w^2, w^2."""
 
     class Logs(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -639,7 +638,7 @@ def test_predictions_and_test_losses() -> None:
     assert logged.records[-1].values == {"test/loss": pytest.approx(10.25 / 3)}
 
 
-# --- the end of the life ---
+# --- closing a trainer ---
 
 
 def test_close_fires_the_end_once() -> None:
@@ -695,7 +694,7 @@ def test_a_script_that_never_closes_fires_the_end_at_exit(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ended finished 3\n"
     assert done.stderr == ""
-    assert not (tmp_path / "runs").exists()  # nothing asked for a file
+    assert not (tmp_path / "runs").exists()  # no callback wrote a file
 
 
 def test_closing_during_training_is_rejected_or_ends_it_in_order() -> None:
@@ -726,7 +725,7 @@ def test_a_loss_function_makes_a_supervised_task() -> None:
 
 
 class Samples(Callback):
-    """Notes the samples that the timestamp counts, at every step's start."""
+    """Records the timestamp's sample count at every step's start."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -736,7 +735,7 @@ class Samples(Callback):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_the_counts_settle_at_log_boundaries_whether_or_not_anybody_reads_the_record(reads: bool) -> None:
+def test_sample_counts_are_updated_at_log_boundaries_with_and_without_listeners(reads: bool) -> None:
     samples = Samples()
     readers = [Recorder()] if reads else []
     data = [(column(1.0, 2.0), column(1.0, 2.0))] * 7
@@ -754,7 +753,7 @@ def test_training_ends_at_the_same_step_without_listeners_to_records(max_duratio
         assert trainer.state.timestamp.batch == steps
 
 
-def test_an_unread_log_boundary_carries_out_what_was_requested_since() -> None:
+def test_a_log_boundary_without_listeners_carries_out_requests() -> None:
     class Stops(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 3:
@@ -766,7 +765,7 @@ def test_an_unread_log_boundary_carries_out_what_was_requested_since() -> None:
         assert trainer.state.timestamp.batch == 3
 
 
-def test_a_duration_that_a_callback_shortens_ends_training_at_the_next_unread_log_boundary() -> None:
+def test_a_shortened_duration_ends_training_at_the_next_log_boundary_without_listeners() -> None:
     class Shortens(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 4:

@@ -1,4 +1,4 @@
-"""A rank that is suspended (SIGSTOP), not dead: its connections stay open, so every wait of the others needs a timeout."""
+"""A rank that is suspended with SIGSTOP keeps its connections open, so every wait of the other ranks needs a timeout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stop_here(folder: Path) -> None:
 
 
 class Stops(Callback):
-    """Stops the process of one rank at a step's event."""
+    """Suspends the process of one rank at a step's event."""
 
     def __init__(self, rank: int, event: str, folder: Path) -> None:
         self.rank, self.event, self.folder = rank, event, folder
@@ -49,7 +49,7 @@ class Stops(Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """Which of how many ranks stops where, and who keeps the store."""
+    """The number of ranks, the rank that is suspended, the event, and which process hosts the store."""
 
     ranks: int
     stopped: int
@@ -82,13 +82,13 @@ CASES = [
 
 
 def meet_at(port: int) -> None:
-    """Let rank 0 keep the store, as where no launcher does."""
+    """Let rank 0 host the store, as without a launcher."""
     os.environ["MASTER_PORT"] = str(port)
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 
 def train(case: Case, folder: Path, port: int) -> tuple[str, float]:
-    """Return the error and when it came out."""
+    """Train, and return the error and the time at which it was raised."""
     if case.keeper == "rank 0":
         meet_at(port)
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(100)]
@@ -111,7 +111,7 @@ def train(case: Case, folder: Path, port: int) -> tuple[str, float]:
 
 
 def survivors(case_ranks: int, stopped: int, ranks: RankProcesses, folder: Path) -> tuple[list[str], float, float]:
-    """Return the messages of the other ranks, and the seconds until the last of them was raised and until its process had ended."""
+    """Return the errors of the other ranks, the seconds until the last one was raised, and until its process had ended."""
     others = [rank for rank in range(case_ranks) if rank != stopped]
     for rank in others:
         ranks.processes[rank].join(60)
@@ -137,7 +137,7 @@ def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
 
 
 def attached(folder: Path, port: int) -> tuple[str, float]:
-    """A hand-written loop, where the ranks meet in what callsheet agrees on alone."""
+    """Train in a hand-written loop, whose ranks communicate only through callsheet's agreements."""
     meet_at(port)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,14 +161,14 @@ def test_a_loop_by_hand_ends_in_time_and_names_it(tmp_path: Path) -> None:
     assert seconds < TIMEOUT + MARGIN
 
 
-# --- before there are groups ---
+# --- before process groups exist ---
 
 
 def meet(stopped: int, where: str, folder: Path, port: int) -> tuple[str, float]:
     meet_at(port)
     ranks = read_ranks()
     try:
-        if where == "after":  # they have met, and now rank 0 is to decide
+        if where == "after":  # the ranks have met; rank 0 decides next
             attempt_store(ranks, TIMEOUT)
         if ranks.rank == stopped:
             stop_here(folder)
@@ -185,7 +185,7 @@ def meet(stopped: int, where: str, folder: Path, port: int) -> tuple[str, float]
         (0, "deciding", "rank 0"),
     ],
 )
-def test_ranks_that_meet_wait_with_a_bound(stopped: int, where: str, expected: str, tmp_path: Path) -> None:
+def test_ranks_that_wait_to_meet_time_out(stopped: int, where: str, expected: str, tmp_path: Path) -> None:
     with RankProcesses(meet, 3, -1 if where == "deciding" else stopped, where, tmp_path, free_port()) as ranks:
         messages, seconds, _ = survivors(3, stopped, ranks, tmp_path)
     assert all(expected in message for message in messages), messages

@@ -1,4 +1,4 @@
-"""Tasks: one function for a whole step, metrics over uneven shares, and what is rejected."""
+"""Tasks: one function for a whole step, metrics over uneven shares, and rejected input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def linear() -> nn.Linear:
 DATA = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.ones(n, 1)) for n in (5, 2)]
 
 
-class Named(Callback):
+class RecordsLosses(Callback):
     def __init__(self) -> None:
         self.losses: list[dict[str, float]] = []
 
@@ -48,7 +48,7 @@ def one_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]), lambda outputs: mse_loss(outputs, batch[1])
 
 
-def with_others(model: nn.Module, batch: Any) -> Any:
+def with_second_loss(model: nn.Module, batch: Any) -> Any:
     def loss(outputs: Tensor) -> Any:
         error = outputs - batch[1]
         return error.square().mean(), {"absolute": error.abs().mean()}
@@ -56,62 +56,64 @@ def with_others(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]), loss
 
 
-@pytest.mark.parametrize("step", [one_loss, with_others])
+@pytest.mark.parametrize("step", [one_loss, with_second_loss])
 @pytest.mark.parametrize("parts", [{}, {"microbatch_size": 2}, {"gradient_accumulation_steps": 2}])
 def test_one_function_trains_as_a_loss_function_does(step: Any, parts: dict[str, int]) -> None:
     models = [linear(), linear()]
-    results, named = [], Named()
+    results, named = [], RecordsLosses()
     for model, task in zip(models, (mse_loss, ForwardStepTask(step)), strict=True):
         with Trainer(model, task, DATA, DATA, optimizer=sgd, callbacks=named, **parts) as trainer:  # type: ignore[arg-type]
             trainer.fit("2ep")
             results.append(trainer.eval_results["validation"])
     torch.testing.assert_close(models[0].weight, models[1].weight)
     assert results[1]["loss"] == pytest.approx(results[0]["loss"])
-    assert ("absolute" in results[1]) == ("absolute" in named.losses[-1]) == (step is with_others)
+    assert ("absolute" in results[1]) == ("absolute" in named.losses[-1]) == (step is with_second_loss)
 
 
-def test_the_other_losses_are_means_too() -> None:
-    model, named = linear(), Named()
+def test_the_second_loss_is_a_mean_too() -> None:
+    model, named = linear(), RecordsLosses()
     inputs, targets = DATA[0]
     expected = (model(inputs) - targets).abs().mean().item()
-    with Trainer(model, ForwardStepTask(with_others), DATA[:1], optimizer=sgd, callbacks=named, microbatch_size=2) as trainer:
+    with Trainer(
+        model, ForwardStepTask(with_second_loss), DATA[:1], optimizer=sgd, callbacks=named, microbatch_size=2
+    ) as trainer:
         trainer.fit("1ba")
     assert named.losses[0]["absolute"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("given", [lambda model, batch: model(batch[0]), lambda model, batch: (model(batch[0]), 1.0)])
-def test_a_function_that_gives_something_else_is_rejected(given: Any) -> None:
+def test_a_function_that_returns_something_else_is_rejected(given: Any) -> None:
     with Trainer(linear(), ForwardStepTask(given), DATA, optimizer=sgd) as trainer:
         with pytest.raises(ConfigError, match=r"forward_step returned (Tensor|tuple); let it return \(outputs, a function"):
             trainer.fit()
 
 
-def test_a_loss_that_is_no_scalar_is_rejected_with_its_shape() -> None:
+def test_a_loss_that_is_not_a_scalar_is_rejected_with_its_shape() -> None:
     task = ForwardStepTask(lambda model, batch: (model(batch[0]), lambda outputs: outputs))
     with Trainer(linear(), task, DATA, optimizer=sgd) as trainer:
         with pytest.raises(ConfigError, match=r"loss has the shape \(5, 1\)"):
             trainer.fit()
 
 
-def test_its_metrics_need_judged() -> None:
+def test_its_metrics_need_predictions_and_targets() -> None:
     with pytest.raises(ConfigError, match=r"override predictions_and_targets\(outputs, batch\)"):
         ForwardStepTask(one_loss, metrics={"mean": MeanMetric()})
 
-    class Judged(ForwardStepTask):
+    class WithPredictionsAndTargets(ForwardStepTask):
         def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
             return (outputs - batch[1]).abs(), torch.ones_like(outputs)
 
     model = linear()
-    with Trainer(model, Judged(one_loss, metrics={"absolute": MeanMetric()}), eval_dataloader=DATA) as trainer:
+    with Trainer(model, WithPredictionsAndTargets(one_loss, metrics={"absolute": MeanMetric()}), eval_dataloader=DATA) as trainer:
         found = trainer.evaluate()["validation"]["absolute"]
     errors = torch.cat([(model(inputs) - targets).abs() for inputs, targets in DATA])
     assert found == pytest.approx(errors.mean().item())
 
 
-# --- what is given ---
+# --- arguments ---
 
 
-def test_metrics_are_given_in_one_place() -> None:
+def test_metrics_are_passed_to_the_task_or_to_the_trainer() -> None:
     with pytest.raises(ConfigError, match="set the metrics of a Task on the task"):
         Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
     with pytest.raises(ConfigError, match=r"metrics\['accuracy'\] is function, not a torchmetrics Metric"):
@@ -119,33 +121,35 @@ def test_metrics_are_given_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("task", [None, nn.MSELoss, "mse"])
-def test_what_is_no_task_is_rejected(task: Any) -> None:
+def test_an_object_that_is_not_a_task_is_rejected(task: Any) -> None:
     with pytest.raises(ConfigError, match=r"give a loss function of \(outputs, targets\)"):
         Trainer(linear(), task, DATA)
 
 
-class Opaque:
-    """A batch that does not show how many samples it holds."""
+class BatchWithoutLength:
+    """A batch whose number of samples cannot be determined."""
 
     def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
         self.inputs, self.targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
 
 
-class OpaqueTask(Task):
-    def forward(self, model: nn.Module, batch: Opaque) -> Any:
+class TaskForBatchWithoutLength(Task):
+    def forward(self, model: nn.Module, batch: BatchWithoutLength) -> Any:
         return model(batch.inputs)
 
-    def loss(self, outputs: Any, batch: Opaque) -> Tensor:
+    def loss(self, outputs: Any, batch: BatchWithoutLength) -> Tensor:
         return mse_loss(outputs, batch.targets)
 
 
-def train_opaque(kind: str) -> list[float]:
+def train_on_batches_without_length(kind: str) -> list[float]:
     torch.manual_seed(0)
-    data: Any = DataLoader(TensorDataset(torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 1)), 4, collate_fn=Opaque)
+    data: Any = DataLoader(
+        TensorDataset(torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 1)), 4, collate_fn=BatchWithoutLength
+    )
     if kind == "list":
         data = list(data)
     model = linear()
-    with Trainer(model, OpaqueTask(), data, data, optimizer=sgd) as trainer:
+    with Trainer(model, TaskForBatchWithoutLength(), data, data, optimizer=sgd) as trainer:
         trainer.fit("1ba")
         assert trainer.evaluate()["validation"]["loss"] > 0
     return model.weight.flatten().tolist()
@@ -158,7 +162,7 @@ def test_batches_of_any_kind_are_trained_on(kind: str) -> None:
     inputs = torch.arange(24.0).reshape(8, 3) / 24
     mse_loss(model(inputs), torch.ones(8, 1)).backward()
     sgd(model.parameters()).step()
-    for found in run_ranks(train_opaque, 2, kind):
+    for found in run_ranks(train_on_batches_without_length, 2, kind):
         assert found == pytest.approx(model.weight.flatten().tolist())
 
 
@@ -174,28 +178,28 @@ class Same(nn.Module):
         return inputs * self.scale
 
 
-def judged_samples(number: int) -> TensorDataset:
+def labelled_samples(number: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(number)
     return TensorDataset(torch.randn(number, 3, generator=generator), torch.randint(0, 3, (number,), generator=generator))
 
 
 class Positive(SupervisedTask):
-    """Whether the first class is the right one, besides which it is."""
+    """Evaluates a binary metric: is the first class the right one?"""
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         return outputs[:, 0].sigmoid(), (batch[1] == 0).long()
 
 
 def evaluate_metrics(numbers: list[int]) -> list[dict[str, dict[str, float]]]:
-    """An accuracy and a metric that keeps every sample."""
-    data = {str(number): DataLoader(judged_samples(number), batch_size=2) for number in numbers}
+    """Evaluate the accuracy, twice."""
+    data = {str(number): DataLoader(labelled_samples(number), batch_size=2) for number in numbers}
     metrics = {"accuracy": MulticlassAccuracy(3, average="micro")}
     with Trainer(Same(), cross_entropy, metrics=metrics) as trainer:
         return [trainer.evaluate(data), trainer.evaluate(data)]
 
 
 def evaluate_list_states(numbers: list[int]) -> list[dict[str, dict[str, float]]]:
-    data = {str(number): DataLoader(judged_samples(number), batch_size=2) for number in numbers}
+    data = {str(number): DataLoader(labelled_samples(number), batch_size=2) for number in numbers}
     with Trainer(Same(), Positive(cross_entropy, {"auroc": BinaryAUROC()})) as trainer:
         return [trainer.evaluate(data), {"test": trainer.test(data[str(numbers[0])])}]
 
@@ -210,8 +214,8 @@ def evaluate_list_states(numbers: list[int]) -> list[dict[str, dict[str, float]]
     ],
 )
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples", "ignore:The ``compute`` method")
-def test_metrics_over_ranks_are_those_of_the_whole(function: Any, numbers: list[int]) -> None:
-    """9 samples: shares of 5 and 4; 1 sample: rank 1 has a filler alone."""
+def test_metrics_over_ranks_equal_those_of_one_process(function: Any, numbers: list[int]) -> None:
+    """9 samples give shares of 5 and 4. With 1 sample, rank 1 has only a filler."""
     whole = function(numbers)
     for found in run_ranks(function, 2, numbers):
         for one, other in zip(found, whole, strict=True):
@@ -263,7 +267,7 @@ def hugging_face(kind: str) -> Any:
 
 
 def labelled(kind: str, rows: int = 4) -> dict[str, Tensor]:
-    """Unequally many labels a row; in the last row it is the first token alone."""
+    """Return rows with different numbers of labels; in the last row, only the first token has one."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 7, (rows, 5), generator=generator)
     if kind == "regression":
@@ -290,8 +294,8 @@ def test_every_kind_of_model_s_microbatches_give_the_whole_batch(kind: str) -> N
     assert in_parts["validation"]["loss"] == pytest.approx(evaluated["validation"]["loss"], rel=1e-5)
 
 
-def test_a_language_model_s_metrics_compare_what_it_says_with_what_comes_next() -> None:
-    """Perplexity is the exponential of the loss, if they do."""
+def test_a_language_model_s_metrics_compare_predictions_with_the_next_token() -> None:
+    """If they do, perplexity is the exponential of the loss."""
     batch = labelled("causal")
     with Trainer(hugging_face("causal"), metrics={"perplexity": Perplexity(ignore_index=-100)}) as trainer:
         found = trainer.evaluate([batch])["validation"]
@@ -326,7 +330,7 @@ def test_a_model_without_a_loss_raises_an_error_that_says_what_the_batch_needs()
 
 
 def label_tokens(kind: str, options: dict[str, Any]) -> list[float | None]:
-    """`train/label_tokens` of each record; rank 1 has the last three of five rows, rank 0 the first two."""
+    """Return `train/label_tokens` of each record. Rank 0 has the first two of five rows, rank 1 the last three."""
     batch = labelled(kind, rows=5)
     ranks = read_ranks()
     mine = slice(None) if ranks.world_size == 1 else slice(2, 5) if ranks.rank else slice(0, 2)
@@ -341,7 +345,7 @@ def label_tokens(kind: str, options: dict[str, Any]) -> list[float | None]:
 
 @pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}])
 def test_labels_of_a_step_are_counted(options: dict[str, Any]) -> None:
-    """Shifted: 4 + 3 + 2 + 1 of rows with 5, 4, 3, 2 and 1 labels."""
+    """After the shift, rows with 5, 4, 3, 2 and 1 labels count 4 + 3 + 2 + 1 labels."""
     assert label_tokens("causal", options) == [10.0, 10.0, 10.0]
     assert label_tokens("sequences", options) == [None, None, None]
 

@@ -1,4 +1,4 @@
-"""What a callback writes into the context takes effect, also in parts of a step and among ranks: all reckoned by hand."""
+"""Fields that a callback writes take effect, also with microbatches, accumulation and several ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN = ("nothing", "batch", "microbatch", "outputs", "loss", "halved")
 
 
 class Changes(Callback):
-    """Each makes the loss (w x)^2 four times as large, but `halved`, which leaves a mean over equal samples as it is."""
+    """Changes a field so that the loss (w x)^2 is four times as large. `halved` leaves the mean over equal samples unchanged."""
 
     phase = "change"
 
@@ -54,7 +54,7 @@ class Losses(Callback):
 
 
 def data(kind: str) -> Any:
-    """6 samples of 1 with the target 0, in batches of 2: on two ranks a step of 4 and one of 2."""
+    """Return 6 samples of 1 with target 0, in batches of 2: on two ranks, this is a step of 4 and one of 2."""
     inputs: Tensor = torch.ones(6, 1)
     loader = DataLoader(TensorDataset(inputs, torch.zeros(6, 1)), batch_size=2)
     return loader if kind == "samples" else list(loader)
@@ -69,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(what: str, kind: str, parallel: str) -> dict[str, tuple[float, list[float]]]:
-    """Return the weight after one step, and the reported loss, by the way of making a step."""
+    """Return the weight after one step and the reported loss, for each entry of `WAYS`."""
     found = {}
     for name, parts in WAYS.items():
         model = nn.Linear(1, 1, bias=False)
@@ -104,7 +104,7 @@ def trained_on_ranks(kind: str, parallel: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("what", WRITTEN)
 @pytest.mark.parametrize(("parallel", "kind"), [("single", "list"), ("ddp", "samples"), ("ddp", "list"), ("fsdp", "samples")])
-def test_what_is_written_takes_effect(what: str, parallel: str, kind: str) -> None:
+def test_written_fields_take_effect(what: str, parallel: str, kind: str) -> None:
     factor = 1 if what in ("nothing", "halved") else 4
     expected = (pytest.approx(WEIGHT - LR * factor * 2 * WEIGHT), [pytest.approx(factor * WEIGHT**2)])
     ranks = [{what: train(what, kind, parallel)}] if parallel == "single" else trained_on_ranks(kind, parallel)
