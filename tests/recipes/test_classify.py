@@ -83,7 +83,7 @@ def config_of(data: Path, runs: Path, **values: Any) -> ClassifyConfig:
 
 
 class Losses(Callback):
-    """Of every step."""
+    """Records the loss of every step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []

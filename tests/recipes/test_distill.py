@@ -83,7 +83,7 @@ def config_of(data: Path, runs: Path, teacher: LanguageModel, **values: Any) -> 
 
 
 class Losses(Callback):
-    """Of every step, by name."""
+    """Records the losses of every step by name."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
