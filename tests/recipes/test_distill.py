@@ -93,7 +93,7 @@ class Losses(Callback):
 
 
 class Logged(Callback):
-    """The losses of every record, of all ranks."""
+    """Records the losses of every metrics record, reduced over all ranks."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
