@@ -38,12 +38,12 @@ def built_in(request: pytest.FixtureRequest) -> str:
 
 
 def look(ctx: Context) -> None:
-    """For `Lambda`."""
+    """Log a value; `Lambda` calls this handler."""
     ctx.log({"looked/step": ctx.step}, across="same")
 
 
 class Convolution(nn.Module):
-    """Images to a mask of two classes."""
+    """A model that maps images to masks of two classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _trainer(
 
 
 class Collects(BaseHTTPRequestHandler):
-    """Takes whatever is sent."""
+    """Accepts every POST request."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

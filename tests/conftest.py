@@ -1,4 +1,4 @@
-"""What all tests need."""
+"""Fixtures of all tests."""
 
 import os
 

@@ -35,7 +35,7 @@ class Steps(Callback):
 
 
 class AsyncSteps(Callback):
-    """The same, awaited."""
+    """Records the steps in an async handler."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -48,7 +48,7 @@ class AsyncSteps(Callback):
 
 
 class Hangs(Callback):
-    """Never comes back, until it is released."""
+    """Its handler blocks until it is released."""
 
     def __init__(self) -> None:
         self.release, self.begun = threading.Event(), threading.Event()
@@ -337,14 +337,14 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Stateful(Steps):
-    """Steps, kept."""
+    """Records the steps, and saves them in its state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self.steps)}
 
 
 class HangsWithState(Hangs):
-    """Has one as well."""
+    """Its handler blocks, and it has a state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"begun": self.begun.is_set()}
@@ -378,7 +378,7 @@ def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> No
 
 
 class LastWords(Callback):
-    """Has a file and a table to give at the very end."""
+    """Logs a file and a table at the end of the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -35,7 +35,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PATIENCE = 240.0  # seconds, on a busy machine
 
 
-class Carried(Callback):
+class SavesCount(Callback):
     def __init__(self, given: Any = None) -> None:
         self.given = given
         self.seen = 0
@@ -63,7 +63,7 @@ def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
 
 
 def workers(tmp: Path) -> dict[int, dict[str, str]]:
-    """The workers whose payload lies under `tmp`, with the environment that they were started with."""
+    """Return the environments of the workers whose payload is under `tmp`, by process id."""
     return {
         pid: environment
         for pid, command, environment in processes()
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 
 
 def check_journals(folder: Path, results: list[dict[str, Any]], steps: int, argv: list[str]) -> None:
-    """Both ranks fire the same events for callbacks with their arguments and their state."""
+    """Check that both ranks fired the same events for callbacks with the right arguments and state."""
     assert [result["rank"] for result in results] == [0, 1]
     assert {result["world"] for result in results} == {2}
     assert {result["seen"] for result in results} == {40 + steps}
@@ -270,7 +270,7 @@ def test_from_a_package(tmp_path: Path, tmp: Path) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_itself(tmp_path: Path, tmp: Path) -> None:
-    """The launcher is torchrun; what is sent is the transport's."""
+    """torchrun starts the workers, and callsheet's transport sends the callbacks."""
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "worker.py").write_text(
         "import json, os, sys\nfrom callsheet.transport import unpack\nfrom parts import train\n"
@@ -292,7 +292,7 @@ def test_under_torchrun_itself(tmp_path: Path, tmp: Path) -> None:
 
 
 def notebook(*cells: str, folder: Path) -> list[str]:
-    """Run the cells in a real kernel; what each of them showed."""
+    """Run the cells in a real kernel, and return the output of each cell."""
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     v4 = importlib.import_module("nbformat").v4
@@ -373,12 +373,12 @@ def comes_back(factor: float, callbacks: list[Any]) -> Any:
 def test_results_come_back_by_rank(tmp: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    carried = Carried(["x"])
-    carried.seen = 5
-    results = launch(comes_back, (2.0,), callbacks=[carried], nproc_per_node=3, prefix=True)
+    callback = SavesCount(["x"])
+    callback.seen = 5
+    results = launch(comes_back, (2.0,), callbacks=[callback], nproc_per_node=3, prefix=True)
     assert [result["tensor"].tolist() for result in results] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
     assert [result["callback"].seen for result in results] == [5, 6, 7]
-    assert carried.seen == 5
+    assert callback.seen == 5
     assert {result["threads"] for result in results} == {"1"}  # as under torchrun
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{rank}] a line of rank {rank}" for rank in range(3)]
     assert {number: signal.getsignal(number) for number in before} == before
@@ -470,7 +470,7 @@ def test_ranks_may_leave_and_are_started_again_where_that_is_asked_for(tmp: Path
 
 
 class NotOnRankOne(Callback):
-    """It cannot be made there."""
+    """A callback whose constructor fails on rank 1."""
 
     def __init__(self, how: str) -> None:
         if os.environ.get("RANK") == "1":
@@ -509,7 +509,7 @@ def test_what_cannot_work_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -
             r"nnodes=2: launch\(\) starts ranks on this machine only. .* start the script with torchrun on each",
         ),
         ({"grace_seconds": 0}, "grace_seconds=0: give seconds above zero"),
-        ({"callbacks": [Carried()]}, r"takes_nothing\(\) -> .*None.* does not take callbacks; add the parameter `callbacks`"),
+        ({"callbacks": [SavesCount()]}, r"takes_nothing\(\) -> .*None.* does not take callbacks; add the parameter `callbacks`"),
         ({"args": (1,)}, r"cannot be called with 1 argument: too many positional arguments"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -329,7 +329,7 @@ def test_events_are_all_of_them_and_unknown_ones_are_rejected_everywhere() -> No
 # --- lanes ---
 
 
-class Behind(Callback):
+class InBackground(Callback):
     lane = "background"
 
     def __init__(self) -> None:
@@ -340,24 +340,24 @@ class Behind(Callback):
 
 
 def test_a_lane_is_served() -> None:
-    behind, ctx = Behind(), context()
-    manager = CallbackManager([behind])
+    in_lane, ctx = InBackground(), context()
+    manager = CallbackManager([in_lane])
     manager.open(ctx)
     for ctx.step in (1, 2, 3):
         manager.fire("on_log", ctx)
     manager.close()
-    assert behind.received == [1, 2, 3]
+    assert in_lane.received == [1, 2, 3]
 
 
 def test_a_lane_of_another_rank_receives_nothing_here() -> None:
-    behind, ctx = Behind(), context(Ranks(rank=0, world_size=2))
-    behind.ranks = {1}
-    manager = CallbackManager([behind])
+    in_lane, ctx = InBackground(), context(Ranks(rank=0, world_size=2))
+    in_lane.ranks = {1}
+    manager = CallbackManager([in_lane])
     manager.open(ctx)
     assert not manager.has_callbacks("on_log")
     manager.fire("on_log", ctx)
     manager.close()
-    assert behind.received == []
+    assert in_lane.received == []
 
 
 def test_a_callback_rejected_during_a_run_does_not_stay() -> None:
@@ -803,7 +803,7 @@ def test_a_muted_handler_is_not_called_until_it_is_unmuted_or_the_run_ends() -> 
 
 
 class Pauses(Callback):
-    """Wants every hundredth step."""
+    """Mutes itself except at every hundredth step."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []

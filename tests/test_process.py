@@ -221,7 +221,7 @@ def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: 
 
 
 class Broken:
-    """It can be sent, but not rebuilt."""
+    """An object that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
         return os.strerror, ("no number",)
@@ -231,7 +231,7 @@ class Broken:
 
 
 class Closed:
-    """It cannot even be sent."""
+    """An object that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not to be sent")

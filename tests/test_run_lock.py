@@ -19,7 +19,7 @@ HOLDER = Path(__file__).parent / "lock_holder.py"
 
 
 class Holder:
-    """A process that wants the lock."""
+    """A process that acquires the lock."""
 
     def __init__(self, folder: Path, *, timeout: float = 0, heartbeat: float = 0.1, stale: float = 60, machine: str = "") -> None:
         words = [str(folder), str(timeout), str(heartbeat), str(stale), *([machine] if machine else [])]

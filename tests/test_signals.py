@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """Whatever a test does, the process is afterwards as it was."""
+    """Restore the signal handlers after each test."""
     numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     earlier = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -35,7 +35,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 def send(number: signal.Signals) -> None:
-    """To this process; Python runs the handler before the next line."""
+    """Send a signal to this process. Python runs the handler before the next line."""
     signal.raise_signal(number)
 
 

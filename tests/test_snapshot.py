@@ -49,7 +49,7 @@ OF_THE_LOOP = (
 
 
 class Tries(Callback):
-    """Does something with the control, and keeps what comes of it."""
+    """Calls a function with `ctx.control`, and keeps its result or its exception."""
 
     def __init__(self, does: Any) -> None:
         self.does = does
@@ -237,7 +237,7 @@ def test_the_progress_in_a_snapshot_does_not_change() -> None:
 
 @pytest.mark.parametrize("lane", [Background, Process])
 def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
-    seen = lane(SeesWhatIsTold())
+    seen = lane(RecordsSnapshots())
     manager = CallbackManager([seen])
     for name in ("first", "second"):  # what a run's snapshots have in common is not taken over by the next run's
         ctx = Context(RunInfo(name))
@@ -250,7 +250,7 @@ def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
     assert found == [(name, "on_train_step_end", step, True, step == 2) for name in ("first", "second") for step in (1, 2)]
 
 
-class SeesWhatIsTold(Callback):
+class RecordsSnapshots(Callback):
     """Notes the content of every snapshot, and whether that of the previous event is unchanged."""
 
     def __init__(self) -> None:

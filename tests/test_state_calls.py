@@ -50,7 +50,7 @@ class Tracker(Callback):
 
 
 class HangsInItsState(Callback):
-    """Its state never comes, from its first event on."""
+    """`state_dict` never returns after the first event."""
 
     has_begun = False
 
@@ -64,7 +64,7 @@ class HangsInItsState(Callback):
 
 
 class RaisesInItsState(Callback):
-    """Its state cannot be had, and it takes none."""
+    """`state_dict` and `load_state_dict` raise."""
 
     def on_train_step_end(self, ctx: Context) -> None: ...
 
@@ -76,7 +76,7 @@ class RaisesInItsState(Callback):
 
 
 class Leaves(RaisesInItsState):
-    """Would end the program."""
+    """`state_dict` raises SystemExit."""
 
     def state_dict(self) -> dict[str, Any]:
         raise SystemExit(3)

@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Doubles:
-    """Its constructor changes what it is given."""
+    """A dataclass whose `__post_init__` changes its argument."""
 
     amount: int
     twice: int = field(init=False)
@@ -77,7 +77,7 @@ class Mode(enum.Flag):
 
 
 class Keeps(Callback):
-    """Any argument, and a state."""
+    """A callback with arguments of any type, and a state."""
 
     def __init__(self, given: Any = None, *, more: Any = None) -> None:
         self.given, self.more = given, more
@@ -91,7 +91,7 @@ class Keeps(Callback):
 
 
 class Watches(Callback):
-    """Another callback among its arguments."""
+    """A callback with another callback as its argument."""
 
     def __init__(self, other: Callback) -> None:
         self.other = other
@@ -102,7 +102,7 @@ def at_the_top(ctx: Any, factor: float = 2.0) -> float:
 
 
 def arrived(payload: Payload) -> list[Callback]:
-    """What a process of the launch would get."""
+    """Return the callbacks that a process of the launch would receive."""
     with payload.post() as variables:
         return open_payload(dict(variables)).callbacks
 
@@ -348,7 +348,7 @@ def test_pickles_are_rejected_where_they_would_not_be_what_they_were(tmp_path: P
         pack([Keeps(lambda: lock)], allow_pickle=True)
 
 
-# --- the trial -------------------------------------------------------------------------------------------------------------
+# --- the preflight check -------------------------------------------------------------------------------------------------------------
 
 
 class Innocent(Callback):
@@ -567,7 +567,7 @@ def test_pickled_functions_of_a_script_share_its_classes_and_globals(tmp_path: P
 
 @pytest.fixture
 def posted() -> Iterator[tuple[dict[str, str], Path]]:
-    """A payload as it lies there during a launch, without the trial's seconds."""
+    """A payload file as during a launch, created without the slow preflight check."""
     around = encode({"python": sys.version.split()[0], "sys_path": [], "argv": [], "launcher": os.getpid()}, allow_pickle=False)
     values = encode({"callbacks": [Keeps(SECRETIVE)]}, allow_pickle=False)
     content = b"".join(len(part).to_bytes(8, "little") + part for part in (around, values))

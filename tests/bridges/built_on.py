@@ -1,4 +1,4 @@
-"""Trainers of other libraries that are built on the Hugging Face Trainer, each with a tiny model and local data: rows of the matrix."""
+"""Trainers of other libraries that subclass or wrap the Hugging Face Trainer, each with a tiny model and local data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 6
 class Built:
     """A trainer that is built on the Hugging Face Trainer.
 
-    `make(folder, callbacks, **options)` returns it with a model that has the same weights each time; `options` are training arguments.
+    `make(folder, callbacks, **options)` creates the trainer; its model has the same weights each time. `options` are training arguments.
     """
 
     packages: tuple[str, ...]
@@ -49,12 +49,12 @@ class Built:
 
     @property
     def library(self) -> str:
-        """The packages with their versions."""
+        """The names and versions of the packages."""
         return ", ".join(f"{package} {version(package)}" for package in self.packages)
 
 
 def inner(trainer: Any) -> Any:
-    """Return the Hugging Face Trainer: the trainer itself, or that inside SetFit's."""
+    """Return the Hugging Face Trainer: the trainer itself, or the one inside SetFit's trainer."""
     return getattr(trainer, "st_trainer", trainer)
 
 
@@ -140,12 +140,12 @@ def reward_modeling(folder: Path, callbacks: list[Any], **options: Any) -> Any:
 
 
 def is_long(completions: list[str], **_: Any) -> list[float]:
-    """A reward."""
+    """Reward long completions."""
     return [float(len(completion)) for completion in completions]
 
 
 def reinforcement(name: str, folder: Path, callbacks: list[Any], **options: Any) -> Any:
-    """Train with generated completions and a reward, in TRL's trainer `name`."""
+    """Create TRL's trainer `name`, which trains with generated completions and a reward."""
     import trl
 
     model, tokenizer = language_model()
@@ -193,7 +193,7 @@ def adapter_tuning(folder: Path, callbacks: list[Any], **options: Any) -> Traine
 
 
 def save_encoders(folder: Path) -> None:
-    """Write tiny models, as sentence-transformers reads them."""
+    """Write tiny models in the format of sentence-transformers."""
     tokenizer = byte_tokenizer()
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -290,4 +290,4 @@ BUILT_ON: Mapping[str, Built] = {
     "Seq2SeqTrainer": Built(("transformers",), translation),
     "Trainer with LoRA": Built(("transformers", "peft"), adapter_tuning),
 }
-"""By the name of their class."""
+"""The trainers by class name."""

@@ -1,4 +1,4 @@
-"""What a built-in does in a loop of a framework, compared with our own Trainer: a cell of the matrix."""
+"""Compute a cell of the matrix: compare a built-in's effects in a framework's loop with its effects in our Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS = 3
 
 
 def triggered() -> Callback:
-    """One whose file asks for a checkpoint, and a stop."""
+    """Return a SaveOnTrigger whose trigger file requests a checkpoint and a stop."""
     number, path = mkstemp()
     os.write(number, b"save as asked\nstop as asked\n")
     os.close(number)
@@ -42,13 +42,13 @@ WITH_CAUSE: dict[str, Callable[[], Callback]] = {
     "ThresholdStopper": lambda: ThresholdStopper(monitor="train/loss", threshold=1e9),
     "TimeLimit": lambda: TimeLimit(limit=0.001),
 }
-"""Those that act only where they have cause to, and here have it."""
+"""Built-ins that act only under some condition, with arguments that make the condition true."""
 
 
-class Sees(Callback):
-    """Records what can be observed of a run, for every event."""
+class Observer(Callback):
+    """Records the observable effects of a run: metric names, checkpoints, evaluations, outcome and failures."""
 
-    phase = "restore"  # after all others
+    phase = "restore"  # the last phase
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -69,7 +69,7 @@ class Sees(Callback):
 
 @dataclass(frozen=True)
 class Effects:
-    """What a run came to."""
+    """The observable effects of a run."""
 
     names: set[str]
     suffixes: set[str]
@@ -88,7 +88,10 @@ class Effects:
         return self.outcome != "failed" and (differs or not _same(self, alone))
 
     def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
-        """What a callback does in a run `wanted` and does not in this one; `alone` are the runs without it."""
+        """Return the effects that the callback has in the run `wanted` but not in this run.
+
+        `alone` and `wanted_alone` are the same runs without the callback.
+        """
         found = []
         if names := (wanted.names - wanted_alone.names) - self.names:
             found.append(f"logs no {_listed(names)}")
@@ -113,43 +116,43 @@ def loop_of(name: str) -> ModuleType:
 
 
 def job_of(subject: Subject) -> Job:
-    """The job on which it has something to do."""
+    """Return the job on which the built-in has an effect."""
     return {"images": IMAGES, "language": TOKENS}.get(getattr(subject.trainer, "__name__", ""), POINTS)
 
 
 def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *, strict: bool) -> Effects:
-    """Train there with them; a failure of one that is isolated is an error here."""
-    sees = Sees()
-    model = loop_of(where).train(job, folder, [*callbacks, sees], strict=strict, epochs=EPOCHS)
-    assert not sees.failures, sees.failures
+    """Train the job with the callbacks in the loop `where`. Raise AssertionError if an isolated callback failed."""
+    observer = Observer()
+    model = loop_of(where).train(job, folder, [*callbacks, observer], strict=strict, epochs=EPOCHS)
+    assert not observer.failures, observer.failures
     paths = [
         path
         for path in folder.rglob("*")
         if path.is_file() and path.name != MARKER and not any("checkpoint" in part for part in path.parts)
     ]
     return Effects(
-        sees.names,
+        observer.names,
         {re.sub(r"\d+", "N", path.suffix or path.name) for path in paths},
-        sees.saved > 0,
-        sees.outcome,
+        observer.saved > 0,
+        observer.outcome,
         tuple(tensor.detach().clone() for tensor in model.state_dict().values()),
     )
 
 
 @cache
 def alone(where: str, job: Job, folder: Path) -> Effects:
-    """Without any callback."""
+    """Return the effects of a run without callbacks."""
     return effects(where, job, [], folder / f"{where}-{id(job)}", strict=False)
 
 
 @cache
 def in_our_trainer(subject: Subject, make: Callable[[], Callback], folder: Path) -> Effects:
-    """The effects in our own Trainer."""
+    """Return the built-in's effects in our own Trainer."""
     return effects("trainer", job_of(subject), [make()], folder, strict=True)
 
 
 def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) -> Cell:
-    """Train with it there and in our own Trainer, and compare."""
+    """Train with the built-in in the loop `where` and in our own Trainer, and compare the effects."""
     make, job = WITH_CAUSE.get(name, subject.make), job_of(subject)
     rejection = ""
     try:
@@ -181,5 +184,5 @@ def _listed(names: set[str]) -> str:
 
 
 def _short(error: CallsheetError) -> str:
-    """Its first clause, which says what is not supported."""
+    """Return the first clause of the message, which names what is not supported."""
     return str(error).partition("; ")[0]

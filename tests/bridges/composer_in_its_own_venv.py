@@ -1,4 +1,4 @@
-"""The bridge to the real Composer, host and guests: run by `test_composer.py` in the venv that `tools/composer_venv.py` makes."""
+"""Tests of host and guests with the real Composer. `test_composer.py` runs them in the venv that `tools/composer_venv.py` creates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .loops.job import IMAGES, POINTS, Job
 from .rows import hold
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what Composer says of newer torch
+    pytest.mark.filterwarnings("ignore"),  # Composer's warnings about newer versions of torch
 ]
 torch.set_num_threads(1)
 
@@ -42,12 +42,12 @@ real = composer.callbacks
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_in_torch() -> None:
-    """Not the one of the other bridges, which collects garbage after every test: this host does not touch torch."""
+    """Override the fixture in conftest.py, which collects garbage after every test: this host does not patch torch."""
 
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # Composer writes beside itself
+    monkeypatch.chdir(tmp_path)  # Composer writes into the working folder
 
 
 def weights(trained: Any) -> list[Tensor]:
@@ -66,7 +66,7 @@ def in_memory(trained: Any, name: str) -> list[float]:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -77,7 +77,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -88,7 +88,7 @@ class Fails(Callback):
 
 
 class Ends(Callback):
-    """Remembers how the run ended."""
+    """Records how the run ended."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
@@ -100,7 +100,7 @@ class Ends(Callback):
 # --- the host ---
 
 
-def test_a_host_that_fails_gives_up_and_training_continues(
+def test_a_failing_host_disables_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
@@ -142,7 +142,7 @@ def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Pat
     assert counted["on_forward_end"] == counted["on_backward_end"] == counted["on_microbatch_end"] == 12 * 4 // size
     assert counted["on_eval_all_end"] == counted["on_epoch_end"] == 2
     assert counted["on_eval_forward_end"] == 6
-    assert counted["on_fetch_end"] == 14  # and once an epoch the data's end
+    assert counted["on_fetch_end"] == 14  # and the end of the data, once per epoch
     assert recorder.events[-1] == "on_run_end"
     losses = in_memory(without, "loss/train/total")
     pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
@@ -150,7 +150,7 @@ def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Pat
     assert history["eval/loss"] == pytest.approx(in_memory(without, "metrics/eval/loss"))
 
 
-def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
+def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     trained = fit(
         POINTS,
@@ -173,7 +173,7 @@ def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
     assert [recorder.events[:at].count("on_train_step_end") for at in evaluated] == [3, 6, 7]
 
 
-def test_what_it_cannot_be_asked_for_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(POINTS, tmp_path, [Asks("save", 2)])
     assert (
         "Asks calls ctx.control.save, which Composer's Trainer does not support here; it supports evaluate, stop." in caplog.text
@@ -219,7 +219,7 @@ def test_an_early_stop_stops_it(tmp_path: Path) -> None:
     assert int(trained.state.timestamp.epoch) < 5
 
 
-def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     averaged, plain = History(), History()
     fit(POINTS, tmp_path, [EMA(half_life=3), averaged])
     fit(POINTS, tmp_path, [plain])
@@ -227,7 +227,7 @@ def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
     assert averaged["eval/loss"] != plain["eval/loss"]
 
 
-def test_what_a_callback_replaces_is_what_is_trained_with(tmp_path: Path) -> None:
+def test_values_replaced_by_a_callback_are_used_in_training(tmp_path: Path) -> None:
     class Halves(Callback):
         phase = "change"
 
@@ -274,7 +274,7 @@ def test_events_that_it_never_fires_are_rejected(tmp_path: Path) -> None:
     fit(POINTS, tmp_path, [Listens()], strict=False)
 
 
-def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+def test_an_exception_fails_the_run(tmp_path: Path) -> None:
     ends, recorder = Ends(), Recorder()
     trained = made(POINTS, tmp_path, [Fails(2), ends, recorder])
     with pytest.raises(ZeroDivisionError):
@@ -295,7 +295,7 @@ def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
 
 
 class OnTheSecond(Asks):
-    """Asks on one rank alone."""
+    """Makes a request on rank 1 only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.run.rank == 1:
@@ -303,7 +303,7 @@ class OnTheSecond(Asks):
 
 
 def on_a_rank(folder: str) -> dict[str, Any]:
-    """Trains on this rank's half of the data under DDP; the second rank asks, and both do it."""
+    """Train on this rank's half of the data under DDP. Rank 1 makes the requests, and both ranks carry them out."""
     rank = int(os.environ["RANK"])
     os.environ["NODE_RANK"] = "0"
     os.chdir(Path(folder, f"{rank}"))
@@ -341,14 +341,16 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
-    assert one["are there"]  # the first rank writes them; the others' paths are names of their own
+    assert one["are there"]  # rank 0 writes the files; the paths on other ranks differ
     for name in one.keys() - {"are there"}:
         assert one[name] == other[name], name
     assert one["kind"] == "DistributedDataParallel"
     assert one["neutral"]
     check_events(one["events"])
     check_events(one["asked"])
-    pairs = [(a + b) / 2 for a, b in zip(one["own"][::2], one["own"][1::2], strict=True)]  # Composer's are of all ranks
+    pairs = [
+        (a + b) / 2 for a, b in zip(one["own"][::2], one["own"][1::2], strict=True)
+    ]  # Composer's values are reduced over all ranks
     assert one["losses"] == pytest.approx(pairs, rel=1e-6)
     assert one["evaluated"] == pytest.approx(one["own evaluated"])
     assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
@@ -361,7 +363,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 
 class Bursts(composer.Callback):  # type: ignore[misc]
-    """A callback of Composer's that fails."""
+    """A Composer callback that raises."""
 
     def batch_end(self, state: Any, logger: Any) -> None:
         raise ArithmeticError
@@ -380,7 +382,7 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
 
 
 class NativeTask(Task):
-    """What Composer's Trainer does with such a model."""
+    """A task with the forward and loss that Composer's Trainer uses for such a model."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch)
@@ -394,7 +396,7 @@ class NativeTask(Task):
 
 
 class Logged(Logger):
-    """Keeps all numbers that are logged, and counts the images."""
+    """Records all logged numbers, and how many images were logged under which name."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[str, int]] = []
@@ -408,8 +410,8 @@ class Logged(Logger):
         self.logged.append((name, len(images)))
 
 
-class TheirPictures(composer.loggers.LoggerDestination):  # type: ignore[misc]
-    """The same images in Composer's Trainer."""
+class ComposerImages(composer.loggers.LoggerDestination):  # type: ignore[misc]
+    """Records how many images were logged under which name in Composer's Trainer."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[str, int]] = []
@@ -419,14 +421,14 @@ class TheirPictures(composer.loggers.LoggerDestination):  # type: ignore[misc]
 
 
 class Run:
-    """One run's steps, its losses, what was logged by name, how it ended, and the images."""
+    """The steps, losses, logged values, outcome and images of a run."""
 
     def __init__(self, steps: int, losses: list[float], logged: dict[str, list[float]], error: str, images: list[Any]) -> None:
         self.steps, self.losses, self.logged, self.error, self.images = steps, losses, logged, error, images
 
 
 def in_framework(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
-    memory, pictures, error = composer.loggers.InMemoryLogger(), TheirPictures(), ""
+    memory, pictures, error = composer.loggers.InMemoryLogger(), ComposerImages(), ""
     trained = made(job, folder, None, after=[foreign], loggers=[memory, pictures], epochs=4, **options)
     try:
         trained.fit()
@@ -466,11 +468,11 @@ def as_guest(foreign: Any, job: Job, folder: Path, **options: Any) -> Run:
 
 
 LINES = replace(POINTS, model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-"""Nothing is drawn in training, so that it is the same in another Trainer."""
+"""A job without random numbers in training, so that the results are the same in another Trainer."""
 
 
 def broken() -> Any:
-    """Data with no number in the fourth batch."""
+    """Return data whose fourth batch is NaN."""
     rows = [(inputs.clone(), targets.clone()) for inputs, targets in map(LINES.train.__getitem__, range(24))]
     rows[14][1].fill_(float("nan"))
     return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]  # a list is a dataset
@@ -492,7 +494,7 @@ GUESTS: list[tuple[str, str, Function[[], Any], dict[str, Any]]] = [
     ("listens", "system_metrics_monitor", real.SystemMetricsMonitor, {}),
 ]
 SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
-"""Those whose numbers do not come from a clock."""
+"""Guests that log no times, so that their numbers can be compared."""
 
 
 @pytest.mark.parametrize(("tier", "name", "make", "options"), GUESTS, ids=[row[1] for row in GUESTS])
@@ -514,7 +516,7 @@ def test_a_guest_acts_as_in_its_own_framework(
         }
     assert theirs.keys() <= here.logged.keys()
     for key, values in theirs.items():
-        if tier != "listens":  # what is logged at every batch of an evaluation comes with its end
+        if tier != "listens":  # values that are logged at each batch of an evaluation are recorded at its end
             assert len(here.logged[key]) == len(values), key
         if name in SAME:
             assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key
@@ -526,7 +528,7 @@ def test_a_guest_acts_as_in_its_own_framework(
     hold("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
 
 
-def test_a_plain_model_is_as_good_as_theirs(tmp_path: Path) -> None:
+def test_guests_work_with_a_plain_model(tmp_path: Path) -> None:
     logged = Logged()
     model = POINTS.made_model()
     with Trainer(
@@ -555,7 +557,7 @@ def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Pat
     assert (int(stamp.batch), int(stamp.sample), type(stamp)) == (12, 48, composer.Timestamp)
 
 
-def test_what_a_guest_may_not_use_is_named(tmp_path: Path) -> None:
+def test_an_error_names_what_a_guest_may_not_use(tmp_path: Path) -> None:
     class Curious(composer.Callback):  # type: ignore[misc]
         def fit_start(self, state: Any, logger: Any) -> None:
             state.fsdp_config  # noqa: B018
@@ -596,7 +598,7 @@ def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
     assert here.noted == native.noted
 
 
-def test_of_the_evaluations_of_a_closure_the_last_loss_counts(tmp_path: Path) -> None:
+def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> None:
     class Sees(Callback):
         def __init__(self) -> None:
             self.losses: list[float] = []

@@ -1,4 +1,4 @@
-"""What all tests of bridges need."""
+"""Fixtures of the tests of bridges."""
 
 import gc
 from collections.abc import Iterator
@@ -9,21 +9,25 @@ from torch import Tensor
 
 from callsheet.bridges import versions
 
-versions.warned.update(versions.TESTED)  # `make versions` runs the tests in other versions, and they look at the log
+versions.warned.update(
+    versions.TESTED
+)  # `make versions` runs the tests with untested versions, whose warning would be in the log that the tests check
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_in_torch() -> Iterator[None]:
-    """A host whose loop failed puts everything back when it is forgotten."""
+    """Check after each test that nothing in torch is patched. A host whose loop failed restores torch when it is garbage collected."""
     yield
-    if Tensor.backward.__qualname__ != "Tensor.backward":  # a collection looks at all that the frameworks hold: half a second
+    if (
+        Tensor.backward.__qualname__ != "Tensor.backward"
+    ):  # a garbage collection visits all objects of the frameworks and takes half a second
         gc.collect()
     assert Tensor.backward.__qualname__ == "Tensor.backward"
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Of torch's own: more would only wait for each other."""
+    """Let torch use one thread: more threads would compete for the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Faults for tests of hosts: calls that are left out, repeated or reordered, and a host that fails at a part of a step."""
+"""Faults for tests of hosts: calls that are skipped, repeated or reordered, and a host that fails at a span of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from callsheet.bridges.hosted_run import HostedRun
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
-"""One span for each way in which hosts fire events: from the loop, a hook of the model, a hook of the optimizer, an evaluation."""
+"""One span for each place from which hosts fire events: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
-class Confused:
-    """In the place of a host's methods: leaves some calls out, makes some twice, and some again that were made before."""
+class RandomFaults:
+    """Wraps methods of a host: skips some calls, makes some twice, and repeats some earlier calls."""
 
     def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
         self.drawn = random.Random(seed)
@@ -37,8 +37,8 @@ class Confused:
         return called
 
 
-class Breaks(Callback):
-    """After the third step, makes the host fail wherever it starts or ends the span; notes how the run ends."""
+class FailsInSpan(Callback):
+    """Makes the host fail when it starts or ends a span after the third step. Records how the run ends."""
 
     def __init__(self, span: str, edge: str) -> None:
         self.span, self.edge = span, edge
@@ -65,6 +65,6 @@ class Breaks(Callback):
             method(name)
 
         setattr(driver, self.edge, called)
-        if self.span == "train_step":  # the short ways
+        if self.span == "train_step":  # the driver's shortcuts for this span
             name = f"{self.edge}_step"
             setattr(driver, name, lambda: called("train_step"))

@@ -1,4 +1,4 @@
-"""Rows of the matrix: held against what was found, or written with it, by `make matrix`."""
+"""Compare the rows of the matrix with what the tests found, or, in `make matrix`, write them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ FILES = Path(matrix.__file__).parent
 
 
 def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> None:
-    """`part` is `callbacks` or `guests`; `loop` is the framework's job, if the row needs it.
+    """Compare a cell of the matrix with `found`, or write it.
+
+    `part` is `callbacks` or `guests`. `loop` is the module of the framework's loop, whose name and version are written.
 
     Raises:
-        AssertionError: the matrix says something else.
+        AssertionError: the matrix has another value.
     """
     if not WRITES:
         assert getattr(frameworks()[bridge], part).get(name) == found, f"make matrix writes what is found: {found}"
@@ -33,10 +35,10 @@ def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> No
 
 
 def hold_trainer(name: str, library: str, check: str, found: Cell) -> None:
-    """Hold what a check found of a trainer that is built on the Hugging Face Trainer against its row, or write it there.
+    """Compare the result of a check of a trainer that is built on the Hugging Face Trainer with its row, or write it.
 
     Raises:
-        AssertionError: the matrix says something else.
+        AssertionError: the matrix has another value.
     """
     bridge = "huggingface"
     if not WRITES:

@@ -33,20 +33,22 @@ from .rows import hold
 torch.set_num_threads(1)
 
 STEPS = 6
-"""An epoch's."""
+"""Steps per epoch."""
 
 
 @pytest.fixture(autouse=True)
 def _accelerate_forgets() -> Iterator[None]:
-    """What Accelerate keeps for the process: the next Accelerator makes its own."""
+    """Reset Accelerate's process-wide state, so that each test creates its own."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 class Setup:
-    """A program as a user of Accelerate writes it; the losses that it saw. The model draws nothing, so that a resume can be held against
-    a run that was not broken."""
+    """A training program as a user of Accelerate writes it, which records its losses.
+
+    The model draws no random numbers, so that a resumed run can be compared with an uninterrupted one.
+    """
 
     def __init__(self, folder: Path, *, accumulate: int = 1, sizes: int = 4, **options: Any) -> None:
         torch.manual_seed(3)
@@ -92,7 +94,7 @@ class Setup:
         return found
 
     def train_on(self, batch: Any) -> None:
-        """The body of the loop."""
+        """Train on one batch."""
         accelerator, model = self.accelerator, self.model
         inputs, targets = batch
         with accelerator.accumulate(model):
@@ -122,7 +124,7 @@ def same(a: Setup, b: Setup) -> bool:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -133,7 +135,7 @@ class Asks(Callback):
 
 
 class Ends(Callback):
-    """How runs ended."""
+    """Records how runs ended."""
 
     phase = "report"
 
@@ -165,7 +167,7 @@ def test_training_is_unchanged_and_every_event_is_fired(
     assert counts["on_run_start"] == counts["on_run_end"] == counts["on_train_start"] == counts["on_train_end"] == 1
     assert counts["on_epoch_start"] == counts["on_epoch_end"] == counts["on_eval_all_end"] == 2
     assert counts["on_train_step_end"] == counts["on_optimizer_step_end"] == counts["on_clip_gradients_end"] == 2 * steps
-    assert counts["on_fetch_end"] == 2 * steps + 2  # that the data is over is found out
+    assert counts["on_fetch_end"] == 2 * steps + 2  # the last fetch finds the end of the data
     assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * sum(parts)
     losses = iter(plain.losses)
     noted = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
@@ -197,7 +199,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
         setup.run(run)
         assert run.is_over
     assert len(setup.losses) == 8
-    assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of them by the loop, after it was stopped
+    assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # the loop itself makes one of them, after the stop
     noted = [
         (info.step, info.kind, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
@@ -217,7 +219,7 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
             for number, batch in enumerate(run.steps(setup.data)):
                 setup.train_on(batch)
                 if (epoch, number) == (0, 2):
-                    setup.accelerator.save_state()  # the step is over: the optimizer has stepped
+                    setup.accelerator.save_state()  # the step has ended because the optimizer has stepped
                     setup.accelerator.save_state()  # a second one at the same step is not reported
             setup.accelerator.save_state()
     check_events(recorder.events)
@@ -233,7 +235,7 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def before_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `skip_first_batches` lose the count of epochs, as it does before Accelerate 1.15."""
+    """Make `skip_first_batches` lose the epoch count, as it does before Accelerate 1.15."""
     skip = Accelerator.skip_first_batches
 
     def skip_and_forget(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
@@ -281,7 +283,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(
     check_events(recorder.events)
 
 
-def test_states_that_are_not_registered_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup(tmp_path)
     run = setup.host([Asks("save", 1)])
     setup.accelerator._custom_objects.clear()
@@ -299,7 +301,7 @@ def test_states_that_are_not_registered_are_warned_of(tmp_path: Path, caplog: py
 def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     run = setup.host([Asks("save", 1)])
-    with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop is what raises
+    with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop raises
         for batch in run.steps(setup.data):
             setup.train_on(batch)
             if run.ctx.state.timestamp.batch == 1:
@@ -346,10 +348,10 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
         setup.accelerator.log({"last": 1.0})
     assert history["accelerate/mine/number"] == [float(step) for step in range(STEPS)]
     assert history["accelerate/tensor"] == [2.0] * STEPS
-    assert history["accelerate/last"] == [1.0]  # after the last record there is one more
+    assert history["accelerate/last"] == [1.0]  # logged after the last step, so it is in one more record
     assert "accelerate/text" not in history.records[0][1]
     assert settings.values == {"lr": 0.02}
-    setup.accelerator.log({"after": 1.0})  # no callback is left
+    setup.accelerator.log({"after": 1.0})  # the run has ended: no callback receives it
 
 
 def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,7 +380,7 @@ def test_engines_that_cannot_be_observed_are_rejected(tmp_path: Path) -> None:
         setup.host([])
 
 
-def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+def test_an_exception_fails_the_run(tmp_path: Path) -> None:
     ends, recorder = Ends(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     with pytest.raises(RuntimeError), setup.host([ends, recorder]) as run:  # noqa: PT012  # the loop is what raises
@@ -433,7 +435,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
         for _ in run.epochs(40):
             for batch in run.steps(hosted.data):
                 hosted.train_on(batch)
-                hosted.accelerator.log({"loss": hosted.losses[-1]})  # on the main process alone
+                hosted.accelerator.log({"loss": hosted.losses[-1]})  # on the main process only
             run.evaluated(hosted.evaluate())
         steps = run.ctx.state.timestamp.batch
     check_events(recorder.events)
@@ -480,7 +482,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 
 
 class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
-    """A tracker of one's own."""
+    """A user-defined tracker."""
 
     name = "notes"
     requires_logging_directory = False
@@ -511,7 +513,7 @@ class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not
 
 
 class Shows(Callback):
-    """Logs more than numbers."""
+    """Logs tables and images."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:

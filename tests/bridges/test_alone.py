@@ -32,7 +32,7 @@ EVENTS = (
 )
 
 Read = dict[str, list[dict[str, Any]]]
-"""By event, for each time it was fired: the fields that could be read, with the values of numbers."""
+"""For each event, one entry per time it was fired: the available fields, with the values of numbers."""
 
 
 def reading(read: Read, *names: str) -> Callback:
@@ -62,7 +62,7 @@ def trained(where: str, folder: Path, *names: str) -> Read:
 @pytest.mark.parametrize(
     "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in LOOPS]
 )
-def test_a_callback_with_one_event_reads_what_it_would_read_beside_others(where: str, tmp_path: Path) -> None:
+def test_a_callback_with_one_event_reads_the_same_fields_as_with_other_listeners(where: str, tmp_path: Path) -> None:
     try:
         whole = trained(where, tmp_path / "whole", *EVENTS)
     except ModuleNotFoundError as missing:
@@ -88,7 +88,7 @@ def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str,
 @pytest.mark.parametrize("where", ["automodel", "huggingface"])
 def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str, tmp_path: Path) -> None:
     class Second(Callback):
-        """Listens to the forward of the second batch of each evaluation."""
+        """Handles the forward of the second batch of each evaluation, and is muted for the others."""
 
         def __init__(self) -> None:
             self.batches, self.read = 0, list[bool]()
@@ -107,11 +107,11 @@ def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str,
             self.read.append(ctx.has("outputs"))
 
     loop_of(where).train(POINTS, tmp_path, [second := Second()], strict=False)
-    assert second.read == [True, True]  # of two epochs
+    assert second.read == [True, True]  # one evaluation in each of two epochs
 
 
 class Saves(Callback):
-    """Requests a checkpoint at each epoch's end, and notes the loss that it names."""
+    """Requests a checkpoint at the end of each epoch, and records the loss in its metadata."""
 
     def __init__(self) -> None:
         self.named: list[float | None] = []
@@ -124,7 +124,7 @@ class Saves(Callback):
         self.named.append(ctx.checkpoint.train_loss)
 
 
-class HearsLosses(Callback):
+class ReadsLosses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -135,7 +135,7 @@ class HearsLosses(Callback):
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
-        beside, alone, listens_to = Saves(), Saves(), HearsLosses()
+        beside, alone, listens_to = Saves(), Saves(), ReadsLosses()
         loop_of(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
         loop_of(where).train(POINTS, tmp_path / "alone", [alone])
     except ModuleNotFoundError as missing:
@@ -157,16 +157,16 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
         assert torch.Tensor.backward is own
         return set(found)
 
-    class HearsBackward(Callback):
+    class ListensToBackward(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
     assert backwards() == {True}
-    assert backwards(HearsBackward()) == {False}
+    assert backwards(ListensToBackward()) == {False}
 
 
 @pytest.mark.parametrize("at", ["while our replacement is in place", "after our replacement was removed"])
 def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first epoch's steps have no listeners, and other code replaces `backward` in it; the second epoch's steps have listeners."""
+    """Other code replaces `backward` in the first epoch, whose steps have no listeners. The second epoch's steps have listeners."""
 
     class Second(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
@@ -197,13 +197,13 @@ def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkey
         return kind.forward(self, inputs)
 
     calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
-    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # which is put back at the end
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # the original, which is restored at the end
     loop_of("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
     assert (len(calls), len(losses)) == (12 if at == "while our replacement is in place" else 10, 6)
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 
 
-def test_a_run_within_another_s_step_has_its_own_losses_though_the_other_was_quiet(tmp_path: Path) -> None:
+def test_a_run_inside_a_step_of_a_run_without_listeners_has_its_own_losses(tmp_path: Path) -> None:
     def watched(name: str) -> BackwardWatch:
         model = nn.Linear(1, 1)
         run = HostedRun([Callback()], model=model, run_name=name, runs_folder=tmp_path)

@@ -1,4 +1,4 @@
-"""callsheet's callbacks in a recipe of NeMo AutoModel, and AutoModel's in ours; see `loops.automodel` for what the recipe is here."""
+"""callsheet's callbacks in NeMo AutoModel's recipe (`loops.automodel` is a small copy of it), and AutoModel's callbacks in ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 
 
 def ran(folder: Path, callbacks: Any, *, strict: bool = True, **options: Any) -> Recipe:
-    """Two epochs of six steps, each validated and saved."""
+    """Run a recipe of two epochs of six steps, which validates and saves after each epoch."""
     torch.manual_seed(3)
     hosted = [] if callbacks is None else [host(callbacks, log_interval=1, strict=strict)]
     recipe = Recipe(POINTS, folder, hosted, **{"num_epochs": 2, **options})
@@ -45,7 +45,7 @@ def weights(recipe: Recipe) -> list[torch.Tensor]:
 
 
 class Ends(Callback):
-    """Notes how the run ended."""
+    """Records how the run ended."""
 
     phase = "report"
 
@@ -61,7 +61,7 @@ class Ends(Callback):
 
 
 class Asks(Callback):
-    """Asks for something at an event of a step."""
+    """Makes a request at an event of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
@@ -131,14 +131,14 @@ def test_the_rate_of_a_step_is_the_one_it_used(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.02 * 0.5**step for step in range(6)])
 
 
-def test_requests_are_automodel_s_to_carry_out(tmp_path: Path) -> None:
+def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     asking = [Asks("evaluate", 2), Asks("save", 3), Asks("stop", 8), recorder]
     recipe = ran(tmp_path, asking)
     assert len(recipe.losses) == 8
     noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel saves at its last step
-    assert len(recipe.evaluated) == 4  # after 2, and wherever it saves
+    assert len(recipe.evaluated) == 4  # after 2 steps, and wherever it saves
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
     assert recipe.step_scheduler.ckpt_every_steps == 6
     assert recipe.step_scheduler.val_every_steps is None
@@ -148,14 +148,14 @@ def test_requests_are_automodel_s_to_carry_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "step", "steps"), [("on_train_start", 0, 0), ("on_eval_all_end", 6, 6), ("on_checkpoint_published", 6, 6)]
 )
-def test_a_stop_acts_wherever_it_is_asked_for(event: str, step: int, steps: int, tmp_path: Path) -> None:
+def test_a_stop_acts_wherever_it_is_requested(event: str, step: int, steps: int, tmp_path: Path) -> None:
     ends = Ends()
     recipe = ran(tmp_path, [Asks("stop", step, event), ends])
     assert len(recipe.losses) == steps
     assert ends.outcome == "stopped"
 
 
-def test_what_is_asked_for_after_an_evaluation_is_saved_at_its_step(tmp_path: Path) -> None:
+def test_a_save_requested_after_an_evaluation_is_written_at_that_step(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", mode="min")
     recipe = ran(tmp_path, [saver, recorder], val_every_steps=3)
@@ -177,7 +177,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
         POINTS, tmp_path / "part", [host([rest, recorder], log_interval=1)], num_epochs=2, cfg={"checkpoint.restore_from": path}
     )
     again.setup()
-    again.step_scheduler.epoch = 1  # as AutoModel's sampler would have it
+    again.step_scheduler.epoch = 1  # as AutoModel's sampler would restore it
     again.run_train_validation_loop()
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
     assert rest["train/loss"] == pytest.approx(whole["train/loss"])
@@ -187,7 +187,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_our_states_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_our_states_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ran(tmp_path, None, max_steps=6)
     recorder = Recorder()
     path = str(tmp_path / "epoch_0_step_5")
@@ -199,7 +199,7 @@ def test_a_checkpoint_without_our_states_is_gone_on_from(tmp_path: Path, caplog:
     assert recorder.recorded[-1].batch == 12
 
 
-def test_a_checkpoint_in_the_background_is_published_when_it_is_there(tmp_path: Path) -> None:
+def test_a_background_checkpoint_is_published_when_it_is_complete(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     ran(tmp_path, [recorder], is_async=True)
     order = [
@@ -262,7 +262,7 @@ def test_data_of_unknown_length_has_its_epochs(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-class iter_only:  # noqa: N801  # a thing to be iterated over, and no more
+class iter_only:  # noqa: N801  # an object that has only `__iter__`
     def __init__(self, data: Any) -> None:
         self._data = data
 
@@ -315,7 +315,7 @@ def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
 
 
 class Samples(AutoModelCallback):
-    """Another's callback that samples from the model at every event, in evaluation mode and in training mode."""
+    """An AutoModel callback that samples from the model at every event, in evaluation mode and in training mode."""
 
     def _sample(self, recipe: Any, **_: Any) -> None:
         model = recipe.model_parts[0]
@@ -357,7 +357,7 @@ class Twice(Recipe):
         once = self.job.loss
 
         class Job:
-            """The recipe's, but for its loss."""
+            """The recipe's job with another loss."""
 
             def __init__(self, job: Any) -> None:
                 self._job = job
@@ -411,7 +411,7 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
             self.inner = model
 
         def __call__(self, inputs: Any) -> Any:
-            return self.inner(inputs)  # no hooks of the whole are called
+            return self.inner(inputs)  # the hooks of the whole model are not called
 
     class Listens(Callback):
         def on_forward_start(self, ctx: Context) -> None: ...
@@ -423,7 +423,7 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
 
 
 @pytest.mark.parametrize("reports_exception", [True, False])
-def test_a_run_that_an_exception_left_has_failed(reports_exception: bool, tmp_path: Path) -> None:
+def test_an_exception_fails_the_run(reports_exception: bool, tmp_path: Path) -> None:
     class Broken(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -441,7 +441,7 @@ def test_a_run_that_an_exception_left_has_failed(reports_exception: bool, tmp_pa
     with pytest.raises(ZeroDivisionError) as caught:
         recipe.run_train_validation_loop()
     assert ends.outcome == ""
-    if reports_exception:  # as AutoModel's own main does
+    if reports_exception:  # AutoModel's own main does the same
         recipe.callback_runner.on_exception(recipe, exception=caught.value)
         assert ends.error is caught.value
     else:
@@ -515,7 +515,7 @@ def test_the_losses_of_a_distillation_are_losses_here(tmp_path: Path) -> None:
 
 
 class Collector(AutoModelCallback):
-    """Reads all that AutoModel gives: the loss of each step, each validation, each checkpoint."""
+    """Records everything that AutoModel passes: the loss of each step, each validation, each checkpoint."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -550,7 +550,7 @@ class Collector(AutoModelCallback):
 
 
 class Patience(AutoModelCallback):
-    """Drives: ends training when the loss of validation has not fallen by much."""
+    """Ends training when the validation loss has hardly fallen."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -684,7 +684,7 @@ def test_a_guest_listens_only_to_what_it_overrides() -> None:
     noted = guest(AtTheEnd())
     assert {event for event in OURS if event in vars(noted)} == {"on_data_init_end", "on_train_end"}
 
-    class Loose:  # AutoModel's runner asks for no base class
+    class Loose:  # AutoModel's runner requires no base class
         def on_train_end(self, recipe: Any) -> None: ...
 
     assert "on_train_end" in vars(guest(Loose()))
@@ -722,7 +722,7 @@ def test_a_guest_may_end_training_only_now(tmp_path: Path) -> None:
 
 
 class SecondRank(Callback):
-    """Asks where the others do not."""
+    """Makes requests on rank 1 only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.run.rank == 1 and ctx.step in (3, 8):
@@ -733,7 +733,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     class OnRanks(Recipe):
-        """Each rank trains on all of the data: what matters is that they stay together."""
+        """Each rank trains on all of the data: the test checks only that the ranks do the same."""
 
         def setup(self) -> None:
             super().setup()
@@ -773,8 +773,10 @@ def on_a_rank(folder: str) -> dict[str, Any]:
 def test_the_ranks_do_the_same(tmp_path: Path) -> None:
     first, second = run_ranks(on_a_rank, 2, str(tmp_path))
     assert first == second
-    assert any(step > 3 and kind == "requested" for step, kind in first["saved"])  # one asked at 3, and all agreed a little later
+    assert any(
+        step > 3 and kind == "requested" for step, kind in first["saved"]
+    )  # one rank made the request at step 3, and all ranks agreed on a later step
     assert 8 < first["steps"] < 180
     assert first["model"] == "SmallModel"
     assert all(loss > 0 for loss in first["losses"])
-    assert len(first["losses"]) == 3 + 1  # the Trainer deals out the data: three steps an epoch, and a validation
+    assert len(first["losses"]) == 3 + 1  # the Trainer shards the data: three steps per epoch, and a validation

@@ -34,7 +34,7 @@ from callsheet.errors import ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import JSONLLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
-from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # tests are no package for mypy
+from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # the tests are not a package for mypy
 
 BATCHES = 5
 
@@ -48,7 +48,7 @@ def parts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[A
 
 
 def bare(epochs: int, accumulate: int = 1) -> tuple[nn.Module, list[float]]:
-    """The loop as it was."""
+    """Train with the loop without callsheet."""
     model, optimizer, data = parts()
     losses = []
     for _ in range(epochs):
@@ -65,7 +65,7 @@ def bare(epochs: int, accumulate: int = 1) -> tuple[nn.Module, list[float]]:
 def attached(
     epochs: int, callbacks: Any, accumulate: int = 1, folder: Path | None = None, **options: Any
 ) -> tuple[nn.Module, AttachedRun]:
-    """The same loop, attached."""
+    """Train with the same loop and callbacks attached."""
     model, optimizer, data = parts()
     if folder is not None:
         options = {"run_name": "run", "runs_folder": folder, **options}
@@ -122,7 +122,7 @@ def test_the_model_the_optimizer_and_torch_are_left_as_they_were() -> None:
 
 
 class Stopper(Callback):
-    """Asks for a stop."""
+    """Requests a stop."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -263,7 +263,7 @@ def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
 
 @pytest.mark.parametrize("within", [True, False])
 def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> None:
-    """During a step, or between epochs; decisions that callbacks make from them take effect."""
+    """Evaluations during a step or between epochs are reported, and callbacks can make decisions from them."""
     recorder, history = Recorder(fields=("eval_results",)), History()
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", keep=1)
     callbacks = [recorder, history, saver, EarlyStopper(monitor="validation/loss", patience="1ep")]
@@ -299,7 +299,7 @@ def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> 
 
 
 class EvaluatesAt(Callback):
-    """Asks for an evaluation at every second step and after every epoch, and keeps its results in its state."""
+    """Requests an evaluation at every second step and after every epoch, and keeps the results in its state."""
 
     def __init__(self, signals_at: tuple[str, int] | None = None) -> None:
         self.found: list[tuple[int, float]] = []
@@ -330,7 +330,7 @@ class EvaluatesAt(Callback):
 
 
 def evaluating(folder: Path, *callbacks: Callback, resume: str | None = None) -> tuple[nn.Module, AttachedRun]:
-    """Two epochs, with evaluations that draw random numbers. Their results depend on these and on the weights."""
+    """Train two epochs with evaluations whose results depend on the weights and on random numbers that they draw."""
     model, optimizer, data = parts()
 
     def evaluate() -> dict[str, dict[str, float]]:
@@ -355,7 +355,7 @@ def evaluating(folder: Path, *callbacks: Callback, resume: str | None = None) ->
     ids=lambda at: "-".join(map(str, at)),
 )
 def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path: Path, signals_at: tuple[str, int]) -> None:
-    """On the restored weights, before the next step; one that was made is not made again."""
+    """The evaluation runs on the restored weights before the next step. An evaluation that was finished is not repeated."""
     model, _ = evaluating(tmp_path / "whole", whole := EvaluatesAt())
     _, stopped = evaluating(tmp_path / "parts", EvaluatesAt(signals_at))
     assert stopped.preempted
@@ -367,7 +367,7 @@ def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path:
 
 
 class Nothing(Callback):
-    """Changes what the loop goes backward through."""
+    """Multiplies the loss by zero."""
 
     phase = "change"
 
@@ -426,7 +426,7 @@ def test_a_late_listener_to_records_reads_the_steps_from_then_on() -> None:
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 loss.backward()
                 losses.append(loss.item())
-                if len(losses) == 6:  # the record of the first four steps had no listeners
+                if len(losses) == 6:  # the first record, of four steps, had no listeners
                     manager.add(history)
                 optimizer.step()
                 scheduler.step()
@@ -451,7 +451,7 @@ def test_an_error_at_the_last_record_fails_the_run() -> None:
 
 
 def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None:
-    class Says(Callback):
+    class LogsAtTheEnd(Callback):
         lane = "background"
 
         def on_epoch_end(self, ctx: Context) -> None:
@@ -459,7 +459,7 @@ def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None
 
     history = History()
     model, optimizer, data = parts()
-    with attach(model=model, optimizer=optimizer, callbacks=[Says(), history]) as run:
+    with attach(model=model, optimizer=optimizer, callbacks=[LogsAtTheEnd(), history]) as run:
         for inputs, targets in run.steps(data):
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
@@ -479,7 +479,7 @@ def test_only_the_last_loss_is_kept_of_steps_that_are_not_read(tmp_path: Path) -
         assert records.mean_loss() == loss.item()
 
 
-def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
+def test_an_evaluation_inside_the_loop_fires_no_forward_events() -> None:
     recorder = Recorder()
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
@@ -493,11 +493,11 @@ def test_evaluating_inside_the_loop_is_no_forward_of_it() -> None:
     assert recorder.events.count("on_forward_end") == BATCHES
 
 
-# --- what cannot be carried ---
+# --- what is not supported ---
 
 
 def loop_over_children(strict: bool, callbacks: list[Callback], accumulate: int = 1) -> None:
-    """A loop that never calls the model, but its parts."""
+    """Train with a loop that calls the model's submodules and never the model itself."""
     model, optimizer, data = parts()
     with attach(
         model=model, optimizer=optimizer, callbacks=callbacks, strict=strict, gradient_accumulation_steps=accumulate
@@ -520,7 +520,7 @@ def test_an_event_with_listeners_that_the_loop_does_not_fire_is_rejected(caplog:
     loop_over_children(True, [Stopper(100)])  # without listeners
 
 
-def test_a_loop_that_steps_less_often_than_it_says_is_rejected() -> None:
+def test_a_loop_that_steps_less_often_than_declared_is_rejected() -> None:
     model, optimizer, data = parts()
     with pytest.raises(NotSupported, match="in its first batch; set gradient_accumulation_steps="):  # noqa: PT012
         with attach(model=model, optimizer=optimizer, callbacks=[]) as run:
@@ -567,7 +567,7 @@ def test_function_callbacks_and_a_manager() -> None:
 
 
 def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
-    """Each rank trains on its half; one asks for a stop, and all stop together."""
+    """Train on this rank's half of the data. One rank requests a stop, and all ranks stop together."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     model, optimizer, _ = parts()
@@ -600,7 +600,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert step == its_step
     assert 5 <= step <= 5 + 2 * LONGEST_PERIOD  # one period until the request is sent, one until the answer is read
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
-    assert saved  # of both ranks together; earlier ones have gone
+    assert saved  # both ranks write one checkpoint; earlier ones were deleted
     assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)
 
 
@@ -749,14 +749,14 @@ def test_loggers_come_after_the_callbacks_as_in_the_trainer(tmp_path: Path) -> N
     assert sum("train/loss" in line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_an_argument_that_there_is_not_is_named_with_what_it_is_called_here() -> None:
+def test_an_unknown_argument_is_rejected_with_its_name_in_callsheet() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match="attach has no argument 'max_epochs'; give max_duration='3ep', for three epochs"):
         attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_epochs=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("argument", ["eval_interval", "eval_dataloader", "eval_steps", "val_loader"])
-def test_an_argument_of_evaluations_is_answered_with_what_evaluates_in_attach(argument: str) -> None:
+def test_an_evaluation_argument_is_rejected_with_how_attach_evaluates(argument: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
@@ -767,7 +767,7 @@ def test_an_argument_of_evaluations_is_answered_with_what_evaluates_in_attach(ar
 
 @pytest.mark.parametrize("callbacks", [["all"], []])
 def test_a_loop_that_accumulates_within_one_step_fires_all_its_microbatches(callbacks: list[str]) -> None:
-    """nanoGPT's: it takes one batch from the iterator, and goes forward and backward several times."""
+    """As in nanoGPT, the loop takes one batch from the iterator and then runs forward and backward several times."""
 
     def trained(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
@@ -799,7 +799,7 @@ def test_a_loop_that_accumulates_within_one_step_fires_all_its_microbatches(call
         assert recorder.events.count("on_train_step_end") == 3
 
 
-def test_what_replaces_a_later_microbatch_of_a_step_is_said_to_be_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_that_replacing_a_later_microbatch_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     class Replaces(Callback):
         phase = "change"
 
@@ -819,7 +819,7 @@ def test_what_replaces_a_later_microbatch_of_a_step_is_said_to_be_of_no_use(capl
     ]
 
 
-def test_a_model_that_is_computed_again_for_its_backward_begins_no_microbatch() -> None:
+def test_activation_checkpointing_starts_no_microbatch() -> None:
     model, optimizer, _ = parts()
     recorder = Recorder()
     with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
@@ -847,7 +847,7 @@ def test_a_generator_whose_discriminator_is_trained_first_is_rejected_with_what_
 
 
 class OptimWrapper:
-    """As fastai's: torch's optimizer inside, and a `step` that calls its step."""
+    """Like fastai's: wraps torch's optimizer, and its `step` calls the optimizer's `step`."""
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt
@@ -857,7 +857,7 @@ class OptimWrapper:
 
 
 class SetFitModel:
-    """As setfit's: modules inside, and no module itself."""
+    """Like SetFit's: contains modules, but is not a module itself."""
 
     def __init__(self) -> None:
         self.model_body, self.model_head, self.name = nn.Linear(3, 8), nn.Linear(8, 1), "small"
@@ -891,7 +891,7 @@ def test_an_optimizer_inside_a_wrapper_is_observed() -> None:
         ({"optimizer": object()}, r"optimizer= is a object, which is not a torch.optim.Optimizer.*OptimWrapper"),
     ],
 )
-def test_what_is_no_model_or_optimizer_of_torch_s_is_rejected_with_what_to_give(given: dict[str, Any], message: str) -> None:
+def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(given: dict[str, Any], message: str) -> None:
     model, optimizer, _ = parts()
     whole: Any = {"model": model, "optimizer": optimizer, "callbacks": []} | given
     with pytest.raises(ConfigError, match=message):
@@ -969,7 +969,10 @@ def test_a_resume_names_a_sampler_whose_state_it_cannot_restore(order: str) -> N
 
 
 def resumed_order(folder: Path, made: Callable[[int], Any], stop_after: int) -> tuple[list[Any], list[Any]]:
-    """The batches of three epochs of four without a stop, and with one. `made` makes the dataloader of an epoch."""
+    """Return the batches of three epochs of four steps, of an uninterrupted run and of a resumed one.
+
+    `made` returns the dataloader of an epoch.
+    """
 
     def train(name: str, callbacks: list[Callback]) -> list[Any]:
         model, seen = nn.Linear(1, 1), []

@@ -1,4 +1,4 @@
-"""Trainers that are built on the Hugging Face Trainer train with callsheet's callbacks as without them: rows of the matrix."""
+"""Trainers that are built on the Hugging Face Trainer train the same with callsheet's callbacks as without them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
 pytest.importorskip("setfit")
 
-from .built_on import BUILT_ON, STEPS, Built, inner, module  # they need what these packages need
+from .built_on import BUILT_ON, STEPS, Built, inner, module  # the trainers import optional packages
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 class Notes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Notes the steps at which the Trainer evaluates and writes a checkpoint."""
+    """Records the steps at which the Trainer evaluates and writes a checkpoint."""
 
     def __init__(self) -> None:
         self.evaluated: list[int] = []
@@ -53,7 +53,7 @@ class Notes(TrainerCallback):  # type: ignore[misc]  # transformers' types are n
 
 
 class Losses(Callback):
-    """Keeps the loss of each microbatch, when its backward begins."""
+    """Records the loss of each microbatch at the start of its backward."""
 
     phase = "report"
 
@@ -65,7 +65,7 @@ class Losses(Callback):
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -76,7 +76,7 @@ class Asks(Callback):
 
 
 class EvaluatedWeights(Callback):
-    """Notes for each step of an evaluation whether the model has other weights than after the training step before."""
+    """Records for each evaluation step whether the weights differ from those after the last training step."""
 
     def __init__(self) -> None:
         self.trained: list[Tensor] = []
@@ -98,7 +98,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """What the Trainer has logged of its training, without its times."""
+    """Return what the Trainer has logged about training, without times."""
     entries = [
         {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second", "time"))}
         for entry in inner(trainer).state.log_history
@@ -107,7 +107,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 class Plain:
-    """A training without callsheet."""
+    """The results of training without callsheet."""
 
     def __init__(self, built: Built, folder: Path) -> None:
         self.losses: list[Tensor] = []
@@ -120,7 +120,7 @@ class Plain:
 
 @contextmanager
 def recording_backward(losses: list[Tensor]) -> Iterator[None]:
-    """Keep the tensors on which `backward` is called, except those on which another `backward` calls it."""
+    """Record the tensors on which `backward` is called, except in calls from within another `backward`."""
     backward: Callable[..., None] = Tensor.backward
     depth = 0
 
@@ -153,7 +153,7 @@ built_on = pytest.mark.parametrize("name", BUILT_ON)
 
 
 @built_on
-def test_it_trains_with_observers_as_without_them(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
+def test_observers_do_not_change_training(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
     built, alone = BUILT_ON[name], plain(name)
     recorder, history, losses, notes = Recorder(), History(), Losses(), Notes()
     received: list[Tensor] = []
@@ -180,7 +180,7 @@ def test_it_trains_with_observers_as_without_them(name: str, plain: Callable[[st
 
 
 @built_on
-def test_a_callback_stops_it_and_nothing_is_evaluated_that_it_does_not_evaluate(name: str, tmp_path: Path) -> None:
+def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = BUILT_ON[name].make(tmp_path, [host([Asks("stop", 2), recorder])], eval_strategy="no", eval_steps=None)
     trainer.train()
@@ -226,8 +226,8 @@ def test_it_resumes_as_without_callbacks(name: str, tmp_path: Path) -> None:
     hold_trainer(name, built.library, "resume", Cell("works"))
 
 
-def test_those_that_do_not_resume_cannot() -> None:
-    """Their `train` has no such argument."""
+def test_trainers_marked_as_not_resumable_cannot_resume() -> None:
+    """The `train` of these trainers has no argument to resume."""
     import setfit
 
     assert [name for name, built in BUILT_ON.items() if not built.resumes] == ["setfit.Trainer"]

@@ -27,7 +27,7 @@ from .loops.lightning import quiet_trainer
 
 EPOCHS, STEPS = 2, 6
 Losses = list[list[float]]
-"""By step: of each evaluation of the closure."""
+"""For each step, the losses of all evaluations of the closure."""
 
 
 class Plain:
@@ -163,8 +163,8 @@ HOSTS = {
 }
 
 
-class Sees(Callback):
-    """Records the step's loss at the last event that has it."""
+class RecordsLosses(Callback):
+    """Records the loss at the end of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -179,7 +179,7 @@ class Sees(Callback):
 def test_a_closure_belongs_to_its_step(where: str, kind: str, tmp_path: Path) -> None:
     alone, observed = Plain(kind), Plain(kind)
     (with_lightning if where == "lightning" else by_hand)(alone, None, tmp_path / "alone")
-    recorder, history, sees = Recorder(), History(), Sees()
+    recorder, history, sees = Recorder(), History(), RecordsLosses()
     HOSTS[where](observed, [recorder, history, sees, NaNMonitor()], tmp_path / "observed")
     assert observed.losses == alone.losses
     assert len(observed.losses) == EPOCHS * STEPS
@@ -197,7 +197,7 @@ def test_a_closure_belongs_to_its_step(where: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("where", HOSTS)
-def test_the_last_loss_counts_also_where_records_alone_are_read(where: str, tmp_path: Path) -> None:
+def test_records_have_the_last_loss_without_listeners_to_steps(where: str, tmp_path: Path) -> None:
     it, history = Plain("LBFGS"), History()
     HOSTS[where](it, [history], tmp_path)
     assert history["train/loss"] == pytest.approx([each[-1] for each in it.losses])

@@ -1,4 +1,4 @@
-"""The bridge to Composer: with the real one in a venv of its own, and what needs no Composer here."""
+"""The bridge to Composer: runs the tests with the real Composer in a separate venv, and tests what does not need Composer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-composer: python tools/composer_venv.py makes it")
 def test_with_the_real_composer() -> None:
-    """Every test of `composer_in_its_own_venv.py`, and the matrix's and others of Composer; those that fail are named with what went wrong."""
+    """Run `composer_in_its_own_venv.py`, and the tests of the matrix and of test_alone.py that cover Composer."""
     files = ["tests/bridges/composer_in_its_own_venv.py", "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"]
     which = [] if os.environ.get("CALLSHEET_MATRIX") else ["-m", "not slow"]
     ran = subprocess.run(
@@ -54,7 +54,7 @@ def test_with_the_real_composer() -> None:
     assert re.search(r"\d+ passed", ran.stdout), ran.stdout
 
 
-def test_the_map_names_events_that_there_are() -> None:
+def test_the_map_names_existing_events() -> None:
     assert set(EVENT_MAP) <= set(EVENTS)
     assert set(NOT_FIRED) <= set(EVENTS)
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == set(Event)
@@ -82,7 +82,7 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
     assert duck.recorded == ["epoch_end", "close"]
 
 
-def test_what_is_no_callback_is_rejected() -> None:
+def test_objects_that_are_no_callback_are_rejected() -> None:
     with pytest.raises(RegistrationError, match="not a callback with one of the methods of Composer's"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
@@ -98,7 +98,7 @@ def test_a_guest_listens_to_what_it_overrides_and_no_more() -> None:
     assert "on_loss_end" not in vars(listens_to)
 
 
-def test_what_a_guest_may_not_write_is_named(tmp_path: Path) -> None:
+def test_an_error_names_what_a_guest_may_not_write(tmp_path: Path) -> None:
     class Writes(Callback):
         def fit_start(self, state: object, logger: object) -> None:
             state.model = None  # type: ignore[attr-defined]

@@ -30,11 +30,11 @@ HOOKS = (
     "_backward_hooks",
 )
 
-OBSERVING = [name for name in LOOPS if name != "instructlab"]  # which shows callbacks no model
+OBSERVING = [name for name in LOOPS if name != "instructlab"]  # InstructLab does not provide the model to callbacks
 
 
 class Copies(Callback):
-    """Copies model and optimizer at every event of the second step, and counts the events of all steps."""
+    """Copies model and optimizer at every event of the second step, and counts the events of each step."""
 
     def __init__(self, *, is_copying: bool) -> None:
         self.is_copying = is_copying
@@ -64,13 +64,13 @@ class Copies(Callback):
                     if _origin(value).startswith(("callsheet.bridges", "callsheet.run")):
                         self.found.append(f"{where}: {kind.__name__} has {attribute} of {name}")
         if type(thing).__module__.startswith("callsheet.bridges"):
-            return  # a facade of the host's, which is no object of the user's
+            return  # a facade that the host created, not an object of the user
         for dumps in (pickle.dumps, cloudpickle.dumps, _saved):
             try:
                 written = dumps(thing)
             except (AttributeError, NotImplementedError, TypeError, pickle.PicklingError):
                 continue  # it cannot be pickled, with callsheet or without
-            if b"callsheet" in written.replace(b"callsheet.testing.small_run", b""):  # where the model's class is
+            if b"callsheet" in written.replace(b"callsheet.testing.small_run", b""):  # the module of the model's class
                 self.found.append(f"{where}: {dumps.__name__}")
 
 
@@ -114,7 +114,7 @@ def loop(model: nn.Module, callbacks: list[Any], *, steps: int = 3) -> torch.opt
 
 
 class At(Callback):
-    """Calls a function at an event within the forward, when hooks are registered."""
+    """Calls a function at the end of the forward, while hooks are registered."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.times = function, 0
@@ -151,7 +151,7 @@ def test_hooks_of_the_user_s_are_copied_and_can_be_removed() -> None:
 
 
 class Keeps(nn.Linear):
-    """Says itself what a copy has, each in another way."""
+    """A module that defines its own pickled state."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "kept": True}

@@ -1,4 +1,4 @@
-"""What a resume cannot restore is named."""
+"""A resume names dataloaders whose order it cannot restore."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path) -> None:
 def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HUGGINGFACE)
     entry = "- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n"
-    (tmp_path / "callbacks.yaml").write_text(entry + entry)  # a run rejects two of the same name
+    (tmp_path / "callbacks.yaml").write_text(entry + entry)  # a run rejects two callbacks of the same name
     observed = run(tmp_path, "-m", "callsheet.exec", "--callbacks", "callbacks.yaml", "train.py", "1")
     assert observed.returncode == 0, observed.stderr
     assert weights(observed) == weights(run(tmp_path, "train.py", "1"))

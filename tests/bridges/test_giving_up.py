@@ -1,4 +1,4 @@
-"""A host that fails at any part of a step logs it once, and training continues to the same weights."""
+"""A host that fails in any span of a step logs the error once, and training continues to the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.errors import HostError
 from callsheet.testing import run_ranks
 
-from .faults import ALWAYS, EVALUATED, TRAINED, Breaks
+from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan
 from .loops import accelerate, automodel, bare, huggingface, ignite, instructlab, lightning, megatron_bridge, torchtnt
 from .loops import keras as keras_loop
 from .loops.job import POINTS
@@ -41,7 +41,7 @@ def loop_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.mark.parametrize(
     "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
 )
-def test_a_fault_at_a_part_of_a_step(
+def test_a_fault_in_a_span_of_a_step(
     loop_and_weights: tuple[Any, list[torch.Tensor]],
     span: str,
     edge: str,
@@ -50,7 +50,7 @@ def test_a_fault_at_a_part_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, expected = loop_and_weights
-    breaks = Breaks(span, edge)
+    breaks = FailsInSpan(span, edge)
     for kind in (HostedRun, HookedRun):
         begin: Any = kind.begin
 
@@ -78,7 +78,7 @@ def with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.full((2, 3), 0.1 * (rank + step)), torch.zeros(2, 1)) for step in range(12)]
-    breaks = Breaks("train_step" if rank == 1 else "none", "end")
+    breaks = FailsInSpan("train_step" if rank == 1 else "none", "end")
     log: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]

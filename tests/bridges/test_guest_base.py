@@ -1,4 +1,4 @@
-"""What all guests have in common: shared state, and the order in which it is updated."""
+"""The base class of guests: shared state, and the order in which it is updated."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def context() -> Context:
 
 
 def train(manager: CallbackManager, ctx: Context, steps: int) -> None:
-    """Complete so many steps."""
+    """Complete this many steps."""
     for _ in range(steps):
         ctx.step += 1
         ctx.state.timestamp = ctx.state.timestamp.next_batch()
@@ -23,7 +23,7 @@ def train(manager: CallbackManager, ctx: Context, steps: int) -> None:
 
 
 class Tally(Common):
-    """Counts steps, once for all guests that share it."""
+    """Counts steps once for all guests that share it."""
 
     def __init__(self) -> None:
         self.steps = 0

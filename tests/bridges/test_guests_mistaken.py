@@ -1,4 +1,4 @@
-"""What is given to a `guest` and is none of its framework: the message says what to do instead."""
+"""`guest` rejects objects that are not callbacks of its framework, and the message says what to do instead."""
 
 import importlib
 
@@ -41,21 +41,21 @@ def test_a_class(bridge: str) -> None:
     assert "that is a class, give an instance: EarlyStopping(...)" in rejected(bridge, lightning.pytorch.callbacks.EarlyStopping)
 
 
-def test_one_of_ours(bridge: str) -> None:
+def test_a_callback_of_callsheet(bridge: str) -> None:
     assert "it is already a callback of callsheet, and needs no guest" in rejected(bridge, History())
 
 
-def test_another_framework_s(bridge: str) -> None:
+def test_a_callback_of_another_framework(bridge: str) -> None:
     if bridge != "lightning":
         assert "wrap it: callsheet.bridges.lightning.guest(...)" in rejected(bridge, lightning.pytorch.callbacks.Timer())
     if bridge != "ignite":
         assert "wrap it: callsheet.bridges.ignite.guest(...)" in rejected(bridge, ignite.handlers.Timer())
 
 
-def test_several_at_once(bridge: str) -> None:
+def test_a_list_of_callbacks(bridge: str) -> None:
     if bridge != "megatron_bridge":  # which takes a list
         assert "give them one at a time" in rejected(bridge, [lightning.pytorch.callbacks.Timer()])
 
 
-def test_nothing_of_the_kind(bridge: str) -> None:
+def test_an_object_that_is_no_callback(bridge: str) -> None:
     assert "'x' is not " in rejected(bridge, "x")

@@ -114,7 +114,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
 
 
 def test_a_saver_leaves_the_trainer_s_checkpoints_to_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says once that only the Trainer deletes them."""
+    """A message says once that only the Trainer deletes its checkpoints."""
     saver = CheckpointSaver(save_interval=2, keep=1)
     trainer(tmp_path, [host([saver])], num_train_epochs=3).train()
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) > 2
@@ -137,7 +137,7 @@ def test_the_maps_name_every_event_once() -> None:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -148,7 +148,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -158,7 +158,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-def test_requests_are_the_trainer_s_to_carry_out(tmp_path: Path) -> None:
+def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     trained = trainer(
         tmp_path, [host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder])], eval_strategy="steps", eval_steps=100
@@ -200,7 +200,7 @@ def test_an_early_stop_stops_it(tmp_path: Path) -> None:
     assert trained.state.epoch < 5
 
 
-def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     class Looks(Callback):
@@ -240,7 +240,7 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens_to_outputs", [False, True])
-def test_a_call_of_a_copy_of_the_model_is_not_the_trainer_s(listens_to_outputs: bool, tmp_path: Path) -> None:
+def test_a_call_of_a_copy_of_the_model_fires_no_events(listens_to_outputs: bool, tmp_path: Path) -> None:
     called: list[int] = []
 
     class Copies(Callback):
@@ -267,7 +267,7 @@ def test_events_that_the_trainer_never_fires_are_rejected(tmp_path: Path) -> Non
 
 
 class Ends(Callback):
-    """Notes the error and how the run ends."""
+    """Records the error and how the run ends."""
 
     phase = "report"
 
@@ -316,7 +316,7 @@ def test_a_keyboard_interrupt_that_leaves_train_interrupts_the_run(tmp_path: Pat
     assert ends.found == [interrupted.value, "interrupted"]
 
 
-def test_an_error_before_training_begins_is_no_run_s(tmp_path: Path) -> None:
+def test_an_error_before_training_begins_belongs_to_no_run(tmp_path: Path) -> None:
     ends = Ends()
     trained = trainer(tmp_path, [host([ends])])
     with pytest.raises(ValueError, match="checkpoint"):
@@ -399,7 +399,7 @@ def test_a_stop_at_an_evaluation_of_several_datasets(tmp_path: Path) -> None:
     assert trained.state.global_step == 3
 
 
-def test_an_evaluation_before_training_and_what_is_asked_outside_it(tmp_path: Path) -> None:
+def test_an_evaluation_before_training_and_requests_outside_training(tmp_path: Path) -> None:
     recorder = Recorder(fields=("eval_results",))
     trained = trainer(tmp_path, [host([recorder])], eval_strategy="epoch", eval_on_start=True)
     trained.train()
@@ -413,7 +413,7 @@ def test_an_evaluation_before_training_and_what_is_asked_outside_it(tmp_path: Pa
     assert len(recorder.events) == noted
 
 
-def test_what_the_trainer_logs_besides_is_in_the_records(tmp_path: Path) -> None:
+def test_other_values_that_the_trainer_logs_are_in_the_records(tmp_path: Path) -> None:
     history = History()
 
     class Logs(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
@@ -422,7 +422,7 @@ def test_what_the_trainer_logs_besides_is_in_the_records(tmp_path: Path) -> None
 
     trained = trainer(tmp_path, [host([history]), Logs()], eval_strategy="epoch")
     trained.train()
-    assert history["huggingface/mine"] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]  # the last before each record
+    assert history["huggingface/mine"] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]  # the last value before each record
     assert all(seconds > 0 for seconds in history["huggingface/eval_runtime"])
     norms = [entry["grad_norm"] for entry in trained.state.log_history if "grad_norm" in entry]
     assert history["train/grad_norm"] == pytest.approx(norms)
@@ -437,7 +437,7 @@ def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> N
     assert [step for step, values in history.records if "train/loss" in values] == [1, 2, 3, 4]
 
 
-def test_a_guest_may_come_back(tmp_path: Path) -> None:
+def test_a_guest_in_a_host_of_its_own_framework_acts_the_same(tmp_path: Path) -> None:
     said = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
     options: dict[str, Any] = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "num_train_epochs": 4}
     steps: list[int] = []
@@ -452,16 +452,16 @@ def test_a_guest_may_come_back(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-class OneAsks(Callback):
-    """Asks on one rank alone."""
+class OneRankStops(Callback):
+    """Requests a stop on rank 1 only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 4 and ctx.run.rank == 1:
             ctx.control.stop("one asks")
 
 
-class OneSets(TrainerCallback):  # type: ignore[misc]
-    """Likewise; or on all of them."""
+class SetsStopFlag(TrainerCallback):  # type: ignore[misc]
+    """Sets the Trainer's stop flag on rank 0 only, or on all ranks."""
 
     def __init__(self, is_replicated: bool) -> None:
         self.is_replicated = is_replicated
@@ -472,7 +472,7 @@ class OneSets(TrainerCallback):  # type: ignore[misc]
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    """Everything in one go: importing transformers takes longest."""
+    """Run all cases in one pair of processes, because importing transformers takes the most time."""
     from .test_huggingface_guest import as_guests
 
     found: dict[str, Any] = {}
@@ -497,14 +497,14 @@ def on_ranks(folder: str) -> dict[str, Any]:
     resumed.train(resume_from_checkpoint=str(Path(folder, "one", "out", "checkpoint-6")))
     found["resumed"] = again["train/loss"] == history["train/loss"] and resumed.state.global_step == 12
     recorder = Recorder()
-    stopped = trainer(Path(folder, "three"), [host([recorder, OneAsks()])], ddp_backend="gloo", num_train_epochs=20)
+    stopped = trainer(Path(folder, "three"), [host([recorder, OneRankStops()])], ddp_backend="gloo", num_train_epochs=20)
     stopped.train()
     check_events(recorder.events)
     found["stopped"] = stopped.state.global_step
     found["guests"] = [
         as_guests(
             Path(folder),
-            guest(OneSets(is_replicated), replicated=is_replicated),
+            guest(SetsStopFlag(is_replicated), replicated=is_replicated),
             epochs=300,
             eval_interval=None,
             name=f"guest-{is_replicated}",

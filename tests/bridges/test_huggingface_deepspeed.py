@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Engine:
-    """Does what accelerate asks of DeepSpeed's engine, with a torch optimizer."""
+    """Implements the parts of DeepSpeed's engine that accelerate uses, with a torch optimizer."""
 
     def __init__(self, optimizer: Any, scheduler: Any, *, stage: int = 1, is_fp16: bool = False) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -78,7 +78,7 @@ def with_engine(folder: Path, callbacks: list[Any], **engine: Any) -> Any:
 
 
 class StepStarts(Callback):
-    """Notes whether the optimizer's step starts with the weights of the step's start, and ends with others."""
+    """Records whether the weights are unchanged when the optimizer's step starts, and changed when it ends."""
 
     def __init__(self) -> None:
         self.before: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What a transformers Trainer, its subclasses and its users' callbacks do that a host might take for something else."""
+"""Things that a transformers Trainer, its subclasses and users' callbacks do which a host could misinterpret."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 class Samples(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """A user's callback that samples from the model at every event of the Trainer, and takes the mode that it found back."""
+    """A user's callback that samples from the model at every event of the Trainer, and then restores the model's mode."""
 
     def __init__(self) -> None:
         self.sampled = 0
@@ -47,7 +47,7 @@ for _event in EVENTS:
 
 
 def logged(trained: Any) -> list[dict[str, float]]:
-    """What the Trainer has logged, without how long it took."""
+    """Return what the Trainer has logged, without times."""
     return [
         {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
         for entry in trained.state.log_history
@@ -84,7 +84,7 @@ def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(
 
 
 class Evaluates(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and predicts, at every event, as a user's callback does that has been given the Trainer."""
+    """A user's callback that has a reference to the Trainer, and evaluates and predicts at every event."""
 
     trainer: Any = None
 
@@ -134,7 +134,7 @@ def test_evaluations_that_a_callback_makes_leave_order_and_weights(
 
 
 class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
-    """R-Drop: the model is called twice, and the loss is of both."""
+    """R-Drop: the model is called twice, and the loss is computed from both outputs."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         one, other = model(**inputs), model(**inputs)
@@ -143,7 +143,7 @@ class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
 
 
 class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
-    """A cached loss: the model is called with gradients in the loss's backward alone."""
+    """A cached loss: the model is called with gradients only in the backward of the loss."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path:
     losses = [entry["loss"] for entry in logged(plain) if "loss" in entry]
     assert history["train/loss"][: len(losses)] == pytest.approx(losses, rel=1e-5)
     samples = [values["time/sample"] for _, values in history.records if "time/sample" in values]
-    assert samples[-1] == 2 * ROWS  # each once
+    assert samples[-1] == 2 * ROWS  # each one once
 
 
 def test_several_forwards_without_listeners_are_counted_once(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_several_forwards_without_listeners_are_counted_once(tmp_path: Path) -> 
 
 
 class Counts(TrainerCallback):  # type: ignore[misc]
-    """Notes at which steps the Trainer has written a checkpoint."""
+    """Records the steps at which the Trainer wrote a checkpoint."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -272,7 +272,7 @@ SAVERS: Mapping[str, tuple[Any, dict[str, Any], list[int]]] = {
         {"save_strategy": "no", "eval_steps": 2},
         [2, 4],
     ),
-    "what the Trainer finds best": (  # it takes back the request at step 4, which is made again
+    "what the Trainer finds best": (  # it resets the request of step 4, which is then made again
         lambda: [CheckpointSaver(save_interval="2ba")],
         {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2, "learning_rate": 0.001},
         [2, 5, 6],
@@ -316,7 +316,7 @@ def test_an_evaluation_that_fails_leaves_the_trained_weights(tmp_path: Path) -> 
     assert found == [{"validation": {"loss": 1.0}}] * 4  # the Trainer tries again when the epoch ends
 
 
-def test_an_evaluation_that_the_trainer_did_not_survive_leaves_the_trained_weights(tmp_path: Path) -> None:
+def test_the_trained_weights_are_restored_if_an_evaluation_ends_train(tmp_path: Path) -> None:
     class Fails(HuggingFaceTrainer):  # type: ignore[misc]
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
             super().prediction_step(*args, **kwargs)
@@ -348,7 +348,7 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_events_without_a_trainer_neither_raise_nor_stay_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loop that fires a TrainerCallback's events by hand, as some frameworks do."""
+    """Some frameworks fire a TrainerCallback's events without a Trainer."""
     from transformers import TrainerControl, TrainerState
 
     model, recorder, points = Line(), Recorder(), Points(4)

@@ -39,15 +39,15 @@ from callsheet.trainer import Task
 
 from .rows import hold
 
-ROWS = 24  # of 4 a batch: 6 steps an epoch
+ROWS = 24  # batches of 4 rows: 6 steps per epoch
 GIVEN = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
 DATA = [{"inputs": row, "labels": row.sum()} for row in GIVEN]
 SCRIPT = [5.0, 4.0, 3.0, 3.5, 2.9, 3.2, 3.1, 3.3, 3.0]
-"""What evaluations find after every second step."""
+"""The evaluation losses after every second step."""
 
 
 class Line(nn.Module):
-    """It really learns, but the results of its evaluations come from the script."""
+    """A model that learns, but whose evaluation losses come from SCRIPT."""
 
     batches: Tensor
 
@@ -69,7 +69,7 @@ class Line(nn.Module):
 
 
 class OwnLoss(Task):
-    """The loss is the model's."""
+    """A task whose loss is computed by the model."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(**batch)
@@ -79,8 +79,8 @@ class OwnLoss(Task):
         return loss
 
 
-class Noted(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Notes every call."""
+class RecordsCalls(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """Records every call."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[Any, ...]] = []
@@ -183,7 +183,7 @@ def optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 def as_guests(
     folder: Path, *callbacks: Callback, epochs: int = 2, name: str = "guest", fits: bool = True, **options: Any
 ) -> Trainer:
-    """Trained here."""
+    """Train in our Trainer with the callbacks as guests."""
     model = Line()
     optimizer, scheduler = optimizers(model)
     given: dict[str, Any] = {"eval_interval": "2ba", "log_interval": "2ba", "clip_grad_norm": 1.0, "seed": 3}
@@ -211,7 +211,7 @@ EVALUATED: Any = DataLoader(DATA[:8], batch_size=4)  # type: ignore[arg-type]
 
 
 def same(ours: Any, theirs: Any) -> None:
-    """The same, numbers but for rounding."""
+    """Assert that both are equal, numbers up to rounding."""
     if isinstance(ours, dict):
         assert list(ours) == list(theirs)
         same(list(ours.values()), list(theirs.values()))
@@ -228,7 +228,7 @@ def same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
     said = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
-    theirs, ours = Noted(), Noted()
+    theirs, ours = RecordsCalls(), RecordsCalls()
     in_framework(tmp_path, theirs, accumulate=accumulate, **said)
     as_guests(
         tmp_path,
@@ -246,7 +246,7 @@ def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp
 
 
 class Drives(TrainerCallback):  # type: ignore[misc]
-    """As users write them: asks for all that there is."""
+    """A callback as users write it, which sets all of the Trainer's flags."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if state.global_step == 3:
@@ -260,14 +260,14 @@ class Drives(TrainerCallback):  # type: ignore[misc]
 
 @dataclass
 class Seen:
-    """What a callback has come to: the steps of what the run did, and what the callback itself has to show."""
+    """The results of a callback: the steps of evaluations, saves and the end, and the callback's own output."""
 
     events: list[tuple[str, int]]
     shown: Any = None
 
 
-class Does(TrainerCallback):  # type: ignore[misc]
-    """What was done when, in the Hugging Face Trainer."""
+class TrainerActions(TrainerCallback):  # type: ignore[misc]
+    """Records the steps of evaluations, saves and the end in the Hugging Face Trainer."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -282,8 +282,8 @@ class Does(TrainerCallback):  # type: ignore[misc]
         self.done.append(("end", state.global_step))
 
 
-class DoesHere(Callback):
-    """The same here."""
+class CallsheetActions(Callback):
+    """Records the same in our Trainer."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -299,7 +299,7 @@ class DoesHere(Callback):
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are the same in every run; they may be text."""
+    """Return the logged values that are the same in every run. They may be given as text."""
     return {name: float(value) for name, value in logs.items() if not name.endswith(SPEEDS) and name != "step"}
 
 
@@ -323,13 +323,13 @@ def scalars(foreign: Any, folder: Path, out: str) -> Any:
     }
 
 
-class Recorded(ThreadingHTTPServer):
-    """In the place of a Kubeflow controller: keeps what it is sent."""
+class FakeController(ThreadingHTTPServer):
+    """A fake Kubeflow controller that records the requests it receives."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
 
-        class Takes(BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             def do_POST(handler) -> None:  # noqa: N805  # `self` is the server
                 self.sent.append(json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))["trainerStatus"])
                 handler.send_response(200)
@@ -337,13 +337,13 @@ class Recorded(ThreadingHTTPServer):
 
             def log_message(self, *_: Any) -> None: ...
 
-        super().__init__(("127.0.0.1", 0), Takes)
+        super().__init__(("127.0.0.1", 0), Handler)
 
 
 @pytest.fixture
-def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """If this is set, the Trainer adds its KubeflowCallback."""
-    server = Recorded()
+def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeController]:
+    """Set the environment variables with which the Trainer adds its KubeflowCallback. Return the controller."""
+    server = FakeController()
     Thread(target=server.serve_forever, daemon=True).start()
     token = tmp_path / "token"
     token.write_text("a token", "utf-8")
@@ -356,16 +356,16 @@ def kubeflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
 
 @dataclass(frozen=True)
 class Row:
-    """A callback, its tier, what it is run with, and what it has to show."""
+    """A callback, its tier, the training arguments, and a function that returns its output."""
 
     make: Callable[[], Any]
     tier: str
     said: dict[str, Any] = field(default_factory=dict)
     shows: Callable[[Any, Path, str], Any] = lambda foreign, folder, out: None
     evaluates: bool = True
-    """Whether evaluations come every second step, not only when it asks."""
+    """Whether the run evaluates every second step, and not only when the callback requests it."""
     is_own: bool = False
-    """Whether the Hugging Face Trainer adds it itself."""
+    """Whether the Hugging Face Trainer adds the callback itself."""
 
 
 TABLE = {
@@ -390,10 +390,10 @@ TABLE = {
 
 
 def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Callable[[], Any] = lambda: None) -> list[Any]:
-    """What was done when, and the callback's results, here and in the Hugging Face Trainer."""
+    """Return the results of the callback in our Trainer and in the Hugging Face Trainer."""
     found = []
     for where in ("here", "framework"):
-        foreign, here, there = row.make(), DoesHere(), Does()
+        foreign, here, there = row.make(), CallsheetActions(), TrainerActions()
         if where == "here":
             hosted = guest(foreign, args={**FLOW, **row.said}, eval_dataloader=EVALUATED)
             as_guests(folder / where, hosted, here, epochs=3, eval_interval="2ba" if row.evaluates else None)
@@ -419,7 +419,7 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, c
 
 
 def test_a_controller_receives_what_it_receives_in_the_framework(
-    tmp_path: Path, kubeflow: Recorded, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kubeflow: FakeController, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sent() -> list[Any]:
         reports, kubeflow.sent = kubeflow.sent, []
@@ -438,7 +438,7 @@ def test_a_controller_receives_what_it_receives_in_the_framework(
 
 
 class Fails(Callback):
-    """Fails after a step."""
+    """Raises after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -449,7 +449,7 @@ class Fails(Callback):
 
 
 class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Counts steps, and says so in its state."""
+    """Counts steps, and exports the count in its state."""
 
     def __init__(self, start: int = 0) -> None:
         self.start, self.steps = start, 0
@@ -485,13 +485,13 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
         trainer.fit()
     assert stopper.foreign.state() == unbroken.foreign.state()
     assert stopper.state.global_step == unbroken.state.global_step == 14
-    same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last says how long it took
+    same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last entry has the duration
     assert counter.foreign.steps == 14
-    assert counter.foreign.start == 7  # how it was made is as it is said now
+    assert counter.foreign.start == 7  # the constructor arguments are those of the new instance
 
 
 def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
-    recorded = guest(Noted(), args=FLOW, eval_dataloader=EVALUATED)
+    recorded = guest(RecordsCalls(), args=FLOW, eval_dataloader=EVALUATED)
     as_guests(tmp_path, recorded, name="one")
     once, recorded.foreign.recorded = recorded.foreign.recorded, []
     assert once
@@ -503,7 +503,7 @@ def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
 
 
 class Asks(TrainerCallback):  # type: ignore[misc]
-    """Sets flags at one event, each time."""
+    """Sets flags each time one event is fired."""
 
     def __init__(self, event: str, *flags: str) -> None:
         def set_them(args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -516,12 +516,12 @@ class Asks(TrainerCallback):  # type: ignore[misc]
 def test_flags_that_the_framework_ignores_request_nothing(tmp_path: Path) -> None:
     flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
     for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
-        done = DoesHere()
+        done = CallsheetActions()
         as_guests(tmp_path, guest(Asks(event, *(left or flags))), done, name=event, eval_interval=None)
         assert done.done == [("end", 12)], event
 
 
-def test_a_stop_at_an_evaluation_outside_training_is_none(tmp_path: Path) -> None:
+def test_a_stop_at_an_evaluation_outside_training_is_ignored(tmp_path: Path) -> None:
     asks = guest(Asks("on_evaluate", "should_training_stop"))
     trainer: Any = as_guests(tmp_path, asks, fits=False)
     with trainer:
@@ -530,7 +530,7 @@ def test_a_stop_at_an_evaluation_outside_training_is_none(tmp_path: Path) -> Non
         assert [set(entry) for entry in asks.state.log_history] == [{"eval_loss", "epoch", "step"}]
         trainer.model.batches.zero_()
         trainer.fit()
-    assert trainer.state.timestamp.batch == 2  # the first of training
+    assert trainer.state.timestamp.batch == 2  # the first evaluation of training
     assert trainer.run.outcome == "stopped"
 
 
@@ -540,7 +540,7 @@ def test_the_end_of_training_is_no_stop(tmp_path: Path) -> None:
     assert trainer.run.outcome == "finished"
 
 
-def test_the_best_is_saved_where_that_is_the_strategy(tmp_path: Path) -> None:
+def test_the_best_model_is_saved_with_the_strategy_best(tmp_path: Path) -> None:
     saved: list[tuple[int, str]] = []
 
     class Keeps(Callback):
@@ -557,7 +557,7 @@ def test_the_best_is_saved_where_that_is_the_strategy(tmp_path: Path) -> None:
     assert best.state.best_model_checkpoint.endswith("ep1-ba10")
 
 
-def test_what_cannot_be_done_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends_epoch = Asks("on_step_end", "should_epoch_stop")
     with pytest.raises(NotSupported, match=r"Asks set control\.should_epoch_stop, and an epoch cannot be ended early here"):
         as_guests(tmp_path, guest(ends_epoch), name="one")
@@ -583,7 +583,7 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
 
 
 class Reads(TrainerCallback):  # type: ignore[misc]
-    """Reads some of its arguments."""
+    """Records some of the arguments that it receives."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -595,7 +595,7 @@ class Reads(TrainerCallback):  # type: ignore[misc]
         assert not hasattr(args, "fsdp")
 
 
-def test_arguments_are_those_of_the_run_and_what_was_said(tmp_path: Path) -> None:
+def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
     reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
     as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "said"}), config={"seed": 4, "deep": {"more": 1}})
     assert reads.read == {
@@ -618,7 +618,7 @@ def test_arguments_are_those_of_the_run_and_what_was_said(tmp_path: Path) -> Non
 
 
 class Looks(TrainerCallback):  # type: ignore[misc]
-    """Looks at what trackers read when they begin, as CodeCarbon's and SwanLab's callbacks do."""
+    """Reads what trackers read at the start, as CodeCarbon's and SwanLab's callbacks do."""
 
     resumed: Any = None
 
@@ -629,7 +629,7 @@ class Looks(TrainerCallback):  # type: ignore[misc]
         assert {"learning_rate", "resume_from_checkpoint", "report_to"} <= args.to_dict().keys()
 
 
-def test_what_trackers_read_when_they_begin_is_there(tmp_path: Path) -> None:
+def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) -> None:
     looks = Looks()
     trainer = as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"))
     assert trainer.optimizer is not None

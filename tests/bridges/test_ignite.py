@@ -45,11 +45,11 @@ def iterations(number: int) -> dict[str, int | None]:
 torch.set_num_threads(1)
 
 STEPS = 6
-"""An epoch's."""
+"""Steps per epoch."""
 
 
 class Setup:
-    """A trainer as a user of Ignite makes it; the losses that it gave, and what its evaluations found."""
+    """A trainer as a user of Ignite creates it, which records its losses and the results of its evaluations."""
 
     def __init__(self, folder: Path, *, accumulate: int = 1, evaluates: bool = True) -> None:
         self.folder, self.accumulate = folder, accumulate
@@ -105,7 +105,7 @@ def same(a: Setup, b: Setup) -> bool:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
@@ -117,7 +117,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -128,7 +128,7 @@ class Fails(Callback):
 
 
 class Ends(Callback):
-    """How runs ended."""
+    """Records how runs ended."""
 
     phase = "report"
 
@@ -215,7 +215,7 @@ def test_evaluators_that_are_run_together_are_one_evaluation(tmp_path: Path) -> 
     assert standalone == [True, False, False, False]
 
 
-def test_requests_are_the_engine_s_to_carry_out(tmp_path: Path) -> None:
+def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     setup = Setup(tmp_path)
     setup.host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
@@ -229,7 +229,7 @@ def test_requests_are_the_engine_s_to_carry_out(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_what_it_was_not_given_cannot_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_need_missing_arguments_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = Setup(tmp_path)
     asked.host([Asks("save", 2)], saves=False)
     asked.run()
@@ -259,7 +259,7 @@ def test_a_callback_that_only_saves_is_rejected_if_nothing_can_be_saved(tmp_path
     continued.run()
 
 
-def test_an_evaluation_that_is_asked_for_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:
+def test_an_evaluation_requested_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:
     recorder = Recorder()
     setup = Setup(tmp_path)
     setup.host([Asks("evaluate", STEPS, "on_epoch_end"), recorder])
@@ -303,7 +303,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
         again.run()
 
 
-def test_a_resume_without_states_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_states_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     setup = Setup(tmp_path)
     setup.host([recorder])
@@ -328,7 +328,7 @@ def test_an_early_stop_stops_it(tmp_path: Path) -> None:
     assert setup.found[0]["loss"] < setup.found[1]["loss"]
 
 
-def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     averaged, plain = Setup(tmp_path), Setup(tmp_path)
     averaged.host([EMA(half_life=3)])
     averaged.run()
@@ -355,8 +355,8 @@ def test_a_callback_may_replace_batch_and_loss(tmp_path: Path) -> None:
     torch.manual_seed(1)
     inputs, targets = next(iter(POINTS.batches()))
     expected = POINTS.loss(halved.model(inputs / 2), targets / 2).detach()
-    assert setup.losses == [pytest.approx(float(expected))]  # what its function returns
-    assert history["train/loss"] == [pytest.approx(3 * float(expected))]  # what it went backward from
+    assert setup.losses == [pytest.approx(float(expected))]  # the value that the step function returns
+    assert history["train/loss"] == [pytest.approx(3 * float(expected))]  # the loss on which backward was called
 
 
 def test_events_that_ignite_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -419,7 +419,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
+def test_an_exception_fails_the_run(tmp_path: Path) -> None:
     ends, recorder = Ends(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
@@ -435,7 +435,7 @@ def test_a_run_that_an_exception_left_has_failed(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_what_another_handler_keeps_from_coming_out_does_not_come_out(tmp_path: Path) -> None:
+def test_an_exception_that_another_handler_suppresses_is_not_raised(tmp_path: Path) -> None:
     ends = Ends()
     kept: list[BaseException] = []
     setup = Setup(tmp_path)
@@ -508,7 +508,7 @@ def leaves(setup: Setup, how: str) -> None:
         ("skip_epoch_completed", 3 + STEPS, 2, "finished"),
     ],
 )
-def test_it_is_left_in_all_of_ignite_s_ways(how: str, steps: int, epochs: int, outcome: str, tmp_path: Path) -> None:
+def test_all_of_ignite_s_ways_to_terminate(how: str, steps: int, epochs: int, outcome: str, tmp_path: Path) -> None:
     recorder, ends = Recorder(), Ends()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
@@ -520,7 +520,7 @@ def test_it_is_left_in_all_of_ignite_s_ways(how: str, steps: int, epochs: int, o
     check_events(recorder.events)
 
 
-def test_a_step_that_is_left_is_a_skipped_one(tmp_path: Path) -> None:
+def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("step_skipped",)), History()
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
     setup.host([recorder, history], log_interval="2ba")
@@ -528,7 +528,7 @@ def test_a_step_that_is_left_is_a_skipped_one(tmp_path: Path) -> None:
     setup.run()
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped == [False, False, True]
-    assert len(history["train/loss"]) == 2  # the last record is of what was left
+    assert len(history["train/loss"]) == 2  # the last record has the remaining values
     check_events(recorder.events)
 
 
@@ -572,9 +572,9 @@ def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
 
         setup.trainer = Engine(train)
     setup.host([recorder, ends])
-    if data == "endless":  # it starts again during an epoch
+    if data == "endless":  # the data starts again during an epoch
         setup.trainer.run(batches, epoch_length=4, max_epochs=3)
-    elif data == "unsized":  # an epoch is as long as the data, which is found out
+    elif data == "unsized":  # an epoch is as long as the data, whose length is determined during the first epoch
 
         class Unsized:
             def __iter__(self) -> Any:
@@ -590,7 +590,7 @@ def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
 
 
 class DataParallel(Setup):
-    """The same on several ranks, which share the data."""
+    """The same setup on several ranks, each with its part of the data."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, evaluates=False)
@@ -649,7 +649,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "checkpoint_6.pt").is_file()
 
 
-def test_a_step_during_which_the_epoch_is_left_ends_with_its_fields(tmp_path: Path) -> None:
+def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_path: Path) -> None:
     noted: list[tuple[str, bool, bool]] = []
 
     class Reads(Callback):

@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 EPOCHS, STEPS = 4, 6
 
 Attach = Callable[["Given"], Callable[[], Any]]
-"""Attaches what is tested as a user of Ignite does; what it returns says, after training, what came of it."""
+"""Attaches a handler as a user of Ignite does. Returns a function that returns the handler's results after training."""
 
 
 class Given:
@@ -207,7 +207,7 @@ def checkpoints(given: Given) -> Callable[[], Any]:
 
 
 def filters(given: Given) -> Callable[[], Any]:
-    """Not a handler of Ignite's, but all of its ways to say when."""
+    """Attach a function to all kinds of Ignite's filtered events."""
     recorded: list[Any] = []
 
     def note(engine: Engine, what: str) -> None:
@@ -254,7 +254,7 @@ NAMES = {
     checkpoints: "Checkpoint",
     timer: "Timer",
 }
-"""What each is in the matrix."""
+"""The names of the handlers in the matrix."""
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_handler_alone_is_given_as_it_is(tmp_path: Path) -> None:
         guest(engine)
 
 
-def test_what_cannot_work_here_is_rejected_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_handlers_are_rejected_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def interrupted() -> None: ...
 
     with pytest.raises(NotSupported, match="HandlersTimeProfiler cannot be a guest: it measures Ignite's loop"):
@@ -379,7 +379,7 @@ def test_what_cannot_work_here_is_rejected_by_name(tmp_path: Path, caplog: pytes
         ),
     ],
 )
-def test_what_it_may_not_do_is_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+def test_what_a_guest_may_not_do_is_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
     model, optimizer = made(0.1)
     with pytest.raises(NotSupported, match=message):
         run_here(tmp_path, [guest(does, Events.ITERATION_STARTED)], model, optimizer)

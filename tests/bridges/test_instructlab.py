@@ -50,12 +50,12 @@ def _one_thread() -> None:
 
 @pytest.fixture(params=INTERFACES)
 def api(request: pytest.FixtureRequest) -> Any:
-    """InstructLab's interface by our names, and the package's own."""
+    """InstructLab's interface: callsheet's copy of its names, and the package's own."""
     return request.param
 
 
 def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **options: Any) -> Loop:
-    """A loop of InstructLab's with these callbacks; it is to be run."""
+    """Return a loop of InstructLab with these callbacks. The caller runs it."""
     manager = own_loop.API.CallbackManager()
     manager.add_callback(host(given, strict=strict))
     return Loop(manager, folder, **options)
@@ -112,7 +112,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
     failures: list[BaseException] = []
 
-    def begin() -> None:  # on a thread, as InstructLab does: within the owner's thread there is no waiting
+    def begin() -> None:  # on another thread, as in InstructLab: the owner's thread would not wait
         try:
             hosted.on_train_begin(context)
         except RunInUseError as error:
@@ -132,7 +132,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     hosted.on_train_end(context)
 
 
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_the_host_does_not_change_training(tmp_path: Path) -> None:
     recorder = Recorder()
     with_them = own_loop.train(POINTS, tmp_path / "with", [recorder, JSONLLogger()])
     without = own_loop.train(POINTS, tmp_path / "without", None)
@@ -146,7 +146,7 @@ def test_training_does_not_notice(tmp_path: Path) -> None:
 
 
 class Counts(Callback):
-    """Has a state."""
+    """Counts the steps, and saves the count."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -173,7 +173,7 @@ def test_states_are_in_its_checkpoints_and_restored(tmp_path: Path) -> None:
     assert recorder.recorded[-1].epoch == 2
 
 
-def test_a_run_whose_states_are_not_found_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_continues_if_its_states_are_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counts, recorder = Counts(), Recorder()
     loop = hosted(tmp_path, [counts, recorder])
     loop.done, loop.first_epoch = 3, 1
@@ -185,7 +185,7 @@ def test_a_run_whose_states_are_not_found_continues(tmp_path: Path, caplog: pyte
 
 
 class Ends(Callback):
-    """Keeps how the run ended."""
+    """Records how the run ended."""
 
     phase = "report"
 
@@ -207,19 +207,19 @@ def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path:
     loop.interrupted_at = (place, 2)
     loop.run()
     assert ends.outcome == "preempted"
-    assert counts.steps == steps  # the second was finished, or was not
+    assert counts.steps == steps  # the second step had finished or not
     check_events(recorder.events)
 
 
 # The coroutine is InstructLab's own; kept with the warning, it would keep the host alive.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: Path) -> None:
+def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Path) -> None:
     ends = Ends()
     loop = hosted(tmp_path, [ends])
     loop.validate_every = 2
 
     def breaks() -> dict[str, float]:
-        # A manager that is closed drops the hooks that its thread has not come to, the first among them.
+        # A closed manager drops the hooks that its thread has not reached, among them the first.
         assert ends.has_begun.wait(60)
         raise ZeroDivisionError
 
@@ -234,7 +234,7 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_forgotten(tmp_path: P
     assert ends.outcome == "failed"
 
 
-def test_an_error_ends_our_run_and_not_theirs(tmp_path: Path) -> None:
+def test_an_error_ends_callsheet_s_run_and_not_instructlab_s_training(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
@@ -250,7 +250,7 @@ def test_an_error_ends_our_run_and_not_theirs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_hook_that_does_not_come_is_named_after_the_first_step(
+def test_a_hook_that_is_not_called_is_named_after_the_first_step(
     strict: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Listens(Callback):
@@ -282,15 +282,15 @@ def test_a_run_twice(tmp_path: Path) -> None:
     check_events(recorder.events[: len(recorder.events) // 2])
 
 
-class HearsTheLoss(Callback):
+class ListensToLoss(Callback):
     def on_loss_end(self, ctx: Context) -> None: ...
 
 
-class HearsTestsAlone(Callback):
+class ListensOnlyToTests(Callback):
     def on_test_end(self, ctx: Context) -> None: ...
 
 
-class HearsTestsToo(HearsTestsAlone):
+class ListensAlsoToTests(ListensOnlyToTests):
     def on_train_step_end(self, ctx: Context) -> None: ...
 
 
@@ -301,7 +301,7 @@ class ReadsTheModel(Callback):
         self.mode = ctx.model.training
 
 
-class ReadsItWhereItIs(Callback):
+class ReadsModelIfAvailable(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         self.mode = ctx.model.training if ctx.has("model") else None
 
@@ -316,8 +316,8 @@ class Stops(Callback):
 @pytest.mark.parametrize(
     ("callback", "why"),
     [
-        (HearsTheLoss(), "HearsTheLoss listens to on_loss_end, which InstructLab Training does not fire"),
-        (HearsTestsAlone(), "HearsTestsAlone listens to on_test_end, which InstructLab Training does not fire"),
+        (ListensToLoss(), "ListensToLoss listens to on_loss_end, which InstructLab Training does not fire"),
+        (ListensOnlyToTests(), "ListensOnlyToTests listens to on_test_end, which InstructLab Training does not fire"),
         (ReadsTheModel(), "ReadsTheModel reads ctx.model, which InstructLab Training does not provide to callbacks"),
         (Stops(), "Stops may call ctx.control.stop, but InstructLab Training supports no requests"),
         (EarlyStopper(monitor="validation/loss"), "EarlyStopper may call ctx.control.stop"),
@@ -333,8 +333,8 @@ def test_what_is_not_supported_is_rejected_by_name(
     assert why in caplog.text
 
 
-def test_what_can_do_without_is_taken(tmp_path: Path) -> None:
-    hosted(tmp_path, [HearsTestsToo(), where := ReadsItWhereItIs()]).run()
+def test_callbacks_that_work_without_unsupported_parts_are_accepted(tmp_path: Path) -> None:
+    hosted(tmp_path, [ListensAlsoToTests(), where := ReadsModelIfAvailable()]).run()
     assert where.mode is None
 
 
@@ -361,7 +361,7 @@ def test_a_callback_that_declares_nothing_does_not_end_the_run(tmp_path: Path, c
     assert caplog.text.count("reads ctx.model at on_train_step_end, and InstructLab Training has not provided it there") == 1
 
 
-TAKEN = {
+SUPPORTED = {
     *(
         "GarbageCollection",
         "HangDetector",
@@ -377,7 +377,7 @@ TAKEN = {
     *("RuntimeEstimator", "SystemMetricsMonitor", "TorchProfiler"),
     *(name for name in loggers.__all__ if isinstance(kind := getattr(loggers, name), type) and issubclass(kind, Callback)),
 }
-"""The built-ins that the docs say run there."""
+"""The built-ins that run in InstructLab according to the docs."""
 
 
 def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
@@ -389,14 +389,14 @@ def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
         except NotSupported:
             continue
         taken.add(name)
-    assert taken == TAKEN
+    assert taken == SUPPORTED
     page = (Path(__file__).parents[2] / "docs" / "bridges" / "instructlab.md").read_text()
-    for name in TAKEN:
+    for name in SUPPORTED:
         assert name in page or name.endswith("Logger")
 
 
 def a_rank(folder: str) -> dict[str, Any]:
-    """One of two, each for itself."""
+    """Train on one of two ranks, which do not communicate."""
     history, ends, recorder = History(), Ends(), Recorder(fields=("record",))
     hosted(Path(folder), [history, ends, recorder], checkpoint_at_epoch=True).run()
     has_rates = all("train/learning_rate" in record.values for _, record in recorder.values["record"])
@@ -408,14 +408,14 @@ def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
     assert zero["loss"] == one["loss"]
     assert zero["outcome"] == one["outcome"] == "finished"
     assert zero["has_rates"]
-    assert not one["has_rates"]  # InstructLab says it where the local rank is 0
+    assert not one["has_rates"]  # InstructLab sets the learning rate only on local rank 0
     states = [path.name for path in (tmp_path / "hf_format" / "samples_12" / "callsheet").iterdir()]
     assert sorted(states) == ["rank-0", "rank-1"]
 
 
 @needs_the_package
 def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
-    """As source on a command line, executed by the package; the callbacks themselves come by ours."""
+    """InstructLab passes the source on a command line and executes it. The callbacks themselves are sent by callsheet's transport."""
     assert own_loop.REAL is not None
     given = host([JSONLLogger(), Counts()])
     sent = own_loop.REAL.serialize_callbacks_for_cli([given])
@@ -453,7 +453,7 @@ DATA = [(torch.full((4, 2), 0.5 + step), torch.ones(4, 1)) for step in range(3)]
 
 
 def fit(given: list[Callback], folder: Path, **changes: Any) -> Trainer:
-    """Two epochs of three steps of two microbatches, a record each step."""
+    """Train two epochs of three steps of two microbatches, with a record each step."""
     torch.manual_seed(0)
     arguments: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -472,7 +472,7 @@ def fit(given: list[Callback], folder: Path, **changes: Any) -> Trainer:
 
 
 def callback_of(api: Any, record: Callable[[str, Any], object], hooks: tuple[str, ...] = HOOK_NAMES) -> Any:
-    """A callback that has these hooks."""
+    """Return a callback that has these hooks."""
 
     def hook_of(name: str) -> Callable[[Any, Any], None]:
         def hook(self: Any, context: Any) -> None:
@@ -491,7 +491,7 @@ def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: P
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
     for epoch in range(2):
-        expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # the step is still the last
+        expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # the number of the last step is not yet increased
         for step in range(3 * epoch + 1, 3 * epoch + 4):
             is_last = step in (3, 6)
             evaluated = ["on_evaluate"] if (step % 2 == 0 if interval == "2ba" else is_last) else []
@@ -510,7 +510,7 @@ def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     losses = history["train/loss"]
     assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
     assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
-    assert [found["on_step_begin", step]["loss"] for step in range(1, 7)] == [None, *losses[:-1]]  # what is known stays
+    assert [found["on_step_begin", step]["loss"] for step in range(1, 7)] == [None, *losses[:-1]]  # values that were set are kept
     assert found["on_log", 4]["learning_rate"] == 0.01
     assert found["on_log", 4]["total_samples"] == 16
     assert found["on_log", 4]["batch_metrics"] == {
@@ -526,13 +526,13 @@ def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     assert begin["is_world_process_zero"]
 
 
-def test_nothing_gets_lost_also_of_async_hooks(api: Any, tmp_path: Path) -> None:
+def test_all_events_are_delivered_also_to_async_hooks(api: Any, tmp_path: Path) -> None:
     noted: list[tuple[str, int]] = []
     may_go = threading.Event()
 
-    class Slow(api.TrainerCallback):  # type: ignore[misc]  # one of two
+    class Slow(api.TrainerCallback):  # type: ignore[misc]  # `api` is one of two modules
         async def on_step_begin(self, context: Any) -> None:
-            await asyncio.to_thread(may_go.wait, 60)  # all of training is over by then
+            await asyncio.to_thread(may_go.wait, 60)  # training has ended by then
             noted.append(("begin", context.step))
 
         async def on_step_end(self, context: Any) -> None:
@@ -551,7 +551,7 @@ def test_nothing_gets_lost_also_of_async_hooks(api: Any, tmp_path: Path) -> None
     assert noted == [("trained", 6), *steps, ("over", 6)]
 
 
-def test_what_a_hook_raises_is_logged_and_nothing_more(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_hook_is_only_logged(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(api.TrainerCallback):  # type: ignore[misc]
         calls = 0
 
@@ -580,14 +580,14 @@ def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
         noted: list[tuple[str, int]] = []
-        listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next
+        listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next iteration
         with pytest.raises(ZeroDivisionError):
             fit([guest(listens_to), Breaks(event)], tmp_path / event)
         assert noted[-1] == ("on_train_end", 2)
         assert [hook for hook, _ in noted].count("on_train_end") == 1
 
 
-def test_a_run_without_training_has_no_end_of_it(tmp_path: Path) -> None:
+def test_a_run_without_training_fires_no_train_end(tmp_path: Path) -> None:
     noted: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
                  callbacks=[guest(callback_of(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
@@ -601,7 +601,7 @@ def test_only_overridden_hooks_are_listened_to() -> None:
     assert "on_log" in vars(one)
 
 
-def test_what_is_none_of_theirs_is_rejected() -> None:
+def test_objects_that_are_no_instructlab_callback_are_rejected() -> None:
     with pytest.raises(RegistrationError, match="not an instance of a TrainerCallback"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
@@ -624,10 +624,10 @@ def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
     fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
     again = Keeps()
     fit([guest(again)], tmp_path, resume="auto")
-    assert again.steps >= 5  # at the first epoch's checkpoint the third step's end had not been delivered
+    assert again.steps >= 5  # when the first epoch's checkpoint was written, the end of the third step had not been delivered
 
 
-def test_training_does_not_notice_a_guest(api: Any, tmp_path: Path) -> None:
+def test_a_guest_does_not_change_training(api: Any, tmp_path: Path) -> None:
     with_it = fit([guest(callback_of(api, lambda hook, context: None))], tmp_path / "with")
     without = fit([], tmp_path / "without")
     assert all(
@@ -640,7 +640,7 @@ HOOK_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 
 @pytest.mark.parametrize("row", HOOK_ROWS)
 def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
-    """With the same losses in InstructLab's loop and in ours, the same hooks are called with the same numbers."""
+    """With the same losses, InstructLab's loop and ours call the same hooks with the same numbers."""
 
     def recording(noted: list[Any]) -> Any:
         def record(hook: str, context: Any) -> None:
@@ -657,7 +657,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
     fire = manager.fire
 
     def waits(hook: str, **given: Any) -> None:
-        """Continue the loop only when the callbacks were called: later InstructLab's context may have changed."""
+        """Continue the loop only after the callbacks were called, because InstructLab changes the context afterwards."""
         received = len(there) + (hook in HOOK_ROWS[row])
         fire(hook, **given)
         deadline = time.monotonic() + 30

@@ -21,7 +21,7 @@ from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMon
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.testing import Recorder, check_events
 
-from .loops import keras as own_loop  # before keras: it chooses the backend
+from .loops import keras as own_loop  # before keras, because it sets the backend
 from .loops.job import POINTS, Job
 from .rows import hold
 
@@ -31,14 +31,14 @@ from callsheet.bridges.keras import guest, host  # isort: skip
 from callsheet.bridges.matrix import Cell
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
-"""Nothing in it is drawn: its losses are the same in every loop."""
+"""A job without random numbers, so that its losses are the same in every loop."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.*")  # of a DataLoader Keras ignores it, and says so
+pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.*")  # Keras ignores shuffle for a DataLoader, with a warning
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_is_not_collected() -> Iterator[None]:
-    """Each test ends with a collection, which is slow in a process with so many objects."""
+    """Exclude existing objects from garbage collection, which runs after each test and is slow with so many objects."""
     gc.collect()
     gc.freeze()
     yield
@@ -104,7 +104,7 @@ def test_layers_losses_and_metrics_of_keras_s_own(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     assert ours.history == theirs.history
     check_events(recorder.events)
-    losses = history["train/loss"]  # of 8, 8 and 2 rows, and without the scale
+    losses = history["train/loss"]  # batches of 8, 8 and 2 rows; the loss is not scaled
     means = [(8 * losses[i] + 8 * losses[i + 1] + 2 * losses[i + 2]) / 18 for i in (0, 3)]
     assert means == pytest.approx(theirs.history["loss"], rel=1e-5)
     assert history["validation/mae"] == pytest.approx(theirs.history["val_mae"])
@@ -145,13 +145,13 @@ def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
     assert "apply" not in vars(model.optimizer)
     assert "_PatchedFunction" not in model.train_function.__qualname__
     assert "_PatchedFunction" not in model.test_function.__qualname__
-    trained([bridge], model=model)  # and the host may be used again
+    trained([bridge], model=model)  # and the host can be used again
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
     assert recorder.events.count("on_train_step_end") == 24
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -162,7 +162,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -173,7 +173,7 @@ class Fails(Callback):
 
 
 class Ends(Callback):
-    """Notes how the run ended, and with what."""
+    """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -213,7 +213,7 @@ def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
 
 
 class Killed(Callback):
-    """Its process receives SIGTERM at a step."""
+    """Sends SIGTERM to its own process at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:
@@ -289,14 +289,14 @@ def test_events_that_cannot_be_fired_are_rejected(tmp_path: Path, caplog: pytest
     bridge.set_params({})
     bridge.set_model(own_loop.compiled(LINE, jit_compile=True))
     with pytest.raises(NotSupported, match="jit_compile"):
-        bridge.on_train_begin()  # not by `fit`, which imports all of torch's compiler first
+        bridge.on_train_begin()  # not through `fit`, which first imports all of torch's compiler
     model = own_loop.Model(LINE)
     model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     with pytest.raises(NotSupported, match="gradient_accumulation_steps"):
         trained([hosted(tmp_path)], model=model)
 
 
-def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
+def test_events_that_the_first_step_does_not_fire_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
@@ -328,7 +328,7 @@ def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
 
 @dataclass
 class Row:
-    """A callback of Keras, and what to compare after a run in Keras and one as a guest."""
+    """A Keras callback, and the results to compare between a run in Keras and a run as a guest."""
 
     tier: str
     make: Callable[[Path], Any]
@@ -386,12 +386,12 @@ ROWS = {
     "ReduceLROnPlateau": Row(
         "drives",
         lambda folder: keras.callbacks.ReduceLROnPlateau(min_delta=100, patience=1, factor=0.3),
-        lambda callback: [callback.best, callback.wait],  # the rate shows in the weights,
+        lambda callback: [callback.best, callback.wait],  # the learning rate affects the weights,
     ),
     "LearningRateScheduler": Row(
         "drives",
         lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate),
-        lambda callback: [],  # the rate shows in the weights
+        lambda callback: [],  # the learning rate affects the weights
     ),
     "CSVLogger": Row("reads", lambda folder: keras.callbacks.CSVLogger(str(folder / "log.csv")), _rows_of),
     "History": Row(
@@ -406,7 +406,7 @@ ROWS = {
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Equal but for rounding: Keras's optimizer has its learning rate in single precision."""
+    """Compare up to rounding: Keras's optimizer stores its learning rate in single precision."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_close(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Whatever a loop reports of its steps, events are fired in the lifecycle's order."""
+"""The driver fires events in the lifecycle's order, whatever the loop reports about its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
 
 
 def driven(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
-    """A loop that fetches a batch for each step, says that the step begins and ends, and whatever comes to its mind between."""
+    """Run a loop that reports a fetch, the start and end of each step, and the given calls in between."""
     driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     for step in steps:
         driver.listen()
@@ -32,7 +32,7 @@ def driven(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Life
 
 
 @given(st.lists(st.lists(words, max_size=12), min_size=1, max_size=3))
-def test_the_grammar_holds_for_whatever_a_loop_says(steps: list[list[tuple[str, str]]]) -> None:
+def test_events_are_in_order_whatever_a_loop_reports(steps: list[list[tuple[str, str]]]) -> None:
     manager, recorded = CallbackManager(), list[str]()
     manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
     driven(manager, steps)
@@ -52,7 +52,7 @@ def test_a_callback_with_few_events_receives_them_as_often_as_one_with_all(
     assert little == [event for event in everything if event in received]
 
 
-def test_a_forward_behind_the_optimizer_s_step_is_none_of_the_step_s() -> None:
+def test_a_forward_after_the_optimizer_s_step_starts_no_microbatch() -> None:
     manager, recorded = CallbackManager(), list[str]()
     manager.register("on_microbatch_start", lambda ctx: recorded.append("microbatch"))
     manager.register("on_optimizer_step_end", lambda ctx: recorded.append("optimizer step"))
@@ -72,7 +72,7 @@ def test_the_driver_reports_when_other_spans_of_a_step_have_listeners() -> None:
     assert driver.listen()
     assert driver.listens_to("forward")
     assert driver.listens_to("backward")
-    assert driver.listens_to("optimizer_step")  # at which the backward's end is fired
+    assert driver.listens_to("optimizer_step")  # the driver fires the end of the backward when the optimizer's step starts
     assert not driver.listens_to("fetch")
     assert not driver.listen()
     manager.remove(listener)

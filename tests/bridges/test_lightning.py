@@ -55,7 +55,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Recorded(LightningCallback):  # type: ignore[misc]  # Lightning's types are not read
-    """What Lightning itself says of the losses."""
+    """Records the losses that Lightning reports."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -70,7 +70,7 @@ class Recorded(LightningCallback):  # type: ignore[misc]  # Lightning's types ar
 
 
 class Plain(Module):
-    """Without dropout: Lightning's checkpoints hold no random states."""
+    """A module without dropout, because Lightning's checkpoints contain no random states."""
 
     def __init__(self) -> None:
         super().__init__(POINTS)
@@ -119,7 +119,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
 
 
 class Looks(Callback):
-    """The largest gradient at two events."""
+    """Records the gradient norm before and after clipping."""
 
     def __init__(self) -> None:
         self.norms: dict[str, list[float]] = {"on_clip_gradients_start": [], "on_clip_gradients_end": []}
@@ -141,7 +141,7 @@ def test_clipping_is_fired_around_lightning_s_own(tmp_path: Path) -> None:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -152,7 +152,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int, error: type[BaseException] = ZeroDivisionError) -> None:
         self.step, self.error = step, error
@@ -163,7 +163,7 @@ class Fails(Callback):
 
 
 class Ends(Callback):
-    """How the run ended."""
+    """Records how the run ended."""
 
     phase = "report"
     outcome = ""
@@ -172,7 +172,7 @@ class Ends(Callback):
         self.outcome = str(ctx.run.outcome)
 
 
-def test_requests_are_lightning_s_to_carry_out(tmp_path: Path) -> None:
+def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     hosted = host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
     trainer, _ = fitted(tmp_path, [hosted], val_check_interval=1.0)
@@ -184,7 +184,7 @@ def test_requests_are_lightning_s_to_carry_out(tmp_path: Path) -> None:
     evaluated = [
         noted.batch for event, noted in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
     ]
-    assert evaluated == [3, 6, 8]  # asked for, at the epoch's end, and since Lightning evaluates before it stops
+    assert evaluated == [3, 6, 8]  # requested, at the end of the epoch, and because Lightning evaluates before it stops
     assert trainer.check_val_every_n_epoch == 1
     check_events(recorder.events)
 
@@ -258,7 +258,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_resumed_within_an_epoch_it_counts_on(step: int, tmp_path: Path) -> None:
+def test_a_resume_within_an_epoch_continues_the_step_count(step: int, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fitted(tmp_path, [host([Asks("save", step), Fails(step + 1)])])
     recorder = Recorder()
@@ -269,7 +269,7 @@ def test_resumed_within_an_epoch_it_counts_on(step: int, tmp_path: Path) -> None
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_our_states_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_our_states_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = fitted(tmp_path, [], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "bare.ckpt")
     recorder = Recorder()
@@ -332,7 +332,7 @@ def test_validate_test_and_predict_are_runs_of_their_own(tmp_path: Path) -> None
     assert recorder.events[noted:].count("on_predict_forward_end") == 3
 
 
-def test_an_average_is_evaluated_and_not_trained_with(tmp_path: Path) -> None:
+def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     plain, averaged = History(), History()
     fitted(tmp_path, [host([plain])])
     fitted(tmp_path, [host([EMA(half_life=3), averaged])])
@@ -346,7 +346,7 @@ def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
 
 
 class ByHand(Module):
-    """Two optimizers in a step, stepped by the module itself."""
+    """A module with manual optimization that steps two optimizers."""
 
     def __init__(self) -> None:
         super().__init__(POINTS)
@@ -413,7 +413,7 @@ def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("who", ["a callback", "the model"])
-def test_a_run_that_an_exception_left_has_failed(who: str, tmp_path: Path) -> None:
+def test_an_exception_fails_the_run(who: str, tmp_path: Path) -> None:
     class Breaks(Module):
         def on_train_epoch_end(self) -> None:
             raise ZeroDivisionError
@@ -432,7 +432,7 @@ def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
     exits = version.parse(lightning.__version__) >= version.parse("2.4")
     with pytest.raises(SystemExit) if exits else nullcontext():
         fitted(tmp_path, [host([Fails(3, KeyboardInterrupt), ends])])
-    signal.signal(signal.SIGINT, before)  # Lightning shuts its ears
+    signal.signal(signal.SIGINT, before)  # Lightning leaves SIGINT ignored
     assert ends.outcome == "interrupted"
 
 
@@ -508,8 +508,8 @@ def test_it_is_driven_by_hooks_of_lightning() -> None:
     assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 
 
-class OneAsks(Callback):
-    """One rank asks for a stop."""
+class OneRankStops(Callback):
+    """Requests a stop on one rank."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 1 and ctx.run.rank == 1:
@@ -517,15 +517,15 @@ class OneAsks(Callback):
 
 
 def on_two_ranks(folder: str) -> list[Any]:
-    """The events on one of two ranks under DDP, in Lightning's Trainer and in a Fabric loop, when the other rank requests a stop."""
+    """Return the events on a rank under DDP, in Lightning's Trainer and in a Fabric loop, in which one rank requests a stop."""
     torch.set_num_threads(1)
     received: list[Any] = []
     recorder, history = Recorder(), History()
-    hosted = host([recorder, history, OneAsks(), CheckpointSaver(save_interval="1ep")])
+    hosted = host([recorder, history, OneRankStops(), CheckpointSaver(save_interval="1ep")])
     trainer, _ = fitted(Path(folder), [hosted], devices=2, strategy="ddp", log_every_n_steps=1, max_epochs=4)
     received += [recorder.events, history["train/loss"], trainer.world_size, len(hosted.state_dict()["ranks"])]
     recorder, history = Recorder(), History()
-    trained_with_fabric([recorder, history, OneAsks()], Path(folder), epochs=4, devices=2, log_interval=1)
+    trained_with_fabric([recorder, history, OneRankStops()], Path(folder), epochs=4, devices=2, log_interval=1)
     return [*received, recorder.events, history["train/loss"]]
 
 
@@ -537,4 +537,4 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for noted, numbers in ((events, losses), (fabric_events, fabric_losses)):
         check_events(noted)
         assert noted.count("on_forward_end") == noted.count("on_train_step_end") == len(numbers)
-        assert len(numbers) < 12  # of 4 epochs of 3 steps: it was stopped
+        assert len(numbers) < 12  # fewer than 4 epochs of 3 steps, because it was stopped

@@ -21,7 +21,7 @@ from .loops.job import POINTS
 def trained(
     callbacks: Any, folder: Path, *, epochs: int = 2, precision: str = "32-true", devices: int = 1, **options: Any
 ) -> tuple[nn.Module, list[float], Any]:
-    """The same loop, with callbacks and without (None)."""
+    """Train with the loop, with callbacks or, if they are None, without callsheet."""
     fabric = Fabric(accelerator="cpu", devices=devices, precision=precision)
     fabric.launch()
     torch.manual_seed(3)
@@ -72,7 +72,7 @@ def test_training_is_unchanged_and_every_event_is_fired(precision: str, tmp_path
 
 
 class Stops(Callback):
-    """Asks for a stop."""
+    """Requests a stop."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 8:
@@ -89,7 +89,7 @@ def test_stopped_saved_and_resumed_it_continues_exactly(tmp_path: Path) -> None:
     assert same(whole, model)
 
 
-def test_an_exception_comes_out_and_everything_is_put_back(tmp_path: Path) -> None:
+def test_an_exception_is_raised_and_everything_is_restored(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_backward_end(self, ctx: Context) -> None:
             raise ZeroDivisionError

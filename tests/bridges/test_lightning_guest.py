@@ -70,7 +70,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 class NativeModule(Module):
-    """With a schedule, and without dropout: a framework draws random numbers of its own between two batches."""
+    """A module with a scheduler and without dropout, because frameworks draw different random numbers between batches."""
 
     def __init__(self) -> None:
         super().__init__(POINTS)
@@ -157,7 +157,7 @@ def written(ended: Ended) -> str:
 
 
 class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
-    """Keeps what it would print."""
+    """Records the summary instead of printing it."""
 
     stream: io.StringIO
 
@@ -167,7 +167,7 @@ class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types a
 
 
 class Bar(theirs.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
-    """Keeps what its bars come to."""
+    """Records the final values of its bars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def files(ended: Ended) -> Any:
 
 
 def keys(*suffixes: str) -> Function[[Ended], Any]:
-    """How often it has logged what; the numbers themselves are the machine's."""
+    """Compare only the names of logged values, because the values depend on the machine."""
 
     def found(ended: Ended) -> Any:
         return sorted({name for name in ended.logged if name.endswith(suffixes)})
@@ -282,7 +282,7 @@ SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] =
     ),
     "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.received),
 }
-"""By name: the tier, how it is made, and what is compared, beside the steps, the weights and what it logs."""
+"""For each name: the tier, a factory, and the results to compare besides the steps, the weights and the logged values."""
 
 
 needs_averaging = pytest.mark.skipif(not hasattr(theirs, "EMAWeightAveraging"), reason="Lightning before 2.6 does not have it")
@@ -313,7 +313,7 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, m
 
 
 def _rounded(value: Any) -> Any:
-    """To be compared: numbers of two trainings in other orders of summing differ in their last digits."""
+    """Round the numbers, because a different order of summation changes the last digits."""
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else value
     if isinstance(value, dict):
@@ -322,7 +322,7 @@ def _rounded(value: Any) -> Any:
 
 
 class Breaks(Callback):
-    """Fails in the fifteenth step."""
+    """Raises in the fifteenth step."""
 
     def on_train_step_start(self, ctx: Any) -> None:
         if ctx.step == 15:
@@ -412,7 +412,7 @@ def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does
     ]
 
 
-def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
+def test_an_error_names_what_a_facade_does_not_have(tmp_path: Path) -> None:
     class Reaches(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             assert not hasattr(pl_module, "flops_per_batch")
@@ -440,7 +440,7 @@ def test_what_a_facade_does_not_have_is_said(tmp_path: Path) -> None:
         (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback listens to on_before_zero_grad of Lightning"),
     ],
 )
-def test_what_cannot_be_a_guest_is_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_callbacks_are_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotSupported, match=why):
         guest(make())
     guest(make(), strict=False)
@@ -448,7 +448,7 @@ def test_what_cannot_be_a_guest_is_rejected_by_name(make: Any, why: str, caplog:
 
 
 @needs_averaging
-def test_it_has_to_be_lightning_s_under_either_name(tmp_path: Path) -> None:
+def test_callbacks_of_both_lightning_packages_are_accepted(tmp_path: Path) -> None:
     with pytest.raises(RegistrationError, match=r"not an instance of Callback of lightning\.pytorch or pytorch_lightning"):
         guest(object())
     foreign = pytorch_lightning.callbacks.EMAWeightAveraging(decay=0.5)

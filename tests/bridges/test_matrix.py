@@ -1,4 +1,4 @@
-"""The matrix of built-ins and hosts says what is found when they are run; `make matrix` writes what is found."""
+"""The matrix of built-ins and hosts has the results that the tests find. `make matrix` writes them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ALWAYS = (
     "OptimizerMonitor",
     "SpeedMonitor",
 )
-"""One of each kind, which every run of the tests looks at; the others are in `make slow` and `make matrix`."""
+"""One built-in of each kind, which every test run checks. `make slow` and `make matrix` check the others."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """More would only wait for each other."""
+    """Use one thread: more threads would compete for the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -70,5 +70,5 @@ def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
         try:
             it = loop_of(where)
         except ModuleNotFoundError:
-            continue  # in a venv of its own, where this runs too
+            continue  # tested in a separate venv, in which this test runs too
         assert (framework.name, framework.version, framework.how) == (it.NAME, it.VERSION, getattr(it, "HOW", ""))

@@ -1,6 +1,6 @@
-"""callsheet's callbacks in a loop that fires what Megatron Bridge's fires.
+"""callsheet's callbacks in a loop that fires the same events as Megatron Bridge's.
 
-The host is called through the package's own interface if it is installed, and through callsheet's names for it.
+The tests use the package's own interface if it is installed, and callsheet's copy of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def weights(trained: Loop) -> list[Tensor]:
 
 
 class Asks(Callback):
-    """Asks for something at an event of a step."""
+    """Makes a request at an event of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
@@ -71,7 +71,7 @@ class Asks(Callback):
 
 
 class Ending(Callback):
-    """How runs end."""
+    """Records how runs end."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -109,7 +109,7 @@ def test_training_is_unchanged_and_every_event_is_fired(micro: int, names: Modul
     assert history["validation/loss"] == pytest.approx(without.evaluated[:3])
     assert history["test/loss"] == pytest.approx(without.evaluated[3:])
     assert history["train/load_balancing_loss"] == pytest.approx([2 * loss for loss in without.losses])
-    assert history["lr/Optimizer/0"] == pytest.approx([0.02 * 0.9**step for step in range(12)])  # as the steps used it
+    assert history["lr/Optimizer/0"] == pytest.approx([0.02 * 0.9**step for step in range(12)])  # the rate that the step used
     noted = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
     assert len(noted) == 12
     assert all(isinstance(norm, Tensor) and norm > 0 for norm in noted)
@@ -198,7 +198,7 @@ def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) 
     trained = loop(tmp_path / "checkpoints", hosted)
     trained.run()
     assert trained.state.train_state.step == 7
-    assert trained.saved == [3, 7]  # the last is Megatron's own
+    assert trained.saved == [3, 7]  # Megatron itself saves the last one
     assert trained.cfg.train.train_iters == 12
     assert trained.cfg.checkpoint.save_interval == 1000
     published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
@@ -210,7 +210,7 @@ def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) 
     check_events(recorder.events)
 
 
-def test_a_checkpoint_saver_and_an_early_stopper_do_what_they_do(tmp_path: Path) -> None:
+def test_a_checkpoint_saver_and_an_early_stopper_work(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="5ba", monitor="validation/loss")
     stopper = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="6ba")
     hosted = host([saver, stopper, recorder := Recorder()])
@@ -221,14 +221,14 @@ def test_a_checkpoint_saver_and_an_early_stopper_do_what_they_do(tmp_path: Path)
     check_events(recorder.events)
 
 
-def test_an_evaluation_cannot_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_cannot_be_requested(caplog: pytest.LogCaptureFixture) -> None:
     trained = loop(None, host([Asks("evaluate", 2), Asks("stop", 4)]))
     trained.run()
     assert trained.state.train_state.step == 4
     assert "Asks calls ctx.control.evaluate, which Megatron Bridge does not support here; it supports stop." in caplog.text
 
 
-def test_what_is_asked_for_after_training_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_after_training_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Late(Callback):
         def on_train_end(self, ctx: Context) -> None:
             ctx.control.save("late")
@@ -263,7 +263,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(is_async: bool, tmp_path: P
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_states_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_states_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop(tmp_path, None, train__train_iters=4).run()
     again = loop(tmp_path, host([recorder := Recorder()]))
     again.run()
@@ -284,7 +284,7 @@ def test_a_skipped_step_is_reported_as_skipped() -> None:
 
 
 class Overflows(Optimizer):
-    """Leaves out steps, as under a loss scale."""
+    """Skips some steps, as a loss scaler does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: set[int]) -> None:
         super().__init__(optimizer, 1.0)
@@ -295,7 +295,7 @@ class Overflows(Optimizer):
         return (False, math.inf, None) if self.made in self.steps else super().step()
 
 
-def test_iterations_that_are_left_out_are_counted() -> None:
+def test_skipped_iterations_are_counted() -> None:
     recorder = Recorder(fields=("step",))
     trained = loop(None, host([recorder]))
     fire = trained.fire
@@ -331,23 +331,23 @@ def test_a_release_without_checkpoint_events_is_named() -> None:
         loop(None, host([Uploads()]), names=real).run()
 
 
-class HearsForward(Callback):
+class ListensToForward(Callback):
     """Listens to events that only a hook can report."""
 
     def on_forward_end(self, ctx: Context) -> None: ...
 
 
-def test_pipelined_microbatches_are_not_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_pipelined_microbatches_have_no_separate_events(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        NotSupported, match="HearsForward listens to on_forward_end, which Megatron Bridge did not fire in its first step"
+        NotSupported, match="ListensToForward listens to on_forward_end, which Megatron Bridge did not fire in its first step"
     ):
-        loop(None, host([HearsForward()]), model__pipeline_model_parallel_size=2).run()
+        loop(None, host([ListensToForward()]), model__pipeline_model_parallel_size=2).run()
     history = History()
     trained = loop(
-        None, host([HearsForward(), history], strict=False), model__pipeline_model_parallel_size=2, logger__log_interval=1
+        None, host([ListensToForward(), history], strict=False), model__pipeline_model_parallel_size=2, logger__log_interval=1
     )
     trained.run()
-    assert "HearsForward" in caplog.text
+    assert "ListensToForward" in caplog.text
     assert history["train/loss"] == pytest.approx(trained.losses)
 
 
@@ -395,7 +395,7 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="alone"):
         breaks(loop(None, host([ending])), ValueError("alone"))
     gc.collect()
-    assert ending.noted == ["failed"]  # when it was forgotten
+    assert ending.noted == ["failed"]  # when the host was deleted
 
 
 def test_a_run_that_a_signal_ends_is_reported_as_preempted(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_without_validation_the_run_ends_with_training() -> None:
 
 
 def test_data_events_are_fired_if_they_have_listeners() -> None:
-    """Megatron rejects counting in epochs if that event has handlers."""
+    """The host rejects intervals in epochs if that event has handlers."""
     assert not hasattr(host([History()]), "on_data_init_start")
     loop(None, host([recorder := Recorder()])).run()
     order = ["on_checkpoint_load_end", "on_data_init_start", "on_data_init_end", "on_train_start"]
@@ -443,7 +443,7 @@ def test_data_events_are_fired_if_they_have_listeners() -> None:
 
 
 def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) -> None:
-    """All events have one context, whose fields keep their values. Available fields are passed, unsupported requests rejected."""
+    """In Megatron-LM all events share one context, whose fields keep their values. The host passes available fields and rejects unsupported requests."""
 
     def run(hosted: MegatronBridgeHost) -> None:
         trained = loop(None, None)
@@ -493,7 +493,7 @@ def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:
         train__train_iters=5000, train__eval_iters=0, logger__log_interval=10,
     )  # fmt: skip
     if rank:
-        trained.save = functools.partial(waits, trained)  # type: ignore[method-assign]  # rank 0 writes, and the event is fired on all
+        trained.save = functools.partial(waits, trained)  # type: ignore[method-assign]  # rank 0 writes, and the event is fired on all ranks
     trained.run()
     check_events(recorder.events)
     torch.distributed.destroy_process_group()

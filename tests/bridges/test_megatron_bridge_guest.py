@@ -1,4 +1,4 @@
-"""Callbacks of Megatron Bridge as guests, with its interface as last recorded: they act as in Megatron Bridge."""
+"""Megatron Bridge's callbacks act as guests as they do in Megatron Bridge, whose interface is a recorded copy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trainer(folder: Path, callbacks: Any, **options: Any) -> Trainer:
 
 
 class Notes(ours.Callback):
-    """What it can read, at every event."""
+    """Records what it can read at every event."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[str, int, set[str]]] = []
@@ -85,7 +85,7 @@ def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) ->
     loop(tmp_path / "theirs", [in_framework], checkpoint__save_interval=6).run()
     assert notes.recorded == in_framework.recorded
     assert {event for event, *_ in notes.recorded} == ours.VALID_EVENTS
-    assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # each a new one
+    assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # a new context each time
     for mine, theirs in zip(notes.contexts, in_framework.contexts, strict=True):
         assert mine.model == [trained.model]
         for losses, wanted in ((mine.loss_dict, theirs.loss_dict), (mine.total_loss_dict, theirs.total_loss_dict)):
@@ -140,7 +140,7 @@ def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path)
     assert seen["apart"][-1].state is not seen["one"][-1].state
 
 
-def test_an_error_of_one_comes_out_and_stops_the_rest(tmp_path: Path) -> None:
+def test_an_error_of_one_callback_is_raised_and_the_rest_are_not_called(tmp_path: Path) -> None:
     manager, recorded = ours.CallbackManager(), list[Any]()
     manager.register("on_train_step_end", lambda context: 1 // 0)
     manager.register("on_train_step_end", recorded.append)
@@ -150,16 +150,16 @@ def test_an_error_of_one_comes_out_and_stops_the_rest(tmp_path: Path) -> None:
 
 
 class StopsByStep(ours.Callback):
-    """Ends training as MLPerf's callbacks do: by a step beyond the last."""
+    """Ends training as MLPerf's callbacks do: sets the step beyond the last one."""
 
     def on_eval_end(self, context: ours.CallbackContext) -> None:
-        context.state.mine = getattr(context.state, "mine", 0) + 1  # a note of its own, on the state
+        context.state.mine = getattr(context.state, "mine", 0) + 1  # an attribute that the callback adds to the state
         if context.state.train_state.step >= 6:
             context.state.train_state.step = context.state.cfg.train.train_iters + 1
 
 
 class StopsByLength(ours.Callback):
-    """Ends training by its length."""
+    """Ends training by setting `train_iters`."""
 
     def on_train_step_end(self, context: ours.CallbackContext) -> None:
         assert context.loss_dict is not None
@@ -176,7 +176,7 @@ class Decays(ours.Callback):
 
 
 class Watches(ours.Callback):
-    """Listens to the losses, and keeps the best."""
+    """Keeps the lowest loss."""
 
     def on_train_step_end(self, context: ours.CallbackContext) -> None:
         assert context.loss_dict is not None
@@ -184,7 +184,7 @@ class Watches(ours.Callback):
         context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
 
 
-@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # listens, drives, drives, drives
+@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # the tiers: listens, drives, drives, drives
 def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
     manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
@@ -200,7 +200,7 @@ def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], t
 
 
 @pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
-def test_a_step_that_is_moved_for_another_end_is_rejected(config: Any, tmp_path: Path) -> None:
+def test_changing_the_step_other_than_to_end_training_is_rejected(config: Any, tmp_path: Path) -> None:
     def jump(context: ours.CallbackContext) -> None:
         context.state.train_state.step += 2
 
@@ -213,14 +213,14 @@ def test_a_step_that_is_moved_for_another_end_is_rejected(config: Any, tmp_path:
         made.fit()
 
 
-def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
-    """And a number that was put back, neither."""
+def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
+    """Setting a value to its current value has no effect either."""
 
     def looks_ahead(context: ours.CallbackContext) -> None:
         later = copy.deepcopy(context.state)
         later.train_state.step += 2
         later.cfg.train.train_iters += 2
-        context.state.train_state.step = context.state.train_state.step  # which has a listener
+        context.state.train_state.step = context.state.train_state.step  # assignments on the state have a listener
 
     manager = ours.CallbackManager()
     manager.register("on_train_step_end", looks_ahead)
@@ -229,7 +229,7 @@ def test_what_a_copy_is_set_to_moves_nothing(tmp_path: Path) -> None:
     assert trained.state.timestamp.batch == 3
 
 
-def test_what_is_not_here_is_rejected_by_name(tmp_path: Path) -> None:
+def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def ask(context: ours.CallbackContext) -> None:
@@ -257,13 +257,13 @@ def test_what_is_not_here_is_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_a_norm_on_the_device_is_a_number_once_it_is_read() -> None:
-    context = StepContext(None, [], {}, None, None, {}, torch.tensor(2.0))  # type: ignore[arg-type]  # as the loop has it
+    context = StepContext(None, [], {}, None, None, {}, torch.tensor(2.0))  # type: ignore[arg-type]  # as the loop passes it
     assert isinstance(vars(context)["grad_norm"], Tensor)
     assert isinstance(context.grad_norm, float)
     assert context == StepContext(None, [], {}, None, None, {}, 2.0)
 
 
-def test_a_configuration_of_one_s_own_is_shown(tmp_path: Path) -> None:
+def test_a_user_s_configuration_is_in_the_state(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     config = configuration()
 
@@ -297,11 +297,11 @@ def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
         trained.fit()
     assert again.common.user_state["steps"] == 12
     assert foreign.loaded == {"own": 5}
-    assert again.state.train_state.consumed_valid_samples == 12 * 3  # once in the first run
+    assert again.state.train_state.consumed_valid_samples == 12 * 3  # read once in the first run
 
 
 def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Base:  # the shape of Megatron-LM's, whose events are more
+    class Base:  # like Megatron-LM's base class, which has more events
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
 
@@ -324,7 +324,7 @@ def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCapt
 def test_a_guest_listens_to_what_it_overrides_and_nothing_else() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
-    assert received == ["on_eval_step_end", "on_train_step_start"]  # the first for the samples that it counts
+    assert received == ["on_eval_step_end", "on_train_step_start"]  # the first event, because the guest counts samples
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
@@ -332,7 +332,7 @@ def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> 
     assert real is not None
     recorded: list[tuple[str, int]] = []
 
-    class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # of a module that is loaded by its path
+    class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # the module is loaded by its path
         def on_train_step_end(self, context: Any) -> None:
             recorded.append(("class", context.state.train_state.step))
 

@@ -187,7 +187,7 @@ class Broken(Callback):
 def test_the_host_of_a_plugin_does_not_end_the_training(
     is_default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a file, errors of callbacks are isolated; with the default callbacks, not even those of collective ones end a training."""
+    """With a callback file, errors of callbacks are isolated. With the default callbacks, not even errors of collective callbacks end training."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = f"broken_{is_default}"
@@ -236,7 +236,7 @@ def test_a_configured_training_stops_and_saves_with_the_same_weights(
         )
         assert ran.returncode == 0, ran.stderr[-3000:]
     ours = load_file(tmp_path / "hosted" / "checkpoint-4" / "model.safetensors")
-    written = tmp_path / "plain" / "checkpoint-4"  # ms-swift writes no other weights
+    written = tmp_path / "plain" / "checkpoint-4"  # ms-swift writes only these weights
     theirs = load_file((written if written.exists() else tmp_path / "plain") / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (tmp_path / "hosted" / "checkpoint-2" / STATE).is_dir() is keeps_states  # `callsheet exec` adds nothing to checkpoints

@@ -1,4 +1,4 @@
-"""sentence-transformers and SetFit train with Hugging Face Trainers that call their model several times a batch, and outside of steps."""
+"""sentence-transformers and SetFit use Hugging Face Trainers that call the model several times per batch, and outside of steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPEEDS = ("runtime", "per_second")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models, as their libraries read them."""
+    """A folder with tiny models in the format of their libraries."""
     folder = tmp_path_factory.mktemp("models")
     save_encoders(folder)
     embedder(folder).save(str(folder / "embedder"))
@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Encodes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """A user's callback that looks at some sentences at every event."""
+    """A user's callback that encodes some sentences at every event."""
 
     def _look(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if hasattr(model, "training"):
@@ -126,7 +126,7 @@ LOSSES: dict[str, tuple[Any, Dataset]] = {
 @pytest.mark.parametrize(
     ("name", "averages"), [("ranking", False), ("ranking", True), ("cached ranking", True), ("similarity", True)]
 )
-def test_a_sentence_transformer_trains_as_without_us(name: str, averages: bool, saved: Path, tmp_path: Path) -> None:
+def test_a_sentence_transformer_trains_as_without_callsheet(name: str, averages: bool, saved: Path, tmp_path: Path) -> None:
     loss, data = LOSSES[name]
     recorder, history = Recorder(fields=("batch",)), History()
     observers = [recorder, history, SpeedMonitor(), NaNMonitor(), LRMonitor(), CheckpointSaver(save_interval="2ba")]
@@ -139,13 +139,13 @@ def test_a_sentence_transformer_trains_as_without_us(name: str, averages: bool, 
     assert recorder.events.count("on_microbatch_end") == recorder.events.count("on_train_step_end") == 2 * ROWS // 4
     assert recorder.events.count("on_eval_all_end") == 4
     assert recorder.events.count("on_eval_step_end") == 4 * 2
-    assert len(history["validation/spearman_cosine"]) == 4  # by its evaluator
+    assert len(history["validation/spearman_cosine"]) == 4  # from its evaluator
     assert history.records[-1][1]["time/sample"] == 2 * ROWS
     losses = [entry["loss"] for entry in logged(plain, of_training=True)]
     assert history["train/loss"][: len(losses)] == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_cross_encoder_trains_as_without_us(saved: Path, tmp_path: Path) -> None:
+def test_a_cross_encoder_trains_as_without_callsheet(saved: Path, tmp_path: Path) -> None:
     recorder, history = Recorder(), History()
     stopper = EarlyStopper(monitor="validation/loss", patience=9)
     observers = [recorder, history, SpeedMonitor(), stopper, CheckpointSaver(save_interval="2ba"), EMA(half_life=2, at_end=False)]
@@ -158,7 +158,7 @@ def test_a_cross_encoder_trains_as_without_us(saved: Path, tmp_path: Path) -> No
     assert recorder.events.count("on_checkpoint_published") == 4  # it also evaluates when it saves
 
 
-def test_a_few_shot_classifier_trains_as_without_us(saved: Path, tmp_path: Path) -> None:
+def test_a_few_shot_classifier_trains_as_without_callsheet(saved: Path, tmp_path: Path) -> None:
     setfit = pytest.importorskip("setfit")
     data = Dataset.from_dict(
         {"text": [f"{'good' if i % 2 else 'bad'} {i}" for i in range(8)], "label": [i % 2 for i in range(8)]}
@@ -184,4 +184,6 @@ def test_a_few_shot_classifier_trains_as_without_us(saved: Path, tmp_path: Path)
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 6
     assert len(history["train/loss"]) >= 6
-    assert {name for _, results in history.evaluations for name in results["validation"]} == {"loss"}  # SetFit has its own prefix
+    assert {name for _, results in history.evaluations for name in results["validation"]} == {
+        "loss"
+    }  # SetFit uses another prefix

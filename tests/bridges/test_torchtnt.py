@@ -40,7 +40,7 @@ from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
 from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers.in_memory import InMemoryLogger
-from tqdm import tqdm  # type: ignore[import-untyped]  # it has none
+from tqdm import tqdm  # type: ignore[import-untyped]  # the package has no types
 
 from callsheet import Callback, Context
 from callsheet.bridges.matrix import Cell
@@ -55,12 +55,12 @@ from .loops.job import POINTS, Job
 from .rows import hold
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
-"""Nothing in it is drawn: its losses are the same in every loop."""
+"""A job without random numbers, so that its losses are the same in every loop."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_is_not_collected() -> Iterator[None]:
-    """Each test ends with a collection, which is slow in a process with so many objects."""
+    """Exclude existing objects from garbage collection, which runs after each test and is slow with so many objects."""
     gc.collect()
     gc.freeze()
     yield
@@ -121,7 +121,7 @@ def test_nothing_is_left_in_the_unit(tmp_path: Path) -> None:
 
 
 class Asks(Callback):
-    """Asks for something at a step."""
+    """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
         self.what, self.step = what, step
@@ -151,7 +151,7 @@ def test_an_evaluation_within_an_epoch_is_recorded_at_its_step(tmp_path: Path) -
     trained([hosted(tmp_path, recorder)], evaluate_every_n_steps=4, evaluate_every_n_epochs=None)
     assert [each.step for each in recorder.recorded if each.event == "on_eval_all_start"] == [4, 8, 12]
     check_events(recorder.events)
-    recorder = Recorder()  # and one within a step of two batches when that is over
+    recorder = Recorder()  # an evaluation inside a step of two batches is recorded when the step ends
     trained(
         [hosted(tmp_path / "2", recorder)],
         evaluate_every_n_steps=3, evaluate_every_n_epochs=None, unit_options={"gradient_accumulation_steps": 2},
@@ -175,7 +175,7 @@ def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path
 
 
 class EvaluatesAt(Callback):
-    """Asks for an evaluation at a step and after every epoch. At one of these moments a signal comes."""
+    """Requests an evaluation at two steps and after every epoch, and sends SIGTERM to its process at one of these events."""
 
     def __init__(self, signals_at: tuple[str, int] | None = None) -> None:
         self.signals_at = signals_at
@@ -241,7 +241,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
 
 
 class Fails(Callback):
-    """Fails at a step."""
+    """Raises at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -252,7 +252,7 @@ class Fails(Callback):
 
 
 class Ends(Callback):
-    """Notes how the run ended, and with what."""
+    """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -289,7 +289,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
 
 
 class Killed(Callback):
-    """Its process receives SIGTERM at a step."""
+    """Sends SIGTERM to its own process at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 3:
@@ -306,7 +306,7 @@ def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    """On each of two ranks, which train on halves of the data; one asks for a stop."""
+    """Train on this rank's half of the data. One rank requests a stop."""
 
     class StopsOnOne(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -353,7 +353,7 @@ def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> Non
     assert one["losses"] == other["losses"] == pytest.approx(means, rel=1e-6)
     assert 4 <= one["stopped"] == other["stopped"] < 60
     expected = 2 if hasattr(NEW, "TimeLimitInterrupter") else 0
-    assert one["limited"] == other["limited"] == expected  # at once: both ranks ask
+    assert one["limited"] == other["limited"] == expected  # at once, because both ranks request it
     check_events(one["events"])
 
 
@@ -385,7 +385,7 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
 
 def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
     class ByHand(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
-        """Steps its optimizer every third batch."""
+        """Steps its optimizer on every third batch."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -428,13 +428,13 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
         def train_step(self, state: Any, data: Iterator[Any]) -> Any:
             return super().train_step(state, next(data))
 
-        train_step.__annotations__["data"] = Iterator[Any]  # torchtnt reads it, and no string
+        train_step.__annotations__["data"] = Iterator[Any]  # torchtnt needs the annotation as a type, not as a string
 
     with pytest.raises(NotSupported, match="takes an iterator"):
         trained([hosted(tmp_path)], unit=Iterates(LINE))
 
 
-def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) -> None:
+def test_events_that_the_first_step_does_not_fire_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_backward_end(self, ctx: Context) -> None: ...
 
@@ -452,7 +452,7 @@ def test_events_that_the_first_step_does_not_bring_are_rejected(tmp_path: Path) 
 
 
 NEW: Any = torchtnt.framework.callbacks
-"""Has callbacks that torchtnt before 0.2.4 does not have."""
+"""The module with callbacks that torchtnt has since 0.2.4."""
 
 
 def _in_its_module(name: str, module: str) -> Any:
@@ -462,7 +462,7 @@ def _in_its_module(name: str, module: str) -> Any:
 
 @dataclass
 class Row:
-    """A callback of torchtnt, and what to compare after a run in torchtnt and one as a guest."""
+    """A torchtnt callback, and the results to compare between a run in torchtnt and a run as a guest."""
 
     tier: str
     make: Callable[[Path], Any]
@@ -471,22 +471,22 @@ class Row:
 
 
 def _logged(callback: Any) -> Any:
-    """What has been logged under which names, with the numbers."""
+    """Return the logged names and values by step."""
     (logger,) = callback._loggers if hasattr(callback, "_loggers") else [callback._logger]
     return {step: {name: value for name, value in values.items() if name != "time"} for step, values in logger.log_buffer.items()}
 
 
 def _names_logged(callback: Any) -> Any:
-    """The same without the numbers, where these are times."""
+    """Return only the logged names by step, for values that are times."""
     return {step: sorted(values) for step, values in _logged(callback).items()}
 
 
 def _bars(callback: Any) -> Any:
-    return re.findall(r"Train Epoch \d+: +\d+%|\d+/6 ", callback._file.getvalue())  # how long an evaluation is, is not known here
+    return re.findall(r"Train Epoch \d+: +\d+%|\d+/6 ", callback._file.getvalue())  # the length of an evaluation is unknown here
 
 
 class _Reports(logging.Handler):
-    """Gathers what `ProgressReporter` writes."""
+    """Collects the messages of `ProgressReporter`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -599,7 +599,7 @@ SINCE_0_2_4 = ("EarlyStopping", "TimeLimitInterrupter", "ThroughputLogger", "Tim
 @pytest.mark.parametrize("name", ROWS)
 def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = functools.partialmethod(tqdm.__init__, mininterval=0, miniters=1)
-    monkeypatch.setattr(tqdm, "__init__", shown)  # at each update, however fast they come
+    monkeypatch.setattr(tqdm, "__init__", shown)  # redraw at each update, without a minimum interval
     row = ROWS[name]
     if name in SINCE_0_2_4 and not hasattr(NEW, "EarlyStopping"):
         pytest.skip("torchtnt before 0.2.4 does not have it")
@@ -629,7 +629,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:
-    """There and back: torchtnt's callback as a guest, hosted by torchtnt."""
+    """A torchtnt callback as a guest of callsheet, which torchtnt hosts."""
     in_framework, here = _every_hook(tmp_path), _every_hook(tmp_path)
     trained([in_framework], job=LINE)
     trained([hosted(tmp_path, guest(here))], job=LINE)

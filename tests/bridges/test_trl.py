@@ -19,7 +19,7 @@ from callsheet.testing import Recorder, check_events
 from .built_on import BUILT_ON, STEPS, fine_tuning, preference_tuning
 
 
-def test_a_fine_tuning_fires_the_whole_lifecycle_and_learns(tmp_path: Path) -> None:
+def test_fine_tuning_fires_all_events_and_learns(tmp_path: Path) -> None:
     recorder, history, saver = Recorder(), History(), CheckpointSaver(save_interval="3ba")
     trainer = fine_tuning(tmp_path, [host([recorder, history, saver, SpeedMonitor(), NaNMonitor()])])
     trainer.train()
@@ -49,7 +49,7 @@ def test_a_preference_tuning(tmp_path: Path) -> None:
 
 
 class Counts(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Notes at which steps the Trainer has written a checkpoint."""
+    """Records the steps at which the Trainer wrote a checkpoint."""
 
     def __init__(self) -> None:
         self.written: list[int] = []

@@ -1,4 +1,4 @@
-"""The bridge to Ultralytics: with the real one in a venv of its own, and what needs no Ultralytics here."""
+"""The bridge to Ultralytics: runs the tests with the real Ultralytics in a separate venv, and tests what does not need Ultralytics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PYTHON = ROOT / ".venv-ultralytics" / ("Scripts" if sys.platform == "win32" else
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-ultralytics: python tools/ultralytics_venv.py makes it")
 def test_with_the_real_ultralytics() -> None:
-    """Every test of `ultralytics_in_its_own_venv.py`, and the matrix's and others of Ultralytics; those that fail are named with what went wrong."""
+    """Run `ultralytics_in_its_own_venv.py`, and the tests in other files that cover Ultralytics."""
     others = ("test_matrix.py", "test_alone.py", "test_copies.py")
     files = [f"tests/bridges/{name}" for name in ("ultralytics_in_its_own_venv.py", *others)]
     which = [] if os.environ.get("CALLSHEET_MATRIX") else ["-m", "not slow"]

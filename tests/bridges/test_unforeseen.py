@@ -1,4 +1,4 @@
-"""A framework that does not do what its host expects: events stay in order, weights stay what they were, and training continues."""
+"""A framework does not do what its host expects: events stay in order, weights are not changed, and training continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import Confused
+from .faults import RandomFaults
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -92,7 +92,7 @@ class ReadsAll(Callback):
 
 
 class Loop:
-    """A run whose framework says anything at any time; `weights` are what training has made of the model."""
+    """A run whose framework makes arbitrary calls of the host. `weights` are the weights that training alone would give."""
 
     def __init__(self, folder: Path, callbacks: list[Callback]) -> None:
         self.model = nn.Linear(3, 1)
@@ -107,7 +107,7 @@ class Loop:
         )
 
     def train(self) -> None:
-        """What a loop does at the least: it enters a step and changes the weights."""
+        """Enter a step and change the weights, as every loop does."""
         self.run.driver.start("forward")
         for weights in (self.weights, self.model.weight.data):
             weights += 0.125
@@ -155,7 +155,7 @@ def test_events_that_a_framework_adds_leaves_out_and_reorders(
     assert reads.read
 
 
-def test_a_field_that_the_host_has_not_provided_is_no_error_of_the_callback_s(
+def test_a_callback_is_not_to_blame_for_a_field_that_the_host_did_not_provide(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Reads(Callback):
@@ -206,7 +206,7 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
         loop.train()
         run.end_step()
         run.eval.begin("validation")
-        assert not torch.equal(loop.model.weight, loop.weights)  # the average
+        assert not torch.equal(loop.model.weight, loop.weights)  # the averaged weights
     loop.train()
     assert torch.equal(loop.model.weight, loop.weights)
     run.finish()
@@ -227,7 +227,7 @@ def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ignite_confused(seed: int, tmp_path: Path) -> None:
+def test_ignite_with_random_faults(seed: int, tmp_path: Path) -> None:
     def trained(recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
         model = POINTS.made_model()
@@ -243,7 +243,7 @@ def test_ignite_confused(seed: int, tmp_path: Path) -> None:
             of_trainer = ("get_batch_started", "get_batch_completed", "iteration_started", "iteration_completed", "epoch_started")
             of_evaluator = ("started", "iteration_started", "iteration_completed", "completed")
             names = (*of_trainer, "epoch_completed", *(f"evaluation_{name}" for name in of_evaluator))
-            Confused(hosted, tuple(f"_{name}" for name in names), seed)
+            RandomFaults(hosted, tuple(f"_{name}" for name in names), seed)
             hosted.attach(trainer)
         trainer.run(POINTS.batches(), max_epochs=3)
         return model
@@ -253,7 +253,7 @@ def test_ignite_confused(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_lightning_confused(seed: int, tmp_path: Path) -> None:
+def test_lightning_with_random_faults(seed: int, tmp_path: Path) -> None:
     def trained(recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
         module = lightning_loop.Module(POINTS)
@@ -263,7 +263,7 @@ def test_lightning_confused(seed: int, tmp_path: Path) -> None:
             steps = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
             epochs = ("on_train_epoch_start", "on_train_epoch_end")
             judged = ("on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end")
-            Confused(hosted[0], (*steps, *epochs, *judged), seed)
+            RandomFaults(hosted[0], (*steps, *epochs, *judged), seed)
         lightning_loop.quiet_trainer(tmp_path, hosted, num_sanity_val_steps=0).fit(
             module, POINTS.batches(), POINTS.validation_batches()
         )
@@ -274,7 +274,7 @@ def test_lightning_confused(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
+def test_torchtnt_with_random_faults(seed: int, tmp_path: Path) -> None:
     def trained(recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
         unit = torchtnt_loop.Unit(POINTS)
@@ -285,7 +285,7 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
             ]
             names = ("on_train_epoch_start", "on_train_step_start", "on_train_step_end", "on_train_epoch_end")
             judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
-            Confused(hosted[0], (*names, *judged), seed)
+            RandomFaults(hosted[0], (*names, *judged), seed)
         fit(unit, POINTS.batches(), POINTS.validation_batches(), max_epochs=3, callbacks=hosted)
         module: nn.Module = unit.module
         return module
@@ -295,7 +295,7 @@ def test_torchtnt_confused(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
         manager = instructlab_loop.API.CallbackManager()
@@ -303,7 +303,7 @@ def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptu
             hosted = instructlab_host([History(), recorder], strict=False)
             steps = ("step_begin", "before_forward", "after_backward", "pre_optimizer_step", "optimizer_step", "log", "step_end")
             between = ("epoch_begin", "epoch_end", "evaluate", "save")
-            Confused(hosted.host, tuple(f"on_{name}" for name in (*steps, *between)), seed)
+            RandomFaults(hosted.host, tuple(f"on_{name}" for name in (*steps, *between)), seed)
             manager.add_callback(hosted)
         loop = instructlab_loop.Training(POINTS, manager, tmp_path / name, epochs=3, steps_an_epoch=4, evaluate=True)
         loop.save_samples, loop.checkpoint_at_epoch, loop.save_last = 8, True, True
@@ -317,13 +317,13 @@ def test_instructlab_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_automodel_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_automodel_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Recorder | None) -> nn.Module:
         torch.manual_seed(3)
         hosted: list[Any] = []
         if recorder is not None:
             hosted = [automodel_host([*(make() for make in OBSERVERS), recorder], strict=False)]
-            Confused(hosted[0], ("on_train_batch_end", "on_validation_end", "on_save_checkpoint"), seed)
+            RandomFaults(hosted[0], ("on_train_batch_end", "on_validation_end", "on_save_checkpoint"), seed)
         recipe = automodel_loop.Recipe(POINTS, tmp_path / name, hosted, num_epochs=3, val_every_steps=4, ckpt_every_steps=4)
         recipe.setup()
         recipe.run_train_validation_loop()
@@ -338,7 +338,7 @@ def test_automodel_confused(seed: int, tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keras_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(recorder: Recorder | None) -> Any:
         torch.manual_seed(3)
         model = keras_loop.compiled(POINTS)
@@ -346,7 +346,7 @@ def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixt
         if recorder is not None:
             observers = [*(make() for make in OBSERVERS), recorder]
             hosted = [keras_host(observers, strict=False, run_name="small", runs_folder=tmp_path, log_interval=1)]
-            Confused(hosted[0], ("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"), seed)
+            RandomFaults(hosted[0], ("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"), seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             data = {"validation_data": POINTS.validation_batches(), "epochs": 4}
@@ -361,7 +361,7 @@ def test_keras_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Recorder | None) -> nn.Module:
         cfg = megatron_loop.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
         hosted: list[Any] = []
@@ -369,10 +369,10 @@ def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureF
             hosted = [megatron_host([*(make() for make in OBSERVERS), recorder], strict=False)]
             steps = ("on_train_step_start", "on_train_step_end", "on_checkpoint_save")
             judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
-            tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # the end of the test ends the run
-            confused = Confused(hosted[0], (), seed)
-            for name in (*steps, *judged, *tested):  # Megatron's manager takes methods alone
-                call = confused.around(getattr(hosted[0], name))
+            tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # the run ends with the test
+            faults = RandomFaults(hosted[0], (), seed)
+            for name in (*steps, *judged, *tested):  # Megatron's manager accepts only methods
+                call = faults.around(getattr(hosted[0], name))
                 setattr(hosted[0], name, MethodType(lambda self, context, call=call: call(context), hosted[0]))
         loop = megatron_loop.Loop(cfg, POINTS, hosted or None, names=megatron_names)
         model = loop.run()
@@ -385,8 +385,8 @@ def test_megatron_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "cannot follow" not in caplog.text
 
 
-class ConfusedHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
-    """The Trainer's handler, which leaves out, repeats and reorders the events of callsheet's host alone."""
+class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
+    """The Trainer's handler with faults: it skips, repeats and reorders events, but only those for callsheet's host."""
 
     drawn: random.Random
     callbacks: list[Any]
@@ -422,24 +422,24 @@ def huggingface_trainer(folder: Path, *callbacks: Any, kind: type = HuggingFaceT
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_huggingface_confused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = huggingface_trainer(tmp_path / "plain")
     plain.train()
     recorder = Recorder()
     observed = huggingface_trainer(
         tmp_path / "observed", huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
     )
-    observed.callback_handler.__class__ = ConfusedHandler
+    observed.callback_handler.__class__ = FaultyHandler
     observed.callback_handler.drawn = random.Random(seed)
     observed.train()
     assert observed.state.global_step == 18
     held(recorder, plain.model, observed.model)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
-    assert "callsheet cannot follow" not in caplog.text  # the host need not give up
+    assert "callsheet cannot follow" not in caplog.text  # the host does not disable itself
 
 
 class Ends(Callback):
-    """How a run that was given up ends."""
+    """Records how a run ends whose host disabled itself."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -451,7 +451,7 @@ class Ends(Callback):
         self.recorded.append(ctx.run.outcome)
 
 
-def assert_given_up(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
+def assert_host_disabled_itself(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
     assert ends.recorded == [HostError, "failed"]
     failed = [record for record in caplog.records if "callsheet cannot follow" in record.message]
     assert len(failed) == 1
@@ -476,7 +476,7 @@ def test_huggingface_logs_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCapt
 
     ends = Ends()
     plain, observed = trained(), trained(huggingface_host([ends, EMA(half_life=2, at_end=False)]))
-    assert_given_up(ends, caplog, plain.model, observed.model)
+    assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
 
 
@@ -513,22 +513,22 @@ def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pyte
     hosted = huggingface_host([ends, EMA(half_life=2, at_end=False)])
     observed = huggingface_trainer(tmp_path / "observed", hosted, Breaks(), kind=Counts)
     observed.train()
-    assert_given_up(ends, caplog, plain.model, observed.model)
+    assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert calls == expected_calls
-    assert found[1:] == expected[1:]  # the trained weights are back
+    assert found[1:] == expected[1:]  # the trained weights were restored
 
 
 def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Says(automodel_loop.Recipe):
+    class SendsMetricsAlone(automodel_loop.Recipe):
         def _run_train_optim_step(self, batches: list[Any]) -> Any:
             sample = super()._run_train_optim_step(batches)
             if self.step_scheduler.step == 4:
-                self.callback_runner.on_train_batch_end(self, train_log_data=sample.metrics)  # not in a MetricsSample
+                self.callback_runner.on_train_batch_end(self, train_log_data=sample.metrics)  # not wrapped in a MetricsSample
             return sample
 
     def trained(name: str, *callbacks: Any) -> nn.Module:
         torch.manual_seed(3)
-        recipe = Says(POINTS, tmp_path / name, callbacks, num_epochs=2)
+        recipe = SendsMetricsAlone(POINTS, tmp_path / name, callbacks, num_epochs=2)
         recipe.setup()
         recipe.run_train_validation_loop()
         assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
@@ -536,7 +536,7 @@ def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytes
         return model
 
     ends = Ends()
-    assert_given_up(
+    assert_host_disabled_itself(
         ends, caplog, trained("plain"), trained("observed", automodel_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
     )
 
@@ -563,7 +563,7 @@ def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCapture
     observed, found = trained(
         keras_host([ends, EMA(half_life=2, at_end=False)], run_name="small", runs_folder=tmp_path, log_interval="1ba")
     )
-    assert_given_up(ends, caplog, plain.inner.module, observed.inner.module)
+    assert_host_disabled_itself(ends, caplog, plain.inner.module, observed.inner.module)
     assert found[1:] == expected[1:]
     assert "apply" not in vars(observed.optimizer)
 
@@ -584,7 +584,7 @@ def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptu
 
     ends = Ends()
     observed = trained("observed", megatron_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
-    assert_given_up(ends, caplog, trained("plain"), observed)
+    assert_host_disabled_itself(ends, caplog, trained("plain"), observed)
 
 
 @pytest.mark.parametrize("loop", [huggingface_loop, automodel_loop, keras_loop, megatron_loop], ids=lambda loop: loop.NAME)
@@ -600,7 +600,7 @@ def test_an_error_of_a_callback_still_ends_training(loop: Any, tmp_path: Path) -
     assert ends.recorded == [ZeroDivisionError, "failed"]
 
 
-def test_a_host_that_fails_gives_up_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_host_disables_itself_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = POINTS.made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
@@ -622,9 +622,9 @@ def test_a_host_that_fails_gives_up_and_training_continues(tmp_path: Path, caplo
 
 
 class OddLoop:
-    """A hand-written loop, with Accelerate or without, whose calls are drawn: some left out, some made twice, some out of order.
+    """A hand-written loop, with Accelerate or without, that randomly skips, repeats and reorders its calls.
 
-    The calls depend on the seed alone, so that a run with a host and one without make the same. `at_batch` is called before each batch.
+    The calls depend only on the seed, so that runs with and without a host make the same calls. `at_batch` is called before each batch.
     """
 
     def __init__(self, seed: int, *, accelerated: bool) -> None:
@@ -719,7 +719,9 @@ def hooks_of(optimizer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_loop_by_hand_confused(seed: int, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hand_written_loop_with_random_faults(
+    seed: int, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, observed = (OddLoop(seed, accelerated=accelerated) for _ in range(2))
     plain.train(None)
     recorder, backward = Recorder(), Tensor.backward
@@ -735,7 +737,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "forward": lambda run: setattr(run._model_hooks, "_ctx", None),
     "backward": lambda run: setattr(run._backward, "_ctx", None),
     "optimizer step": lambda run: setattr(run._optimizer_hooks, "_own", None),
-    "optimizer step's end": lambda run: run._optimizer.register_step_pre_hook(  # it comes after the host's
+    "optimizer step's end": lambda run: run._optimizer.register_step_pre_hook(  # it runs after the host's hook
         lambda *_: setattr(run._optimizer_hooks, "_own", None)
     ),
     "place": lambda run: setattr(
@@ -763,7 +765,7 @@ def test_a_host_that_fails_in_a_loop_by_hand(
         run.log({"mine": 1.0})
     held(recorder, plain.model, observed.model)
     assert observed.given == plain.given
-    assert all(hook.__name__ == "<lambda>" for hook in hooks_of(observed.optimizer))  # the user's
+    assert all(hook.__name__ == "<lambda>" for hook in hooks_of(observed.optimizer))  # the user's hook
     assert seen == ["pre", "post"] * (len(seen) // 2)
     assert Tensor.backward is backward
     assert recorder.events[-2:] == ["on_exception", "on_run_end"]

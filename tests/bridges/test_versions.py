@@ -32,13 +32,13 @@ from .loops.job import POINTS
 ROOT = Path(__file__).resolve().parents[2]
 BRIDGES = ("accelerate", "huggingface", "ignite", "keras", "lightning", "torchtnt")
 for _bridge in BRIDGES:
-    loop_of(_bridge)  # imports the framework: Keras must find torch imported, and its backend set
+    loop_of(_bridge)  # imports Keras, which must be imported after torch and after its backend is set
 PACKAGES = {bridge: importlib.import_module(f"callsheet.bridges.{bridge}.internals").PACKAGE for bridge in BRIDGES}
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    """tools/versions.py."""
+    """Import `tools/versions.py`."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         return importlib.import_module("versions")
@@ -50,7 +50,7 @@ def test_the_page_shows_the_results(tool: Any) -> None:
     assert tool.PAGE.read_text() == tool.page(tool.read().values()), "make versions writes the page"
 
 
-def test_the_tested_versions_are_those_that_the_results_call_right(tool: Any) -> None:
+def test_the_tested_versions_are_those_with_correct_results(tool: Any) -> None:
     assert dict(versions.TESTED) == tool.working(tool.read().values())
 
 
@@ -77,7 +77,7 @@ def test_the_package_requires_no_version_older_than_those_that_are_tested() -> N
 
 @pytest.fixture
 def of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every package claims to be version 99.1."""
+    """Make every package report version 99.1."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0+local")
     monkeypatch.setattr(versions, "warned", set())
 
@@ -144,7 +144,7 @@ def test_the_installed_version_has_what_the_bridge_needs(bridge: str, name: str)
 
 def test_a_name_is_found_in_modules_classes_and_their_instances() -> None:
     assert has("logging.Handler.emit")
-    assert has("logging.Handler.formatter")  # set in the constructor
+    assert has("logging.Handler.formatter")  # the constructor sets it
     assert has("callsheet.bridges.versions.TESTED")
     assert not has("logging.Handler.no_such_thing")
     assert not has("logging.no_such_thing")
@@ -165,7 +165,7 @@ def remove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def host_of(bridge: str) -> Callable[[], Any]:
-    """Return a function that makes a host; what the host is given exists already."""
+    """Return a function that creates a host. The host's arguments are created beforehand."""
     host, model = importlib.import_module(f"callsheet.bridges.{bridge}").host, torch.nn.Linear(2, 1)
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     if bridge == "accelerate":
@@ -202,8 +202,6 @@ def test_a_guest_rejects_a_framework_without_a_part_that_it_needs(
 
 
 class Records(Callback):
-    """Records the events."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The bridge to the real Ultralytics: run by `test_ultralytics.py` in the venv that `tools/ultralytics_venv.py` makes."""
+"""Tests with the real Ultralytics. `test_ultralytics.py` runs them in the venv that `tools/ultralytics_venv.py` creates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
-from .faults import ALWAYS, EVALUATED, TRAINED, Breaks, Confused
+from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
@@ -65,12 +65,12 @@ SETTINGS: Mapping[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # Ultralytics writes beside itself
+    monkeypatch.chdir(tmp_path)  # Ultralytics writes into the working folder
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and twelve images for training and four for validation, each with a square in one of two colours."""
+    """A folder with a model, twelve training images and four validation images, each with a square in one of two colours."""
     folder = tmp_path_factory.mktemp("squares")
     drawn = np.random.default_rng(0)
     for split, count in (("train", 12), ("val", 4)):
@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trained:
-    """A training of the small YOLO: its model, its trainer, and the tensors that `backward` received."""
+    """Trains the small YOLO, and keeps the model, the trainers and the loss of each batch."""
 
     def __init__(
         self, folder: Path, callbacks: Any, *, kind: Any = None, before: Any = None, given: Any = None, **settings: Any
@@ -112,7 +112,7 @@ class Trained:
         return self.trainers[-1]
 
     def weights(self) -> list[Tensor]:
-        """Return the trained weights, and Ultralytics' average of them."""
+        """Return the trained weights, and Ultralytics' averaged weights."""
         return [*self.trainer.model.state_dict().values(), *self.trainer.ema.ema.state_dict().values()]
 
 
@@ -147,7 +147,7 @@ class Losses(Callback):
 
 
 class Ends(Callback):
-    """How a run ends."""
+    """Records how a run ends."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -173,7 +173,7 @@ class Asks(Callback):
 # --- events ---
 
 
-def test_the_events_are_those_that_there_are() -> None:
+def test_the_map_has_ultralytics_events() -> None:
     assert set(FIRED_AT) <= set(EVENTS)
     assert set(NOT_FIRED) <= set(EVENTS)
     assert set(HANDLED) <= set(default_callbacks)
@@ -225,7 +225,7 @@ def test_training_is_unchanged_and_every_event_is_fired(settings: Any, folder: P
     epochs = observed.trainer.epochs
     assert counted["on_forward_end"] == counted["on_microbatch_end"] == counted["on_backward_end"] == 3 * epochs
     assert counted["on_epoch_end"] == counted["on_checkpoint_published"] == epochs
-    assert counted["on_eval_all_end"] == epochs + 1  # the last is that of best.pt
+    assert counted["on_eval_all_end"] == epochs + 1  # the last one is the evaluation of best.pt
     taken = [step for step, _, is_skipped in losses.steps if not is_skipped]
     assert taken == list(range(1, observed.trainer.ema.updates + 1))
 
@@ -290,7 +290,7 @@ def test_a_loss_scaler(folder: Path) -> None:
     observed, plain = Trained(folder, [losses, norms, OptimizerMonitor()], kind=Scaled), Trained(folder, None, kind=Scaled)
     assert_same(observed, plain)
     assert [is_skipped for _, _, is_skipped in losses.steps] == [True, *[False] * 5]
-    assert losses.backward == pytest.approx(observed.losses)  # unscaled
+    assert losses.backward == pytest.approx(observed.losses)  # the unscaled loss
 
 
 # --- requests ---
@@ -375,7 +375,7 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
     seen: list[weakref.ref[Any]] = []
     model.add_callback("on_train_start", lambda trainer: seen.append(weakref.ref(trainer)))
     model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "freed"), "epochs": 1})
-    model.trainer = None  # which Ultralytics keeps until the next training
+    model.trainer = None  # Ultralytics keeps it until the next training
     gc.collect()
     assert seen[0]() is None
 
@@ -441,7 +441,7 @@ def test_a_failing_training_fails_the_run(folder: Path) -> None:
         Trained(folder, [ends, recorder], kind=Fails)
     assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
     check_events(recorder.events)
-    try:  # a training in the handler of another error does not fail
+    try:  # training inside an `except` block of another error does not fail
         raise ValueError
     except ValueError:
         Trained(folder, [finished := Ends()])
@@ -461,7 +461,7 @@ def test_an_error_of_a_callback_is_raised(folder: Path) -> None:
 def test_a_failure_that_ultralytics_does_not_report(folder: Path) -> None:
     class Left(DetectionTrainer):  # type: ignore[misc]
         def run_callbacks(self, event: str) -> None:
-            if event != "teardown":  # as in versions that do not call it after an error
+            if event != "teardown":  # as in versions that do not call callbacks after an error
                 super().run_callbacks(event)
 
         def optimizer_step(self) -> None:
@@ -518,10 +518,10 @@ def test_the_time_limit_of_ultralytics(folder: Path) -> None:
 @pytest.mark.parametrize(
     "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
 )
-def test_a_fault_at_a_part_of_a_step(
+def test_a_fault_in_a_span_of_a_step(
     span: str, edge: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks, begin = Breaks(span, edge), HostedRun.begin
+    breaks, begin = FailsInSpan(span, edge), HostedRun.begin
 
     def begun(self: Any, *args: Any, **given: Any) -> None:
         breaks.run = self
@@ -540,14 +540,16 @@ def test_a_fault_at_a_part_of_a_step(
 
 
 @pytest.mark.parametrize("seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
-def test_ultralytics_confused(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_ultralytics_with_random_faults(
+    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     attach = UltralyticsHost.attach
 
-    def confused(self: Any, model: Any) -> Any:
-        Confused(self, tuple(name for name in HANDLED if name not in ("on_train_start", "teardown")), seed)
+    def with_faults(self: Any, model: Any) -> Any:
+        RandomFaults(self, tuple(name for name in HANDLED if name not in ("on_train_start", "teardown")), seed)
         return attach(self, model)
 
-    monkeypatch.setattr(UltralyticsHost, "attach", confused)
+    monkeypatch.setattr(UltralyticsHost, "attach", with_faults)
     recorder = Recorder()
     settings: Any = {"epochs": 3, "nbs": 8}
     given: Any = {"strict": False}
@@ -668,7 +670,7 @@ def notes(rank: int, event: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def weights_of_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What two workers without callsheet train."""
+    """Return the weights that two workers train without callsheet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("alone"))
         alone = run(folder, ALONE)

@@ -232,7 +232,7 @@ def test_a_script_runs_when_its_imports_are_changed(
 
 
 class Recorded(Callback):
-    """Notes each call, and may fail."""
+    """Records each call, and raises at a given step if an error is given."""
 
     def __init__(self, fails_at: int | None = None, error: BaseException | None = None) -> None:
         self.recorded: list[str] = []

@@ -97,7 +97,7 @@ def trained(**given: Any) -> Trainer:
 
 
 class Records(Callback):
-    """Every event, with the progress of training."""
+    """Records every event with the progress of training."""
 
     def __init__(self) -> None:
         self.recorded: list[str] = []

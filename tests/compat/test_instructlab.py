@@ -575,7 +575,7 @@ def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> N
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, callbacks=[changed]))
 
     class Local(TrainerCallback):
-        """Without a place that a rank could import it from."""
+        """A local class, which a rank cannot import."""
 
     with pytest.raises(TransportError, match="is made inside a function"):
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, callbacks=[Local()]))

@@ -57,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shrunk(folder: Path, texts: Path) -> ConfigContainer:
-    """What fits into a test."""
+    """Return the configuration reduced to the size of a test."""
     config = qwen25_500m_pretrain_config()
     config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size = 1, 16, 32
     config.model.num_attention_heads, config.model.num_query_groups = 2, 1
@@ -403,7 +403,7 @@ def test_it_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
     assert recorded == [("data_init_start", 6), *evaluation("eval", 6), *evaluation("test", 6)]
 
 
-def test_another_s_checkpoint_is_gone_on_from(
+def test_another_checkpoint_is_resumed(
     config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -485,7 +485,7 @@ def test_the_state_is_filled(config: ConfigContainer, tmp_path: Path) -> None:
     assert [event.step for event in written.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_mlflow_is_there(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_is_available(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes its seconds to be made
@@ -503,7 +503,7 @@ def test_mlflow_is_there(config: ConfigContainer, tmp_path: Path, monkeypatch: p
     assert run.data.params["model.num_layers"] == "1"
 
 
-def test_wandb_is_there(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_available(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config.logger.wandb_project, config.logger.wandb_exp_name = "small", "one"

@@ -83,7 +83,7 @@ def config_of(data: Path, runs: Path, **values: Any) -> ClassifyConfig:
 
 
 class Losses(Callback):
-    """Of every step."""
+    """Records the loss of every step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -93,7 +93,7 @@ class Losses(Callback):
 
 
 class Logged(Callback):
-    """The loss of every record, of all ranks."""
+    """Records the loss of every metrics record, reduced over all ranks."""
 
     def __init__(self) -> None:
         self.found: list[float] = []

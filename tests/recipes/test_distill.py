@@ -83,7 +83,7 @@ def config_of(data: Path, runs: Path, teacher: LanguageModel, **values: Any) -> 
 
 
 class Losses(Callback):
-    """Of every step, by name."""
+    """Records the losses of every step by name."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
@@ -93,7 +93,7 @@ class Losses(Callback):
 
 
 class Logged(Callback):
-    """The losses of every record, of all ranks."""
+    """Records the losses of every metrics record, reduced over all ranks."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []

@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, with its tokenizer."""
+    """A folder with a model and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("base")

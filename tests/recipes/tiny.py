@@ -28,7 +28,7 @@ SIZES = {"train": 24, "validation": 6, "test": 6}
 
 
 def job(folder: Path) -> dict[str, Any]:
-    """What all of them have."""
+    """Return the settings that all recipes share."""
     return {
         "run_name": "tiny",
         "runs_folder": str(folder),
@@ -42,7 +42,7 @@ def job(folder: Path) -> dict[str, Any]:
 
 
 def model(**values: Any) -> LanguageModel:
-    """A Llama of 16 numbers a token."""
+    """Return a Llama with a hidden size of 16."""
     return LanguageModel(**{"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32, **values})
 
 

@@ -32,7 +32,7 @@ def train(callbacks: Any = None, **changes: Any) -> Trainer:
 
 
 class Threshold(Callback):
-    """An argument and a state, to be carried to the ranks."""
+    """A callback with arguments and a state that are sent to the ranks."""
 
     def __init__(self, threshold: float, *, words: list[str]) -> None:
         self.threshold, self.words = threshold, words

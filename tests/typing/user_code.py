@@ -27,7 +27,7 @@ from callsheet.testing import Recorder, check_events
 
 
 class LossWatch(Callback):
-    """Its options, its intervals and its state."""
+    """A callback with options, an interval and a state."""
 
     phase = "decide"
     lane = "inline"
@@ -60,7 +60,7 @@ class LossWatch(Callback):
 
 
 class Posts(Callback):
-    """A handler of a lane may be async."""
+    """A callback with an async handler, which a lane allows."""
 
     snapshot_fields = ("loss",)
 

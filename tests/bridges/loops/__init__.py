@@ -1,4 +1,4 @@
-"""Loops: a short real training in each framework, one file each, for the tests of its bridge, the matrix and the benchmarks.
+"""A short real training loop for each framework, one file each. The tests of bridges, the matrix and the benchmarks use them.
 
-Each has `NAME`, `VERSION` (of the framework), and a function `train` as in `job.TrainFunction`.
+Each file has `NAME`, `VERSION` (of the framework), and a function `train` as in `job.TrainFunction`.
 """

@@ -1,4 +1,4 @@
-"""Accelerate: a loop written by hand around an Accelerator."""
+"""Accelerate: a hand-written loop with an Accelerator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """`EMPTY` is the loop alone: Accelerate has no callbacks."""
+    """See `job.TrainFunction`. Accelerate has no callbacks, so `EMPTY` trains without any."""
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True)
     plain = job.made_model()

@@ -1,5 +1,8 @@
-"""A recipe of NeMo AutoModel, in small. The package needs a GPU to train, and no release of it has the callbacks of its pull request 875;
-this is a recipe's loop as that has it: its step scheduler, its order of hooks, its checkpoints and its stops."""
+"""A small copy of NeMo AutoModel's recipe, because the package needs a GPU to train.
+
+The callbacks are those of its pull request 875, which is in no release. The copy has the step scheduler, the order of hooks, the
+checkpoints and the stops of that pull request.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ HOW = "of whose loop the tests have a small copy, because AutoModel can train on
 
 
 class StepScheduler:
-    """Counts from 0, and says when to validate and to save."""
+    """Counts steps from 0, and decides when to validate and to save."""
 
     def __init__(
         self, dataloader: Any, *, num_epochs: int, max_steps: int | None = None, accumulate: int = 1,
@@ -44,7 +47,7 @@ class StepScheduler:
         self._received = False
 
     def receive(self, *_: Any) -> None:
-        """The handler of SIGTERM."""
+        """Handle SIGTERM."""
         self._received = True
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -95,7 +98,7 @@ class StepScheduler:
 
 
 class Config:
-    """Dotted names, as AutoModel's."""
+    """A configuration with dotted names, like AutoModel's."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -108,7 +111,7 @@ class Config:
 
 
 class Recipe:
-    """`setup` creates everything and resumes from `cfg["checkpoint.restore_from"]`; then the loop."""
+    """`setup` creates all parts and resumes from `cfg["checkpoint.restore_from"]`. `run_train_validation_loop` trains."""
 
     def __init__(
         self, job: Job, folder: Path, callbacks: Sequence[Any], *, sets: Mapping[str, Any] | None = None,
@@ -184,7 +187,7 @@ class Recipe:
     def _run_validation_epoch(self, loader: Any) -> MetricsSample:
         model = self.model_parts[0]
         model.eval()
-        with torch.random.fork_rng(devices=[]):  # training does not notice that it was evaluated
+        with torch.random.fork_rng(devices=[]):  # evaluating does not change training
             losses = [float(self.job.loss(model(inputs), targets)) for inputs, targets in loader]
         metrics = {"val_loss": sum(losses) / len(losses), "lr": self.optimizer[0].param_groups[0]["lr"], "mem": 0.0}
         return MetricsSample(self.step_scheduler.step, self.step_scheduler.epoch, metrics)
@@ -204,7 +207,7 @@ class Recipe:
 
 
 class Nothing(Callback):
-    """Has the hooks of the host, and does nothing."""
+    """A callback with the same hooks as the host, which do nothing."""
 
     def _ignore(self, recipe: Any, **kwargs: Any) -> None: ...
 
@@ -223,7 +226,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """AutoModel validates whenever it saves, and it always saves at an epoch's end."""
+    """See `job.TrainFunction`. AutoModel validates whenever it saves, and it always saves at the end of an epoch."""
     torch.manual_seed(3)
     received: list[Any] = []
     if callbacks == EMPTY:
@@ -243,6 +246,6 @@ def train(
     recipe.setup()
     recipe.run_train_validation_loop()
     for path in (folder / "small").glob("epoch_*"):
-        shutil.rmtree(path)  # AutoModel's own checkpoints: what is left is what callbacks have written
+        shutil.rmtree(path)  # delete AutoModel's own checkpoints, so that only the files of callbacks are left
     model: nn.Module = recipe.model_parts[0]
     return model

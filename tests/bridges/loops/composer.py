@@ -1,4 +1,4 @@
-"""MosaicML Composer, which has its own venv: see `tools/composer_venv.py`."""
+"""MosaicML Composer, which runs in a separate venv: see `tools/composer_venv.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if torch.version.cuda is None and find_spec("composer") is not None and not hasa
     _OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what newer torch and torchmetrics call differently
+    warnings.simplefilter("ignore")  # warnings about names that newer torch and torchmetrics have changed
     import composer
     from composer import Callback as ComposerCallback
     from composer.models import ComposerModel
@@ -34,7 +34,7 @@ NAME, VERSION = "Composer", composer.__version__
 
 
 class MeanLoss(Metric):  # type: ignore[misc,unused-ignore]  # where torchmetrics has no types
-    """Composer evaluates metrics alone: here the loss is one."""
+    """The loss as a metric, because Composer evaluates only metrics."""
 
     total: Tensor
     count: Tensor
@@ -53,12 +53,12 @@ class MeanLoss(Metric):  # type: ignore[misc,unused-ignore]  # where torchmetric
         return mean
 
 
-class AsComposerHasIt(ComposerModel):  # type: ignore[misc]  # Composer's types are not read
-    """What Composer wants of a model; see `trained`."""
+class JobComposerModel(ComposerModel):  # type: ignore[misc]  # Composer's types are not read
+    """The methods that Composer requires of a model; see `trained`."""
 
     made_of: type[nn.Module]
     of_outputs: Callable[[Tensor, Tensor], Tensor]
-    logger: Any = None  # the Trainer's
+    logger: Any = None  # Composer's Trainer sets it
 
     def forward(self, batch: Any) -> Any:
         return self.made_of.forward(self, batch if isinstance(batch, Tensor) else batch[0])
@@ -77,17 +77,17 @@ class AsComposerHasIt(ComposerModel):  # type: ignore[misc]  # Composer's types 
 
 
 def trained(job: Job) -> Any:
-    """A job's model as one of Composer's; its modules and parameters keep their names."""
+    """Return the job's model as a ComposerModel. Its modules and parameters keep their names."""
     model = job.made_model()
     own = type(model)
     model.__class__ = type(
-        f"Composer{own.__name__}", (AsComposerHasIt, own), {"made_of": own, "of_outputs": staticmethod(job.loss)}
+        f"Composer{own.__name__}", (JobComposerModel, own), {"made_of": own, "of_outputs": staticmethod(job.loss)}
     )
     return model
 
 
 class Empty(ComposerCallback):  # type: ignore[misc]
-    """Has every hook of the base class, which does nothing."""
+    """A callback with the hooks of the base class, which do nothing."""
 
 
 def train(
@@ -100,8 +100,8 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    given: dict[str, Any] = {"save_folder": str(folder / "saved"), "save_interval": "0ba"}  # on request alone
-    if evaluate:  # under the name that the built-ins of the matrix ask for
+    given: dict[str, Any] = {"save_folder": str(folder / "saved"), "save_interval": "0ba"}  # save only on request
+    if evaluate:  # the name that the built-ins of the matrix use
         validation = composer.Evaluator(label="validation", dataloader=job.validation_batches(), metric_names=["loss"])
         given["eval_dataloader"] = validation
     trainer = made(
@@ -117,7 +117,7 @@ def made(
     job: Job, folder: Path, callbacks: Given, *, strict: bool = True, epochs: int = 2, steps_an_epoch: int = 6,
     evaluate: bool = True, **options: Any,
 ) -> Any:  # fmt: skip
-    """The Trainer; `options` are its own."""
+    """Return Composer's Trainer. `options` are its arguments."""
     torch.manual_seed(3)
     model = trained(job)
     if isinstance(callbacks, str):

@@ -30,7 +30,7 @@ def train(
     steps_an_epoch: int = 6,
     evaluate: bool = True,
 ) -> nn.Module:
-    """The model computes its own loss, as those of transformers do, and is given dictionaries."""
+    """See `job.TrainFunction`. The model receives dictionaries and computes its own loss, as models of transformers do."""
     model = with_loss(job)
     rows: Any = job.train
     if steps_an_epoch > 6:
@@ -58,7 +58,7 @@ def train(
         eval_dataset=Rows(job.validation) if evaluate else None,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
     )
-    trainer.remove_callback(PrinterCallback)  # it comes with disable_tqdm
+    trainer.remove_callback(PrinterCallback)  # the Trainer adds it with disable_tqdm
     if callbacks is not None:
         trainer.add_callback(Empty() if isinstance(callbacks, str) else host(callbacks, strict=strict))
     torch.manual_seed(3)
@@ -67,7 +67,7 @@ def train(
 
 
 def with_loss(job: Job) -> nn.Module:
-    """The job's model, which computes the loss where it is given labels; its weights have the names that they had."""
+    """Return the job's model, changed so that it computes the loss if it gets labels. Its weights keep their names."""
     model = job.made_model()
     kind: Any = type(model)
 
@@ -80,7 +80,7 @@ def with_loss(job: Job) -> nn.Module:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows as the model's arguments."""
+    """The rows as dictionaries of the model's arguments."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -94,7 +94,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Empty(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """Has every hook, and does nothing."""
+    """A callback with all hooks, which do nothing."""
 
 
 def _nothing(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None: ...

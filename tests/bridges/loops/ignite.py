@@ -1,4 +1,4 @@
-"""Ignite: a supervised trainer, an evaluator that is run after each epoch, and a Checkpoint for those that callbacks ask for."""
+"""Ignite: a supervised trainer, an evaluator that runs after each epoch, and a Checkpoint for requested saves."""
 
 from __future__ import annotations
 

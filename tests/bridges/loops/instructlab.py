@@ -1,5 +1,8 @@
-"""InstructLab Training, in small. It needs GPUs to train; this is its loop as its release 0.16.2 has it: the order of its hooks, what it
-puts into their context, and its own callback manager, where the package is installed: `pip install --no-deps instructlab-training`."""
+"""A small copy of InstructLab Training's loop of release 0.16.2, because the package needs GPUs to train.
+
+The copy calls the same hooks in the same order with the same context. It uses the package's own callback manager if the package is
+installed (`pip install --no-deps instructlab-training`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from .job import EMPTY, Given, Job
 
 
 def _installed() -> Any:
-    """The package's module of callbacks, or None. What the package imports first needs much that is not installed here, and is left out."""
+    """Import the package's module of callbacks, or return None. The package's `__init__` is skipped if its requirements are not installed."""
     try:
         return importlib.import_module("instructlab.training.callbacks")
     except ImportError:
@@ -49,11 +52,11 @@ HOW = "whose hooks a loop of the tests fires in the recorded order, because Inst
 
 
 class Loop:
-    """Fires a manager's hooks as InstructLab's loop does; `work` is what a microbatch, and what a step is. It yields after each step.
+    """Fires a manager's hooks as InstructLab's loop does. Subclasses override what a microbatch, a step and an evaluation do.
 
     Args:
-        save_samples, checkpoint_at_epoch, save_last, validate_every: as InstructLab's, an evaluation being what `validate` gives.
-        samples: in each step.
+        save_samples, checkpoint_at_epoch, save_last, validate_every: as in InstructLab.
+        samples: the number of samples per step.
     """
 
     def __init__(
@@ -66,19 +69,19 @@ class Loop:
         self.done, self.first_epoch, self.interrupted_at = 0, 0, ("", 0)
 
     def forward_backward(self) -> float:
-        """A microbatch: its loss."""
+        """Process a microbatch, and return its loss."""
         return 1.0 / (1 + self.done)
 
     def step(self) -> float:
-        """The optimizer's step: the gradients' norm."""
+        """Step the optimizer, and return the gradient norm."""
         return 2.0
 
     def validate(self) -> dict[str, float]:
-        """An evaluation."""
+        """Evaluate, and return the results."""
         return {"val_loss": 0.5 / self.done, "val_num_tokens": 12.0}
 
     def run(self) -> None:
-        """All epochs."""
+        """Run all epochs."""
         try:
             self._run()
         finally:

@@ -1,4 +1,4 @@
-"""What every loop trains: the same small models, on the same data, in the same order."""
+"""The jobs that every loop trains: the same small models on the same data in the same order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from callsheet import Callback
 from callsheet.testing.small_run import SmallModel
 
 EMPTY = "empty"
-"""Given instead of callbacks: one empty callback of the framework, with the hooks of the host."""
+"""Passed instead of callbacks: train with one empty callback of the framework that has the hooks of the host."""
 
 Given = Sequence[Callback] | str | None
-"""The callbacks that are hosted; `EMPTY`; or None, for the framework alone."""
+"""The callbacks to host, or `EMPTY`, or None for the framework without callbacks."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and its data: 24 rows for training, in batches of 4, not shuffled, so 6 steps an epoch, and 12 for validation.
+    """A model and its data: 24 training rows in 6 batches of 4, not shuffled, and 12 validation rows.
 
     A loop trains with `torch.optim.AdamW(lr=0.02)`, makes a record every `log_every` steps, and evaluates after each epoch if its
-    framework does that, under its own name for the validation set. It sets `torch.manual_seed(3)` when model and data are made and
-    training begins, so that a run with callbacks and one without are the same to the last bit.
+    framework does so, under the framework's name for the validation set. It calls `torch.manual_seed(3)` just before training begins,
+    so that runs with and without callbacks are identical to the last bit.
     """
 
     model: Callable[[], nn.Module]
@@ -44,20 +44,20 @@ class Job:
             return self.model()
 
     def batches(self, *, steps_an_epoch: int = 6) -> DataLoader[tuple[Tensor, ...]]:
-        """One epoch of (inputs, targets)."""
+        """Return one epoch of batches (inputs, targets)."""
         repeated = -(-steps_an_epoch // 6)
         data = torch.utils.data.ConcatDataset([self.train] * repeated) if repeated > 1 else self.train
         return DataLoader(data, batch_size=4)
 
     def validation_batches(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Three batches of (inputs, targets)."""
+        """Return three batches (inputs, targets)."""
         return DataLoader(self.validation, batch_size=4)
 
 
 class TrainFunction(Protocol):
-    """`train` of a loop. It trains and returns the model; files are written to `folder`.
+    """The type of `train` of a loop, which trains and returns the model. It writes files to `folder`.
 
-    `epochs` of `steps_an_epoch` (6, or a multiple of it: the benchmark makes long ones). With `evaluate` False nothing is evaluated.
+    It trains `epochs` of `steps_an_epoch` steps: 6, or a multiple of 6, as in the benchmark. If `evaluate` is False, it does not evaluate.
     """
 
     def __call__(
@@ -80,11 +80,11 @@ def _points() -> tuple[TensorDataset, TensorDataset]:
 
 
 POINTS = Job(SmallModel, nn.functional.mse_loss, *_points())
-"""Four numbers to one."""
+"""Regression of one number from four."""
 
 
 class Convolution(nn.Module):
-    """Images to a mask of two classes."""
+    """A model that maps images to masks of two classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ def _pixels() -> tuple[TensorDataset, TensorDataset]:
 
 
 IMAGES = Job(Convolution, nn.functional.cross_entropy, *_pixels())
-"""Images to masks."""
+"""Segmentation of images."""
 
 
 class Language(nn.Module):
-    """Tokens to the next ones, from the last alone."""
+    """A language model that predicts the next token from the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Language(nn.Module):
         return outputs
 
     def generate(self, ids: Tensor, *, max_new_tokens: int, do_sample: bool, temperature: float = 1.0) -> Tensor:
-        """The likeliest continuation, or one that is drawn."""
+        """Return the most likely continuation, or a sampled one."""
         for _ in range(max_new_tokens):
             logits = self(ids)[:, -1] / temperature
             drawn = torch.multinomial(logits.softmax(-1), 1) if do_sample else logits.argmax(-1, keepdim=True)
@@ -134,9 +134,9 @@ def _tokens() -> tuple[TensorDataset, TensorDataset]:
 
 
 def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Logits of shape (batch, tokens, 257), targets of shape (batch, tokens)."""
+    """Return the loss of logits of shape (batch, tokens, 257) for targets of shape (batch, tokens)."""
     return nn.functional.cross_entropy(outputs.transpose(1, 2), targets)
 
 
 TOKENS = Job(Language, next_token_loss, *_tokens())
-"""Tokens to the next ones."""
+"""Language modelling."""

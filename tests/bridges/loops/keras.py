@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
+os.environ["KERAS_BACKEND"] = "torch"  # set before Keras is imported
 
 import keras
 import torch
@@ -42,7 +42,7 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras's types are not read
 
 
 def compiled(job: Job, **options: Any) -> Model:
-    """Ready to be trained. The names of its weights are the same each time, as a checkpoint wants them: Keras counts them up."""
+    """Return a compiled model. Clearing the session keeps the weight names the same each time, because Keras numbers them."""
     keras.utils.clear_session(free_memory=False)
     model = Model(job)
     model.compile(optimizer=keras.optimizers.AdamW(learning_rate=0.02), **options)
@@ -50,7 +50,7 @@ def compiled(job: Job, **options: Any) -> Model:
 
 
 class Empty(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
-    """Has the training hooks of a Keras callback, and does nothing."""
+    """A callback with the training hooks, which do nothing."""
 
     def on_train_begin(self, logs: Any = None) -> None: ...
 
@@ -87,7 +87,7 @@ def train(
                 strict=strict, model=model.inner.module, run_name="small", runs_folder=folder, log_interval=f"{job.log_every}ba",
             )]  # fmt: skip
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*shuffle=True.*")  # of a DataLoader it is ignored
+        warnings.filterwarnings("ignore", message=".*shuffle=True.*")  # Keras ignores it for a DataLoader
         model.fit(
             job.batches(steps_an_epoch=steps_an_epoch),
             validation_data=job.validation_batches() if evaluate else None,

@@ -19,7 +19,7 @@ NAME, VERSION = "Lightning", lightning.__version__
 
 
 class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are not read
-    """The job's model: its children are this one's, and so are its methods."""
+    """The job's model as a LightningModule with the model's children and methods."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -35,18 +35,18 @@ class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are no
         return super().__getattr__(name)
 
     def forward(self, *inputs: Any) -> Any:
-        """What the job's model makes of it."""
+        """Call the forward of the job's model."""
         return self._kind.forward(self, *inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The job's loss, logged as Lightning's users do."""
+        """Return the job's loss, and log it as Lightning's users do."""
         inputs, targets = batch
         loss = self._job.loss(self(inputs), targets)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Likewise."""
+        """Log the job's loss."""
         inputs, targets = batch
         self.log("val_loss", self._job.loss(self(inputs), targets), prog_bar=True)
 
@@ -58,7 +58,7 @@ class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are no
 
 
 class Empty(Callback):  # type: ignore[misc]  # Lightning's types are not read
-    """Has the hooks of the host, and does nothing."""
+    """A callback with the hooks of the host, which do nothing."""
 
     def on_train_batch_start(self, *_: Any) -> None: ...
     def on_before_optimizer_step(self, *_: Any) -> None: ...

@@ -1,6 +1,6 @@
-"""Megatron Bridge. It trains on GPUs alone, so here its loop is one of this file: what it fires, and when, is as was recorded.
+"""A copy of Megatron Bridge's loop, because Megatron Bridge can train only on GPUs. It fires the events in the recorded order.
 
-`interface` is the package's own, where that is installed; a wheel without its dependencies is enough.
+`interface` returns the package's own module if the package is installed. A wheel without its dependencies is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULE = "megatron.bridge.training.callbacks"
 
 
 def version() -> str:
-    """That of the package, or the empty string."""
+    """Return the version of the package, or an empty string if it is not installed."""
     try:
         return metadata.version("megatron-bridge")
     except metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def version() -> str:
 
 
 def interface() -> ModuleType | None:
-    """Return only the package's module: the rest of the package needs a GPU."""
+    """Return the package's module of callbacks, or None. The rest of the package needs a GPU."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     if not version():
@@ -53,7 +53,7 @@ HOW = "whose events a loop of the tests fires in the recorded order, because Meg
 
 
 class Optimizer:
-    """Of the shape of Megatron's: it wraps torch's, clips, and steps it unless a gradient is not finite."""
+    """Like Megatron's optimizer: wraps torch's, clips gradients, and skips the step if the gradient norm is not finite."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self.optimizer = optimizer
@@ -75,7 +75,7 @@ class Optimizer:
 
 
 class Float16Module(nn.Module):
-    """A model chunk as in Megatron's list: wrapped."""
+    """A wrapper around a model chunk, as in Megatron's list of models."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Float16Module(nn.Module):
 
 
 def configuration(folder: Path | None = None, **values: Any) -> SimpleNamespace:
-    """A configuration, shrunk; `values` by their section's name, as in `train__train_iters=3`."""
+    """Return a small configuration. The names in `values` begin with their section, as in `train__train_iters=3`."""
     save = str(folder) if folder is not None else None
     cfg = SimpleNamespace(
         train=SimpleNamespace(
@@ -103,13 +103,16 @@ def configuration(folder: Path | None = None, **values: Any) -> SimpleNamespace:
 
 
 class Loop:
-    """`pretrain` of Megatron Bridge, but for all that it does beside firing events."""
+    """Megatron Bridge's `pretrain`, reduced to training, checkpoints and events."""
 
     def __init__(
         self, cfg: Any, job: Job, callbacks: Any, *, names: ModuleType, scheduler: bool = False, clip: float | None = 1.0
     ) -> None:
         self.cfg, self.job, self.names = cfg, job, names
-        self.data, self.validation = list(job.batches()), list(job.validation_batches())  # lists draw no random numbers
+        self.data, self.validation = (
+            list(job.batches()),
+            list(job.validation_batches()),
+        )  # iterating over lists draws no random numbers
         torch.manual_seed(3)
         self.manager = names.normalize_callbacks(callbacks)
         train_state = SimpleNamespace(
@@ -124,7 +127,7 @@ class Loop:
         self.losses: list[float] = []
         self.evaluated: list[float] = []
         self.saved: list[int] = []
-        self.pending: list[tuple[int, int]] = []  # saves in the background, and when they will be durable
+        self.pending: list[tuple[int, int]] = []  # background saves, with the step at which each is finalized
         self.last_saved = -1
 
     def fire(self, event: str, **fields: Any) -> None:
@@ -209,7 +212,7 @@ class Loop:
         self.model[0].train()
 
     def save(self) -> None:
-        """At once, or so that it is durable two steps later."""
+        """Save at once, or in the background, where the checkpoint is finalized two steps later."""
         self.last_saved = step = self.state.train_state.step
         path = Path(self.cfg.checkpoint.save) / f"iter_{step:07d}"
         path.mkdir(parents=True)
@@ -236,7 +239,7 @@ class Loop:
 
 
 def empty(names: ModuleType) -> Any:
-    """A callback of that interface with the hooks of the host, which does nothing."""
+    """Return a callback of that interface with the hooks of the host, which do nothing."""
     received = set(HOST_EVENTS) - {"on_data_init_start"}
     return type("Empty", (names.Callback,), {event: (lambda self, context: None) for event in received})()
 
@@ -256,7 +259,7 @@ def train(
     if callbacks == EMPTY:
         given = [empty(names)]
     elif callbacks is not None:
-        given = [host(callbacks, strict=strict)]  # type: ignore[arg-type]  # a text is EMPTY
+        given = [host(callbacks, strict=strict)]  # type: ignore[arg-type]  # a string is EMPTY
     cfg = configuration(
         folder / "checkpoints",
         train__train_iters=epochs * steps_an_epoch,

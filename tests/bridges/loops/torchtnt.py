@@ -1,4 +1,4 @@
-"""torchtnt: an AutoUnit in `fit`, or in `train` where nothing is evaluated."""
+"""torchtnt: an AutoUnit in `fit`, or in `train` without evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME, VERSION = "torchtnt", version("torchtnt")
 
 
 class Unit(AutoUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
-    """Trains the job's model; `loss` is the last batch's."""
+    """Trains the job's model. `loss` is the loss of the last batch."""
 
     def __init__(self, job: Job, **options: Any) -> None:
         super().__init__(module=job.made_model(), device=torch.device("cpu"), **options)
@@ -47,7 +47,7 @@ class Unit(AutoUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not rea
 
 
 class Empty(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
-    """Has the hooks of the host, and does nothing."""
+    """A callback with the hooks of the host, which do nothing."""
 
     def on_train_start(self, state: Any, unit: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""callsheet's own Trainer: what a built-in does here is what it should do in every other loop."""
+"""callsheet's own Trainer. A built-in should have the same effects in every other loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ultralytics, which has its own venv: a trainer with models of one's own. See `tools/ultralytics_venv.py`."""
+"""Ultralytics, which runs in a separate venv (see `tools/ultralytics_venv.py`): a trainer with the jobs' models."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NAME, VERSION = "Ultralytics", ultralytics.__version__
 settings.update(dict.fromkeys(("clearml", "comet", "dvc", "mlflow", "raytune", "tensorboard", "wandb"), False))
 
 
-class OfUltralytics(nn.Module):
-    """A model that returns its loss if it is called with a batch, as Ultralytics' models do. Its modules keep their names."""
+class UltralyticsModel(nn.Module):
+    """A model that returns its loss if it is called with a batch, as Ultralytics' models do. Module names are unchanged."""
 
     of_outputs: ClassVar[Callable[..., Tensor]]
     criterion = None
 
     def forward(self, batch: Any, augment: bool = False) -> Any:
         if not isinstance(batch, dict):
-            return super().forward(batch)  # of the model's own class
+            return super().forward(batch)  # the forward of the job's model
         return self.loss(batch, super().forward(batch["img"]))
 
     def loss(self, batch: Any, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,20 +49,20 @@ class OfUltralytics(nn.Module):
         return loss, {"loss": loss.detach()}
 
 
-class Points(OfUltralytics, SmallModel):
+class Points(UltralyticsModel, SmallModel):
     of_outputs = staticmethod(nn.functional.mse_loss)
 
 
-class Images(OfUltralytics, Convolution):
+class Images(UltralyticsModel, Convolution):
     of_outputs = staticmethod(nn.functional.cross_entropy)
 
 
-class Tokens(OfUltralytics, Language):
+class Tokens(UltralyticsModel, Language):
     of_outputs = staticmethod(next_token_loss)
 
 
 class Rows(Dataset[Any]):
-    """Rows as dictionaries with the names of Ultralytics."""
+    """Rows as dictionaries with Ultralytics' keys."""
 
     def __init__(self, data: TensorDataset, times: int = 1) -> None:
         self.data, self.times = data, times
@@ -80,7 +80,7 @@ class Metrics:
 
 
 class Validator(BaseValidator):  # type: ignore[misc]  # mypy does not read Ultralytics' types
-    """Reports the loss alone."""
+    """Reports only the loss."""
 
     metrics = Metrics()
 
@@ -112,7 +112,7 @@ class JobTrainer(BaseTrainer):  # type: ignore[misc]
         return Validator(self.test_loader, self.save_dir, vars(self.args), self.callbacks)
 
     def final_eval(self) -> None:
-        """Validate the average once more, because Ultralytics loads models of its own only."""
+        """Validate the averaged weights once more. Ultralytics' own method can load only its own models."""
         self.metrics = self.validator(self)
 
 
