@@ -9,7 +9,7 @@ TEST := $(VENV)/.ready-for-tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: demo test test-all slow matrix ranks oracle resume restarts versions behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
+.PHONY: setup demo test test-all slow matrix ranks oracle resume restarts versions behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,9 @@ $(TEST): pyproject.toml constraints.txt
 FRAMEWORKS := tests/bridges tests/compat tests/exec
 ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py tests/bridges/test_guest_base.py
 
-test: $(TEST)  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, about six including the installation
+setup: $(TEST)  ## create .venv with what make test needs
+
+test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, about six including the installation
 	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
 	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
 

@@ -411,6 +411,28 @@ def test_commands_within_sentences_exist(page: Path) -> None:
         parse(span.replace("=DIR", "=folder"))
 
 
+def test_every_command_and_option_is_on_the_page_of_commands() -> None:
+    """Each command has a section, and each of its options is in that section."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## callsheet ([a-z, ]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    text_of = {name: text for names, text in sections for name in names.split(", ")}
+    commands: dict[str, argparse.ArgumentParser] = {
+        name: parser
+        for action in _parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, parser in action.choices.items()
+    }
+    commands["exec"] = exec_parser()
+    assert sorted(text_of) == sorted(commands)
+    missing = [
+        f"callsheet {name} {option}"
+        for name, parser in commands.items()
+        for option in parser._option_string_actions
+        if option not in ("-h", "--help") and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text_of[name])
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "yaml" and block.is_run], ids=str)
 def test_yaml_is_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content: Any = yaml.safe_load(block.text)

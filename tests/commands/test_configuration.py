@@ -359,8 +359,8 @@ def test_help_lists_classes_by_name_and_how_to_see_more(place: Path, capsys: pyt
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "(default: AdamW; --optimizer.help CLASS explains one)" in printed
-    assert "(default: CheckpointSaver; --callbacks.help CLASS explains one)" in printed
+    assert "(default: AdamW; --optimizer.help CLASS explains the arguments of a class)" in printed
+    assert "(default: CheckpointSaver; --callbacks.help CLASS explains the arguments of a class)" in printed
     assert "known subclasses" not in printed
     assert "Namespace(" not in printed
     with pytest.raises(SystemExit):

@@ -40,7 +40,7 @@ def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no recipe 'pretran'; did you mean 'pretrain'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["recipes", "--to", "x.yaml"])
-    assert "--to goes with --copy" in capsys.readouterr().err
+    assert "--to needs --copy" in capsys.readouterr().err
 
 
 KEYS_WITH_NAMED_VALUES = [

@@ -23,7 +23,7 @@ class KeyHelp(DefaultHelpFormatter):
             return text
         text = re.sub(r", known subclasses: .*\)$", ")", text, flags=re.DOTALL).replace("type: %(type)s, ", "")
         default = ", ".join(_class_names(action.default)).replace("%", "%%") or "none"
-        return text.replace("%(default)s)", f"{default}; --{action.dest}.help CLASS explains one)")
+        return text.replace("%(default)s)", f"{default}; --{action.dest}.help CLASS explains the arguments of a class)")
 
 
 def _class_names(spec: Any) -> list[str]:

@@ -16,17 +16,17 @@ from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, Reg
 
 _EPILOG = """\
 examples:
-  callsheet exec train.py --lr 0.1        run your own script unchanged, with speed, memory, NaN watch and a report
-  callsheet show pretrain                 what would happen: the call sheet and the settings
-  callsheet train pretrain                train; the same command again continues the run
-  callsheet runs                          the runs in runs/, newest first
-  callsheet mark stdlib-lm --tag baseline tag a run, note something about it, or archive it
-  callsheet import lightning_logs         runs of other tools, as runs here
-  callsheet compare --last 3              what differs between runs, and where the time went
-  callsheet watch stdlib-lm               a run in the browser while it continues
-  callsheet report stdlib-lm              the same page as one file, to keep or to send
-  callsheet evaluate stdlib-lm            what the trained model scores
-  callsheet export stdlib-lm model        the trained model as a Hugging Face folder
+  callsheet exec train.py --lr 0.1         run your own training script unchanged, with metrics and a report
+  callsheet show pretrain                  print which callbacks a recipe calls, and its settings, without training
+  callsheet train pretrain                 train a recipe; the same command again resumes an interrupted run
+  callsheet runs                           list the runs in the folder runs, newest first
+  callsheet mark stdlib-lm --tag baseline  add a tag to a run
+  callsheet import lightning_logs          import runs that another tool has logged
+  callsheet compare --last 3               compare the settings, metrics and step times of the newest three runs
+  callsheet watch stdlib-lm                show a run in the browser while it trains
+  callsheet report stdlib-lm               write the report of a run to one HTML file
+  callsheet evaluate stdlib-lm             evaluate the trained model of a run
+  callsheet export stdlib-lm model         write the trained model to a folder that from_pretrained loads
 
 callsheet COMMAND --help explains a command.
 """
@@ -40,10 +40,12 @@ _TAKE_KEYS = ("evaluate", "predict", "export")
 _OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
 """Modules that are needed to read any recipe."""
 
-_A_RUN = "a run's folder, or its name in runs/"
-_A_RUN_OR_RECIPE = f"{_A_RUN}, or a recipe file"
-_RUNS = f"{_A_RUN}, a folder of runs, or a pattern such as 'lr-*'"
-_KEYS_MAY_FOLLOW = "\n\nKeys of the recipe may follow, such as --device cpu or --eval_batch_size 64."
+_A_RUN = "the folder of a run, or the name of a run in the folder runs"
+_A_RUN_OR_RECIPE = f"{_A_RUN}, or the recipe file of a run"
+_RUNS = "the name or the folder of a run, a folder that contains runs, or a pattern such as 'lr-*'"
+_RUNS_FOLDER = "the folder that contains the named runs (default: runs)"
+_GROUP_BY = "combine runs with the same value of this setting into one group; seed: runs that differ only in their seeds"
+_KEYS_MAY_FOLLOW = "\n\nTo override settings of the run, add keys of its recipe, such as --device cpu or --eval_batch_size 64."
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command, given its name, its function, what it does and an example. Returns the parser for its arguments."""
@@ -120,9 +122,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train_and_show(command: AddsCommand) -> None:
     # These commands have no `--help` of their own: after the name of a recipe, `--help` is that of the recipe.
     train = command("train", _train, "run a recipe", add_help=False)
-    show = command("show", _show, "print the call sheet and the settings of a recipe, before anything runs", add_help=False)
+    show = command(
+        "show",
+        _show,
+        "print the call sheet (which callback is called when) and the settings of a recipe, without training",
+        add_help=False,
+    )
     for added in (train, show):
-        added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped one")
+        added.add_argument("recipe", nargs="?", help="a recipe file, or the name of a shipped recipe")
 
 
 def _add_exec(command: AddsCommand) -> None:
@@ -130,17 +137,24 @@ def _add_exec(command: AddsCommand) -> None:
 
 
 def _add_events(command: AddsCommand) -> None:
-    command("events", _events, "print the lifecycle: every event and its place", "  callsheet events | less")
+    command(
+        "events", _events, "print all events of a run as a tree, in the order in which they occur", "  callsheet events | less"
+    )
 
 
 def _add_bridges(command: AddsCommand) -> None:
     bridges = command(
         "bridges",
         _bridges,
-        "print which callback works in which training loop, as the tests found it",
+        "print which callbacks work in which framework's training loop, as a table of test results",
         "  callsheet bridges\n  callsheet bridges lightning",
     )
-    bridges.add_argument("name", nargs="?", metavar="NAME", help="a framework: its limits, and its own callbacks as guests here")
+    bridges.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a framework: print its limits, and which of its own callbacks callsheet's Trainer can call",
+    )
 
 
 def _add_recipes(command: AddsCommand) -> None:
@@ -150,20 +164,20 @@ def _add_recipes(command: AddsCommand) -> None:
         "list the shipped recipes, or copy the file of one",
         "  callsheet recipes\n  callsheet recipes --copy pretrain --to mine.yaml",
     )
-    recipes.add_argument("--copy", metavar="NAME", help="write the recipe's file here, to start from")
-    recipes.add_argument("--to", metavar="FILE", help="where to write it (NAME.yaml)")
+    recipes.add_argument("--copy", metavar="NAME", help="copy this recipe's file to the current folder, so that you can edit it")
+    recipes.add_argument("--to", metavar="FILE", help="with --copy: the file to write (default: NAME.yaml)")
 
 
 def _add_evaluate(command: AddsCommand) -> None:
     evaluate = command(
         "evaluate",
         _evaluate,
-        "print what a run's model scores on all validation datasets and the test data; the run stays as it is",
+        "evaluate a run's model on all validation datasets and the test data, without changing the run",
         "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json"
         + _KEYS_MAY_FOLLOW,
     )
     evaluate.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
-    evaluate.add_argument("--out", metavar="FILE", help="write the scores there as JSON, too")
+    evaluate.add_argument("--out", metavar="FILE", help="also write the results to this file, as JSON")
     _add_checkpoint(evaluate)
 
 
@@ -171,14 +185,17 @@ def _add_predict(command: AddsCommand) -> None:
     predict = command(
         "predict",
         _predict,
-        "write the predictions of a run's model for rows of data, as JSON lines",
+        "write the answer of a run's model for each row of data, as JSON lines",
         "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
-        "FILE has the first answer on its first line, and so on. It is there when all answers are, in the place of an earlier one: a command\n"
-        "that was interrupted leaves none, and starts again." + _KEYS_MAY_FOLLOW,
+        "The answers are in the order of the rows. FILE is written only when all answers are complete. Until then, an existing FILE is not\n"
+        "changed. An interrupted command writes no FILE; if you repeat the command, it starts from the first row."
+        + _KEYS_MAY_FOLLOW,
     )
     predict.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
-    predict.add_argument("--input", metavar="ROWS", required=True, help="JSON lines, a Parquet file, or a folder of them")
-    predict.add_argument("--out", metavar="FILE", help="where to write the answers; to standard output, as they come, without it")
+    predict.add_argument(
+        "--input", metavar="ROWS", required=True, help="a file of JSON lines, a Parquet file, or a folder of such files"
+    )
+    predict.add_argument("--out", metavar="FILE", help="the file to write (default: print each answer as soon as it is ready)")
     _add_checkpoint(predict)
 
 
@@ -186,18 +203,20 @@ def _add_export(command: AddsCommand) -> None:
     export = command(
         "export",
         _export,
-        "write a run's model and its tokenizer or processor as a folder that from_pretrained loads",
-        "  callsheet export stdlib-lm exported\n\nWhat is written are the checkpoint's weights: where the run has an EMA, the average."
+        "write a run's model and its tokenizer or processor to a folder that from_pretrained loads",
+        "  callsheet export stdlib-lm exported\n\nIf the run has the callback EMA, the averaged weights are written."
         + _KEYS_MAY_FOLLOW,
     )
     export.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
-    export.add_argument("folder", metavar="FOLDER", help="a new one")
+    export.add_argument("folder", metavar="FOLDER", help="the folder to create")
     _add_checkpoint(export)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", metavar="PATH", help="a checkpoint's folder, or its name among the run's (the newest good one)"
+        "--checkpoint",
+        metavar="PATH",
+        help="the folder or the name of a checkpoint of the run (default: the newest valid checkpoint)",
     )
 
 
@@ -210,84 +229,91 @@ def _add_runs(command: AddsCommand) -> None:
         "  callsheet runs --sort lowest --metric validation/accuracy --reverse\n"
         "  callsheet runs --columns name,optimizer.lr,'lowest(validation/loss)',tags,note\n"
         "  callsheet runs /data/runs --json | jq '.[0]'\n\n"
-        "The columns are name, outcome, steps, duration, loss, last, lowest, highest, started, device, tags, note, archived, reason and\n"
-        "checkpoint; each metric (its last value), lowest(METRIC) and highest(METRIC); and each setting.",
+        "COLUMN is one of name, outcome, steps, duration, loss, last, lowest, highest, started, device, tags, note, archived, reason and\n"
+        "checkpoint; the name of a metric (its last value), lowest(METRIC) or highest(METRIC); or a setting, such as optimizer.lr.\n"
+        "CONDITION is COLUMN, an operator and a value. The operators are <, <=, >, >=, =, != and ~ (contains).",
     )
-    runs.add_argument("folder", nargs="?", default="runs", help="the folder that contains the runs (runs)")
+    runs.add_argument("folder", nargs="?", default="runs", help="the folder that contains the runs (default: runs)")
     runs.add_argument(
         "--where",
         action="append",
         default=[],
         metavar="CONDITION",
-        help="only runs that fulfil it: a column, < <= > >= = != or ~ (contains), and a value; may be repeated",
+        help="list only runs that fulfil this condition; may be repeated",
     )
-    runs.add_argument("--columns", default="", metavar="A,B,...", help="the columns to show, separated by commas")
-    runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (started)")
-    runs.add_argument("--reverse", action="store_true", help="the other way round")
+    runs.add_argument("--columns", default="", metavar="COLUMN,...", help="the columns to print, separated by commas")
+    runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (default: started)")
+    runs.add_argument("--reverse", action="store_true", help="reverse the order")
     runs.add_argument(
         "--metric",
         default="validation/loss",
         metavar="NAME",
-        help="whose last, lowest and highest value is shown (validation/loss)",
+        help="the metric of the columns last, lowest and highest (default: validation/loss)",
     )
-    runs.add_argument("--archived", action="store_true", help="list archived runs too")
-    runs.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+    runs.add_argument("--archived", action="store_true", help="also list archived runs")
+    runs.add_argument("--json", action="store_true", help="print JSON, with all settings and metrics of each run")
 
 
 def _add_mark(command: AddsCommand) -> None:
     mark = command(
         "mark",
         _mark,
-        "tag runs, note something about them, or archive them, so that lists leave them out",
+        "add tags or a note to runs, or archive runs to hide them from lists",
         "  callsheet mark lr-1 lr-2 --tag baseline --note 'before the new tokenizer'\n  callsheet mark 'old-*' --archive\n"
         "  callsheet mark lr-1",
     )
     mark.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    mark.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
+    mark.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
     mark.add_argument("--tag", action="append", default=[], metavar="TAG", help="add this tag; may be repeated")
     mark.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove this tag; may be repeated")
-    mark.add_argument("--note", metavar="TEXT", help="replace the note; an empty text removes it")
+    mark.add_argument("--note", metavar="TEXT", help="set the note, in place of an earlier note; an empty text removes the note")
     archive = mark.add_mutually_exclusive_group()
-    archive.add_argument("--archive", dest="is_archived", action="store_const", const=True, help="leave the runs out of lists")
-    archive.add_argument("--unarchive", dest="is_archived", action="store_const", const=False, help="list them again")
+    archive.add_argument("--archive", dest="is_archived", action="store_const", const=True, help="hide the runs from lists")
+    archive.add_argument(
+        "--unarchive", dest="is_archived", action="store_const", const=False, help="show archived runs in lists again"
+    )
 
 
 def _add_delete(command: AddsCommand) -> None:
     delete = command(
         "delete",
         _delete,
-        "delete runs with their checkpoints, after asking",
-        "  callsheet delete lr-3\n  callsheet delete 'old-*' --yes\n\nCheckpoints that are kept outside the run's folder stay.",
+        "delete runs with their checkpoints, after a confirmation",
+        "  callsheet delete lr-3\n  callsheet delete 'old-*' --yes\n\nCheckpoints outside the run's folder are not deleted.",
     )
     delete.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    delete.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and patterns look for runs (runs)")
-    delete.add_argument("--yes", action="store_true", help="do not ask")
+    delete.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    delete.add_argument("--yes", action="store_true", help="delete without asking for confirmation")
 
 
 def _add_import(command: AddsCommand) -> None:
     imports = command(
         "import",
         _import,
-        "write runs of TensorBoard, W&B, MLflow, Trackio, Lightning or the Hugging Face Trainer as runs' folders here",
+        "import runs of TensorBoard, W&B, MLflow, Trackio, Lightning or the Hugging Face Trainer",
         "  callsheet import lightning_logs\n  callsheet import wandb mlruns --to runs\n"
         "  callsheet import logs/baseline --from tensorboard --name baseline --rename Loss/train=train/loss\n\n"
-        "Importing a run again replaces its folder. A folder that was not made by an import is never changed.",
+        "If you import a run again, the new import replaces its folder. Folders that were not created by an import are never changed.",
     )
-    imports.add_argument("sources", nargs="+", metavar="SOURCE", help="a file or a folder of another tool")
-    imports.add_argument("--to", default="runs", metavar="FOLDER", help="the folder of runs (runs)")
+    imports.add_argument("sources", nargs="+", metavar="SOURCE", help="a file or folder that another tool has written")
+    imports.add_argument(
+        "--to", default="runs", metavar="FOLDER", help="the folder to which the imported runs are added (default: runs)"
+    )
     imports.add_argument(
         "--from",
         dest="kind",
         metavar="KIND",
-        help="tensorboard, wandb, mlflow, trackio, lightning or huggingface (what is found there)",
+        help="tensorboard, wandb, mlflow, trackio, lightning or huggingface (default: detected from the files)",
     )
-    imports.add_argument("--name", metavar="NAME", help="the name of the run's folder, for a single run (that in the source)")
+    imports.add_argument(
+        "--name", metavar="NAME", help="the new name of the run, if a single run is imported (default: its name in the source)"
+    )
     imports.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="a new name for a metric, or, if both end with /, for its prefix; may be repeated",
+        help="rename the metric OLD to NEW; if both end with /, rename the prefix of all such metrics; may be repeated",
     )
 
 
@@ -295,40 +321,52 @@ def _add_report(command: AddsCommand) -> None:
     report = command(
         "report",
         _report,
-        "write one self-contained HTML page of a run, and a trace for Perfetto beside it",
+        "write the report of a run as one self-contained HTML page, and a trace for Perfetto next to it",
         "  callsheet report stdlib-lm\n  callsheet report /data/runs/big --out big.html",
     )
     report.add_argument("a_run", metavar="RUN", help=_A_RUN)
-    report.add_argument("-o", "--out", metavar="FILE", help="where to write the page (report.html in the run's folder)")
+    report.add_argument("-o", "--out", metavar="FILE", help="the file to write (default: report.html in the run's folder)")
 
 
 def _add_compare(command: AddsCommand) -> None:
     compare = command(
         "compare",
         _compare,
-        "print what differs between runs, their values with spread, and where the time of a step goes; or fail if they differ too much",
+        "compare the settings, metrics and step times of runs",
         "  callsheet compare lr-1 lr-2\n  callsheet compare 'lr-*' --group-by seed -o compare.html\n  callsheet compare --last 3 --csv\n"
         "  callsheet compare main candidate --fail-if 'step_seconds > +5%' --fail-if 'validation/loss > +0.01'\n\n"
-        "The first run, or the first group, is the baseline. --fail-if takes the last value of a metric, best(METRIC) the best one; a difference\n"
-        "fails only if its 95 % confidence interval is beyond the limit. The exit status is then 1.",
+        "The first run, or the first group, is the baseline, with which the other runs are compared.\n\n"
+        "CONDITION is a metric, one of >, >=, < and <=, and the limit of its difference from the baseline. METRIC means the last value of the\n"
+        "metric, and best(METRIC) its best value. If the noise is known, the whole 95 % confidence interval must be beyond the limit.",
     )
     compare.add_argument("runs", nargs="*", metavar="RUN", help=_RUNS)
-    compare.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
-    compare.add_argument("--last", type=int, metavar="N", help="the newest N runs, of those named if any is")
+    compare.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
     compare.add_argument(
-        "--group-by", metavar="KEY", help="seed: runs that differ in seeds alone are one group; or the key of a setting"
+        "--last",
+        type=int,
+        metavar="N",
+        help="compare only the newest N of the named runs; without names, of all runs in the folder",
     )
+    compare.add_argument("--group-by", metavar="KEY", help=_GROUP_BY)
     compare.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="print only the values of this metric; may be repeated"
     )
-    compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help="may be repeated; see below")
+    compare.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit with status 1 if this condition is met; may be repeated",
+    )
     form = compare.add_mutually_exclusive_group()
-    form.add_argument("-o", "--out", metavar="FILE", help="as one self-contained HTML page with curves, written to this file")
-    form.add_argument("--json", action="store_true", help="as JSON, with everything that is known")
+    form.add_argument(
+        "-o", "--out", metavar="FILE", help="write the comparison to this file, as one self-contained HTML page with curves"
+    )
+    form.add_argument("--json", action="store_true", help="print the whole comparison as JSON")
     for name, what in (
-        ("csv", "the values as CSV"),
-        ("markdown", "the tables as Markdown"),
-        ("latex", "the tables as LaTeX (booktabs)"),
+        ("csv", "print the values as CSV"),
+        ("markdown", "print the tables as Markdown"),
+        ("latex", "print the tables as LaTeX (booktabs)"),
     ):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=what)
 
@@ -337,29 +375,34 @@ def _add_watch(command: AddsCommand) -> None:
     watch = command(
         "watch",
         _watch,
-        "show a run in the browser while it trains, with buttons to save, evaluate or stop; or compare several runs while they train",
+        "show one or several runs in the browser while they train",
         "  callsheet watch stdlib-lm\n  callsheet watch 'lr-*' --group-by seed\n  callsheet watch runs/big --port 8080 --no-browser\n\n"
-        "The server listens on 127.0.0.1 only, and the address that it prints contains a token. From another machine:\n"
+        "The page of one run has buttons to save a checkpoint, to evaluate and to stop. The server listens on 127.0.0.1 only. The address\n"
+        "that it prints contains a secret token. To watch a run from another machine, forward a port with ssh:\n"
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
     watch.add_argument(
         "runs", nargs="*", metavar="RUN", help=f"{_RUNS}. A run that does not exist yet is shown as soon as it begins"
     )
-    watch.add_argument("--folder", default="runs", metavar="FOLDER", help="where names and --last look for runs (runs)")
-    watch.add_argument("--last", type=int, metavar="N", help="the newest N runs, and those that begin later")
-    watch.add_argument("--group-by", metavar="KEY", help="seed, or the key of a setting: runs with the same value are one group")
-    watch.add_argument("--port", type=int, default=0, help="the port; 0, the default, means any free port")
-    watch.add_argument("--no-browser", action="store_true", help="do not open a browser; only print the address")
+    watch.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    watch.add_argument("--last", type=int, metavar="N", help="show the newest N runs, and all runs that begin later")
+    watch.add_argument("--group-by", metavar="KEY", help=_GROUP_BY)
+    watch.add_argument("--port", type=int, default=0, help="the port of the server (default: any free port)")
+    watch.add_argument("--no-browser", action="store_true", help="print the address, but do not open a browser")
 
 
 def _recipe_missing(command: str, rest: list[str]) -> int:
     from callsheet.cli.shipped import RECIPES
 
-    does = {"train": "runs a recipe", "show": "prints the call sheet and the settings of a recipe, before anything runs"}[command]
+    does = {
+        "train": "Run a recipe.",
+        "show": "Print the call sheet (which callback is called when) and the settings of a recipe, without training.\n"
+        "callsheet show RUN prints the same for an existing run.",
+    }[command]
     print(
         f"usage: callsheet {command} RECIPE [--KEY VALUE ...]\n\n"
-        f"{does[0].upper()}{does[1:]}. RECIPE is a YAML file, or the name of a shipped one: {', '.join(RECIPES)}.\n"
-        f"callsheet {command} RECIPE --help explains its keys; --print_config shows them with their values.\n\n"
+        f"{does}\nRECIPE is a YAML file, or the name of a shipped recipe: {', '.join(RECIPES)}.\n"
+        f"callsheet {command} RECIPE --help explains the keys of a recipe. --print_config prints all keys with their values.\n\n"
         f"example:\n  callsheet {command} pretrain --max_duration 30s --model.layers 2"
     )
     return 0 if {"-h", "--help"} & set(rest) else 2
@@ -478,7 +521,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.recipes import copy, recipes
 
     if given.copy is None and given.to is not None:
-        given.parser.error("--to goes with --copy NAME")
+        given.parser.error("--to needs --copy NAME")
     return _printed(copy(given.copy, given.to) if given.copy is not None else recipes())
 
 

@@ -17,8 +17,9 @@ _DESCRIPTION = """\
 Run a training script unchanged, and observe its training loop with callbacks.
 
 The script runs as if Python had started it: same arguments, output, exit code and signals. Its weights are the same as without
-callsheet. When training begins, callsheet recognizes the loop: the trainer of a framework that callsheet has a host for, or
-else the first optimizer that steps and the model that has its parameters. At the end, a report is written to the run's folder."""
+callsheet. If the script trains with the trainer of a framework that callsheet supports, callsheet observes this trainer. Otherwise
+it observes the first optimizer that steps, and the model that this optimizer updates. When the script has ended, callsheet writes a
+report to the run's folder."""
 
 _EPILOG = """\
 examples:
@@ -27,11 +28,12 @@ examples:
   callsheet exec --callbacks callbacks.yaml train.py
   torchrun --nproc_per_node 2 -m callsheet.exec train.py
 
-A file of callbacks is a list, as in a recipe:
+FILE of --callbacks is a YAML list, as in a recipe:
   - class_path: SpeedMonitor
   - class_path: my_package.MyCallback
     init_args: {interval: 10}
-Its classes are imported as code, like the script. The variable CALLSHEET_CALLBACKS may name the file, too."""
+The classes in FILE are imported, which executes the code of their modules. Instead of --callbacks FILE, you can set the
+environment variable CALLSHEET_CALLBACKS to the path of FILE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,15 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--callbacks", metavar="FILE", help="a YAML file that lists the callbacks to use instead of the default ones"
     )
-    parser.add_argument("--run_name", metavar="NAME", help="the run's name (the script's name and the time)")
+    parser.add_argument("--run_name", metavar="NAME", help="the run's name (default: the script's name and the time)")
     parser.add_argument(
-        "--runs_folder", metavar="FOLDER", default="runs", help="the folder that contains the run's folder (runs)"
+        "--runs_folder", metavar="FOLDER", default="runs", help="the folder in which the run's folder is created (default: runs)"
     )
     parser.add_argument(
         "--log_interval",
         metavar="STEPS",
         type=_positive,
-        help="steps from one record to the next (10; in a loop without a framework, more if steps are short)",
+        help="the number of steps from one metrics record to the next (default: 10, or more if the steps of a hand-written loop are short)",
     )
     return parser
 
