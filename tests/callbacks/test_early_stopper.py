@@ -164,6 +164,19 @@ def test_a_run_whose_patience_is_exhausted_does_not_continue_when_resumed(tmp_pa
     assert epochs(tmp_path, stopper(patience=3), scores, resume="auto") == (8, "finished")
 
 
+def test_a_longer_duration_alone_does_not_continue_the_run_and_the_reason_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = [3.0, 2, 2, 2, 1, 1, 1, 1]
+    assert epochs(tmp_path, stopper(), scores, CheckpointSaver())[0] == 4
+    with caplog.at_level(logging.WARNING, "callsheet"):
+        with trainer(tmp_path, stopper(), scores=scores, resume="auto", max_duration="20ep") as trained:
+            trained.fit()
+    assert (trained.state.timestamp.batch, trained.run.outcome) == (12, "stopped")
+    assert "EarlyStopper: the patience had run out before the run was resumed at step 12" in caplog.text
+    assert "give a longer patience, or remove the callback" in caplog.text
+
+
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     again = stopper()
     assert epochs(tmp_path, again, [1, 2, 2, 2])[0] == 3

@@ -95,6 +95,7 @@ other_model = nn.Linear(2, 1)
         ({"run_name": "."}, r"run_name='\.' must be a plain name"),
         ({"optimizer": None, "scheduler": lambda optimizer: None}, r"a scheduler needs an optimizer"),
         ({"optimizer": sgd(list(other_model.parameters()))}, r"the optimizer holds parameters that are not the model's.*lambda"),
+        ({"optimizer": "adamw"}, r"optimizer='adamw': give a torch optimizer, or a function of the parameters, such as lambda"),
         ({"optimizer": lambda parameters: "adam"}, r"optimizer is or returned str; give a torch optimizer, or a function"),
         ({"task": None}, r"task=None: give a loss function of \(outputs, targets\)"),
         ({"task": nn.MSELoss}, r"task=.*MSELoss.*give a loss function"),

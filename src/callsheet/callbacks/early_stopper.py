@@ -67,6 +67,13 @@ class EarlyStopper(Callback):
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._seen_at is not None and self._has_run_out(ctx):
             self._stop(ctx)
+            if ctx.run.is_world_process_zero:
+                logger.warning(
+                    "%s: the patience had run out before the run was resumed at step %d, so no further step is taken. To train on, give a longer "
+                    "patience, or remove the callback",
+                    label_of(self),
+                    ctx.step,
+                )
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Compare the monitored value with the best so far, and stop when the patience has run out."""

@@ -235,6 +235,11 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
     """
     optimizer = given
     if not isinstance(given, Optimizer):
+        if not callable(given):
+            raise ConfigError(
+                f"optimizer={given!r}: give a torch optimizer, or a function of the parameters, such as "
+                "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise ConfigError("the model has no trainable parameter (requires_grad), so there is nothing to optimize")
