@@ -165,6 +165,34 @@ for step in range(8):
 end(model)
 """
 
+LOSS_CHANGED_IN_PLACE = f"""{_BEGIN}
+{_LINEAR}
+for step in range(8):{indent(_STEP, "    ")}
+    loss.detach().mul_(2)
+end(model)
+"""
+
+CLIPS_COMPILED = f"""{_BEGIN}
+{_LINEAR}
+import pickle
+assert pickle.loads(pickle.dumps(nn.utils.clip_grad_norm_)) is nn.utils.clip_grad_norm_
+clip = torch.compile(lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e6), fullgraph=True, backend="eager")
+for step in range(8):{indent(_STEP, "    ")}
+    clip(list(model.parameters()))
+end(model)
+"""
+
+MANY_LOOPS = """
+import torch
+for number in range(24):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(22):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+"""
+
 _ASKS_ALL_FINDERS = """
 import sys
 class Finder:
@@ -188,6 +216,8 @@ ODD = {
     "parts_called": PARTS_CALLED,
     "loss_discarded": LOSS_DISCARDED,
     "backward_fails_once": BACKWARD_FAILS_ONCE,
+    "loss_changed_in_place": LOSS_CHANGED_IN_PLACE,
+    "clips_compiled": CLIPS_COMPILED,
 }
 
 
@@ -213,6 +243,15 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
         clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
         assert clipped
         assert len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+
+
+@pytest.mark.test_all
+def test_of_many_loops_only_the_first_ones_are_observed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MANY_LOOPS)
+    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+    assert observed.returncode == 0, observed.stderr
+    assert len([path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]) == 20
+    assert observed.stderr.count("20 loops of this script were observed; further ones are not") == 1
 
 
 def test_processes_that_a_script_spawns_find_its_functions(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from callsheet.bridges.giving_up import is_for_user
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context
 from callsheet.run.copies import add_hook
-from callsheet.run.metrics import lasting
 
 logger = logging.getLogger("callsheet")
 
@@ -521,7 +520,7 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value, before = lasting(unscaled), self.total
+            value, before = unscaled.detach().clone(), self.total  # a copy, because the loop may change its loss in place
             if value.dim():
                 value = value.reshape(())
             self.total = value if before is None else before + value

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from callsheet.exec.messages import log_failure, warn
-from callsheet.run.metrics import lasting
 from callsheet.trainer.tasks import counts_of
 
 if TYPE_CHECKING:
@@ -29,6 +28,13 @@ STEPS_OF_A_NEW_LOOP = 20
 
 A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
 such as that of a GAN, the observed one is not silent for so long.
+"""
+
+
+MOST_LOOPS = 20
+"""How many loops of a script are observed, and for how many optimizers a model is searched without success.
+
+Some scripts make a new model and optimizer thousands of times, as in federated learning. A run for each would make them slow.
 """
 
 
@@ -51,6 +57,7 @@ class LoopFinder:
         """Whether a framework's trainer trains now, which is observed by its host."""
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
+        self._found = self._not_found = 0  # the number of loops that were recognized, and of optimizers without a model
         self._others = 0  # the number of steps of other optimizers since the observed one last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
@@ -60,6 +67,7 @@ class LoopFinder:
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._counted: Any = None  # the batch whose samples are in `_counts`
         self._counts = (0, 0)  # the samples and tokens of these losses
+        self._is_limit_logged = False  # whether it was logged that further loops are not observed
         self._is_in_backward = False
         self._is_inside_loader = False  # whether a dataloader of a framework is fetching from the torch dataloader inside it
         self._scaler: Any = None
@@ -72,8 +80,7 @@ class LoopFinder:
         self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
         self._wrap(Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
-        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._wrap(owner, "clip_grad_norm_", self._clip)
+        self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def stop(self) -> None:
@@ -86,18 +93,27 @@ class LoopFinder:
         while self._undo:
             self._undo.pop()()
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Callable[[], None]:
+        """Replace `owner.name` by a function that calls `around`. Return a function that restores it.
+
+        `also` is another object that has the same function under this name.
+        """
         given = getattr(owner, name)
+        owners = (owner, also) if also is not None else (owner,)
 
         @wraps(given)
         def wrapper(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():  # Dynamo must not trace what observes
+                return given(*args, **options)
             return around(given, *args, **options)
 
         def restore() -> None:
-            if getattr(owner, name) is wrapper:  # otherwise another library has wrapped it since
-                setattr(owner, name, given)
+            for each in owners:
+                if getattr(each, name) is wrapper:  # otherwise another library has wrapped it since
+                    setattr(each, name, given)
 
-        setattr(owner, name, wrapper)
+        for each in owners:
+            setattr(each, name, wrapper)
         self._undo.append(restore)
         return restore
 
@@ -110,7 +126,7 @@ class LoopFinder:
         self._is_in_backward = True
         try:
             given(loss, *args, **options)
-            value = lasting(loss).reshape(())
+            value = loss.detach().clone().reshape(())  # a copy, because the script may change its loss in place
             self._loss = value if self._loss is None else self._loss + value
             self._count()
         finally:
@@ -245,8 +261,14 @@ class LoopFinder:
         if optimizer in self._seen or (before is not None and not self._count_other_step()):
             return
         self._seen.add(optimizer)
+        if self._found >= MOST_LOOPS or self._not_found >= MOST_LOOPS:
+            if not self._is_limit_logged and self._found:
+                self._is_limit_logged = True
+                warn(f"{MOST_LOOPS} loops of this script were observed; further ones are not")
+            return
         model = model_of(optimizer)
         if model is None:
+            self._not_found += 1
             if before is None:
                 self._observation.say_once(
                     f"no torch.nn.Module was found that has the parameters of {type(optimizer).__name__}, so its loop is not observed; the "
@@ -269,6 +291,7 @@ class LoopFinder:
         loop = self._observation.begin_loop(model, optimizer, scaler, latest() if latest is not None else None)
         self._is_over = loop is None
         if loop is not None:
+            self._found += 1
             self._loop, self._training_iterator = loop, _nothing
             loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
 
