@@ -133,10 +133,6 @@ def run_info(
     )
 
 
-_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""The modes of `torch.compile` that record CUDA graphs."""
-
-
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
     """Return the device that this rank uses.
 
@@ -158,6 +154,10 @@ def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(device)
     return device
+
+
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of `torch.compile` that record CUDA graphs."""
 
 
 def check_cuda_graphs(compile: bool | Mapping[str, Any], device: torch.device, *, has_microbatches: bool) -> None:

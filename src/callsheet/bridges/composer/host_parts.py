@@ -15,7 +15,6 @@ from torch import Tensor
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.run.metrics import lasting
 from callsheet.trainer.tasks import counts_of
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
@@ -132,9 +131,7 @@ class StepLosses:
 
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
         """Add the loss of a microbatch. `samples`, the number of samples in the step, shows whether it is the only microbatch."""
-        value = lasting(loss)
-        if isinstance(state.loss, dict):
-            value = value.clone()  # copied, because Composer scales the total in place
+        value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
         is_whole = state.device_train_microbatch_size >= samples  # a step's only microbatch gets weight 1
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 

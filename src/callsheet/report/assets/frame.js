@@ -26,12 +26,12 @@ const scrollObserver = new IntersectionObserver(markCurrent, { threshold: [0, 0.
 function saveState(section) {
   const scrolled = [...section.querySelectorAll(".scroll")].map(({ scrollLeft, scrollTop }) => [scrollLeft, scrollTop]);
   const focused = section.contains(document.activeElement) ? document.activeElement : null;
-  const alike = (element) => [...element.querySelectorAll(focused.tagName)];
-  const index = focused ? alike(section).indexOf(focused) : -1;
+  const ofSameTag = (element) => [...element.querySelectorAll(focused.tagName)];
+  const index = focused ? ofSameTag(section).indexOf(focused) : -1;
   const selection = focused && [focused.selectionStart, focused.selectionEnd];
   return (newSection) => {
     [...newSection.querySelectorAll(".scroll")].forEach((element, scrollIndex) => { [element.scrollLeft, element.scrollTop] = scrolled[scrollIndex] ?? [0, 0]; });
-    const element = focused && alike(newSection)[index];
+    const element = focused && ofSameTag(newSection)[index];
     element?.focus({ preventScroll: true });
     if (element && isNumber(selection[0])) element.setSelectionRange(...selection);
   };

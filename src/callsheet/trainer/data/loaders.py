@@ -36,8 +36,8 @@ _OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sam
 _REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
 _LONG = 1000
-_MOST = 1 << 20
-_FIRST = 8
+_MOST = 1 << 20  # bytes of a pickle that are read for a checksum
+_FIRST = 8  # how many numbers along the first dimension of a tensor count
 
 _OPTIONS = (
     "num_workers",
