@@ -62,7 +62,7 @@ class NaNMonitor(Callback):
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # the mean is missing or not finite: a loss is not finite, or their sum overflowed
+        else:  # no mean, or one that is not finite: a loss may be bad, or the sum of the losses overflowed
             self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:

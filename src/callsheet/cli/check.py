@@ -175,7 +175,7 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class that was last given for the key `at`, or for an item of the list `at`; None if there is none."""
+        """Return the class that was given last for the key `at` or, if the key takes a list, for an item of it; None if there is none."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 

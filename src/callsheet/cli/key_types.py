@@ -71,7 +71,10 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return how many constructor arguments the code passes later, such as an optimizer's parameters. A recipe omits them."""
+    """Return the number of constructor arguments that are not keys of a recipe, because the recipe's code passes them.
+
+    An example is the model's parameters, which are passed to an optimizer.
+    """
     if get_origin(kind) is Callable:
         return len(get_args(kind)[0])
     return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)

@@ -120,10 +120,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the fraction of time that the callback takes at this event.
-
-        It is a fraction of a step if the event is sampled, otherwise of the whole run.
-        """
+        """Return how much of a step the callback takes at this event, as a fraction. If the event is not sampled: how much of the run."""
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 

@@ -103,7 +103,7 @@ class LoopFinder:
 
         @wraps(given)
         def wrapper(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # Dynamo must not trace what observes
+            if torch.compiler.is_compiling():  # Dynamo must not trace callsheet's code
                 return given(*args, **options)
             return around(given, *args, **options)
 

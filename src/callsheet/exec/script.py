@@ -104,7 +104,7 @@ def hide_our_frames(error: BaseException) -> None:
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if value is error:  # to which the frames of our callers were added since
+        if value is error:  # its traceback has more of callsheet's frames by now
             trace = begin
         return shown(kind, value.with_traceback(trace), trace)
 

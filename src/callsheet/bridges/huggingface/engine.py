@@ -1,4 +1,7 @@
-"""DeepSpeed in the Hugging Face Trainer: its engine clips the gradients and steps the optimizer within the step's last backward."""
+"""Observes DeepSpeed in the Hugging Face Trainer.
+
+DeepSpeed's engine clips the gradients and steps the optimizer within the last backward pass of a step.
+"""
 
 from __future__ import annotations
 

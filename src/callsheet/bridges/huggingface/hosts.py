@@ -141,7 +141,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        if not hasattr(trainer, "_inner_training_loop"):  # without this method, an error does not end the run at once
+        if not hasattr(trainer, "_inner_training_loop"):  # the method to wrap: without it, the error is noticed later
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
                     "it has no _inner_training_loop, so an error that ends training may be recorded late and without its reason"

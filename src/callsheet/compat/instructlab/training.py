@@ -80,7 +80,7 @@ class _SentCallback(Callback):
 
     @classmethod
     def of(cls, foreign: Any) -> _SentCallback:
-        """Wrap a callback, with its current state. The preflight check compares the rebuilt callback's state with it."""
+        """Wrap a callback and keep its current state. Before the ranks start, `launch` checks that a rebuilt callback has the same state."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         wrapper = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         wrapper.foreign, wrapper.name = foreign, type(foreign).__name__
