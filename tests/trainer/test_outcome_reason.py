@@ -256,3 +256,26 @@ def test_names_of_credentials(name: str) -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "pad_token_id", "eos_token", "tokens_per_second", "lr"])
 def test_names_about_the_tokens_of_a_text(name: str) -> None:
     assert not is_secret(name)
+
+
+def attached(folder: Path, *callbacks: Callback) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, runs_folder=folder, run_name="x") as run:
+        for batch in run.steps([torch.ones(2, 3)] * 5):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("train", [fit, attached])
+def test_an_early_end_is_logged_unless_a_callback_shows_it(
+    train: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "a", AtStep(2, request_stop))
+    (line,) = [record.getMessage() for record in caplog.records if "training ended" in record.getMessage()]
+    assert line == "x: training ended at step 2, stopped by AtStep: the curve is flat"
+    caplog.clear()
+    train(tmp_path / "b", AtStep(2, request_stop), ConsoleLogger())
+    train(tmp_path / "c")
+    assert not any("training ended" in record.getMessage() for record in caplog.records)

@@ -89,6 +89,11 @@ class Callback(Hooks):
 
     If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
     """
+    shows_outcome: bool = False
+    """Whether the callback shows the user how and why the run ended.
+
+    If no callback does, a run that was stopped or preempted logs the reason as a warning.
+    """
     weights_in_state: str = ""
     """The key of `state_dict` under which weights of the model are saved, if there are any.
 

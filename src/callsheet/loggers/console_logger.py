@@ -30,9 +30,12 @@ class ConsoleLogger(Logger):
         metrics: patterns of the names to print, such as `"train/*"`.
         leave_out: patterns of names not to print, even if `metrics` matches them.
         table_rows: how many rows of a table to print; 0 prints no tables.
+
     Raises:
         ConfigError: an argument is invalid.
     """
+
+    shows_outcome = True
 
     def __init__(
         self,

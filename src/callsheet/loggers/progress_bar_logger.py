@@ -36,6 +36,8 @@ class ProgressBarLogger(Logger):
         ConfigError: `bar` has another value.
     """
 
+    shows_outcome = True
+
     def __init__(self, *, bar: bool | str = "auto") -> None:
         if bar not in (True, False, "auto"):
             raise ConfigError(f'bar={bar!r}: give True, False or "auto"')

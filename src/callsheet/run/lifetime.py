@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 
+from callsheet.core.background import inner
 from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.events import Event
@@ -93,6 +94,7 @@ class Lifetime:
                 run = self._ctx.run
                 run.outcome = outcome or self.outcome
                 run.outcome_reason = self.reasons.get(run.outcome) or self._reason(run.outcome)
+                self._log_early_end(run.outcome)
                 closing.callback(self._manager.close)
                 closing.callback(self._ctx.close_all)
                 closing.callback(self._manager.fire, Event.RUN_END, self._ctx)
@@ -139,6 +141,13 @@ class Lifetime:
                 logger.error("While the run was ending, another error was raised: %s", text, exc_info=another)
                 error.add_note(f"while the run was ending, another error was raised: {text}")
         ctx.close_all()
+
+    def _log_early_end(self, outcome: Outcome) -> None:
+        """Log why the run ended before its time, unless a callback shows it."""
+        is_shown = any(inner(each).shows_outcome for each in self._manager.callbacks)
+        if outcome in (Outcome.STOPPED, Outcome.PREEMPTED) and not is_shown:
+            run = self._ctx.run
+            logger.warning("%s: training ended at step %d, %s", run.name, self._ctx.step, run.outcome_reason)
 
     def _reason(self, outcome: Outcome) -> str:
         """Return a default reason for the run's outcome, for example which request stopped the run."""
