@@ -191,7 +191,7 @@ def test_evaluations_and_tests_count_their_batches(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
         DATA,
-        DATA[:3],
+        {"first": DATA[:3], "second": DATA[:2]},
         callbacks=[ProgressBarLogger(bar=False)],
         runs_folder=tmp_path,
         device="cpu",
@@ -199,8 +199,9 @@ def test_evaluations_and_tests_count_their_batches(
         trainer.evaluate()
         trainer.test(DATA[:2])
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == [f"evaluating validation: batch {number}" for number in (1, 2, 3)]
-    assert lines[4:6] == ["testing: batch 1", "testing: batch 2"]
+    assert lines[:3] == [f"evaluating first: batch {number}" for number in (1, 2, 3)]
+    assert lines[3:5] == [f"evaluating second: batch {number}" for number in (1, 2)]
+    assert lines[6:8] == ["testing: batch 1", "testing: batch 2"]
 
 
 class TerminalWithEvent(io.StringIO):

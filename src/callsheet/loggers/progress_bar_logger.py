@@ -48,7 +48,7 @@ class ProgressBarLogger(Logger):
         self._watch: SilenceWatch | None = None  # shows the running handler if the bar has not changed for a while
         self._began = (0.0, 0.0)  # time at which this process started to train, and the fraction of the run completed before
         self._figures = ""
-        self._counted = 0  # number of batches completed in the current evaluation
+        self._counted = ("", 0)  # what is being evaluated or tested, and how many of its batches are completed
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -116,17 +116,19 @@ class ProgressBarLogger(Logger):
         self._write(outcome(ctx))
 
     def _begin_counting(self, ctx: Context) -> None:
-        self._counted, self._shown = 0, time.perf_counter()
+        self._counted, self._shown = ("", 0), time.perf_counter()
         self._is_bar_of_evaluation = self._bar is None and self._wants_bar()
         if self._is_bar_of_evaluation:
             self._start(ctx.run.name, total=None)
 
     def _count(self, what: str) -> None:
-        self._counted += 1
+        before, count = self._counted
+        count = count + 1 if what == before else 1
+        self._counted = what, count
         now = time.perf_counter()
         if now - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
             self._shown = now
-            text = f"{what}: batch {self._counted}"
+            text = f"{what}: batch {count}"
             if self._bar is None:
                 self._write(text)
             else:

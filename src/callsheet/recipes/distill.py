@@ -200,7 +200,8 @@ class Distill(Finetune):
             return is_there
 
         if not of_rank_zero(self.ranks, look, timeout=self.config.timeout_seconds):
-            logger.info("training the teacher first, for %s", self.config.teacher_length())
+            trial = ", and only as a trial, because max_duration is short" if self.is_trial else ""
+            logger.info("training the teacher first, for %s%s", self.config.teacher_length(), trial)
             _run(recipe)
         return exported
 
