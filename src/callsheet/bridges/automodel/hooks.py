@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from torch import nn
 
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lifecycle_driver import SEQUENCE
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied, OptimizerHooks
+from callsheet.bridges.model_calls import ModelCalls
+from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.trainer.tasks import counts_of
 
 _WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
-class CalledModel(NotCopied):
+class CalledModel(ModelCalls):
     """Observes the calls of the model.
 
     In training, a call is a microbatch, and the first one begins a step. Otherwise, a call is a batch of an evaluation.
@@ -42,7 +43,7 @@ class CalledModel(NotCopied):
         optimizer: OptimizerHooks,
         sets: list[str],
     ) -> None:
-        self._run: HostedRun = weakref.proxy(run)
+        super().__init__(run, model)
         self._watch: BackwardWatch = weakref.proxy(watch)
         self._scheduler = scheduler
         self._sets = sets
@@ -64,9 +65,7 @@ class CalledModel(NotCopied):
         self._optimizer = optimizer
         self.is_inert = False
         """Whether callbacks are being called now. Calls of the model then do not come from the loop."""
-        self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.install(True, self._begins)
-        self._after = Hook(model.register_forward_hook)
 
     def wrap(self, recipe: Any) -> WrappedMethods:
         """Wrap the recipe's methods that train and validate, if it has them, so that they set `_is_training` and `is_validating`."""
@@ -96,21 +95,11 @@ class CalledModel(NotCopied):
             run.driver.start_step()
         self._is_in_step = self._watch.is_on = False
 
-    def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.is_inert:
-            return None
-        try:
-            return self._report(model, args, kwargs)
-        except Exception as error:
-            self._run.driver.give_up(error)
-            return None
-
-    def _report(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        batch = kwargs if kwargs or not args else args[0]
+    def begin_call(self, model: nn.Module, batch: Any) -> Any:
         if not model.training:
-            return self._evaluates(batch, args) if self.is_validating else None
+            return self._evaluate(batch) if self.is_validating else batch
         if not torch.is_grad_enabled() or self._is_training is not self.is_wrapped or self._is_of_this_microbatch():
-            return None
+            return batch
         run = self._run
         driver, ctx = run.driver, run.ctx
         is_first = not self._is_in_step
@@ -126,15 +115,7 @@ class CalledModel(NotCopied):
             if not driver.parts["fetch"].has_no_listeners:
                 driver.start_and_end("fetch")
             driver.start_step()
-        if self._listens_to_forward:
-            driver.end("microbatch")  # end the previous microbatch, so that its fields become unavailable
-            ctx.microbatch = ctx.batch
-            driver.start("microbatch")
-            driver.start("forward")
-            given = ctx.microbatch
-        else:
-            given = ctx.batch
-        return None if given is batch else _replaced(given, args)
+        return self.start_forward() if self._listens_to_forward else ctx.batch
 
     def _is_of_this_microbatch(self) -> bool:
         """Return whether this call of the model belongs to the current microbatch, in which the backward pass has not ended yet.
@@ -164,31 +145,13 @@ class CalledModel(NotCopied):
         if self._listens_to_forward is not self._after.is_registered:
             self._after.install(self._listens_to_forward, self._ends)
 
-    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        if self.is_inert:
-            return outputs
-        try:
-            run = self._run
-            if not model.training:
-                if run.eval.driver.is_open("eval_forward"):
-                    run.eval.ctx.outputs = outputs
-                    run.eval.driver.end("eval_forward")
-                    return run.eval.ctx.outputs
-            elif run.driver.is_open("forward"):
-                run.ctx.outputs = outputs
-                run.driver.start("loss")  # this also ends the forward span
-                return run.ctx.outputs
-        except Exception as error:
-            self._run.driver.give_up(error)
-        return outputs
-
-    def _evaluates(self, batch: Any, args: Any) -> Any:
+    def _evaluate(self, batch: Any) -> Any:
         run = self._run
         driver = run.eval.driver
         if len(self._sets) > 1:
             run.eval.begin_all()
         if len(self._sets) != 1:
-            return None
+            return batch
         if not driver.is_open("eval"):
             run.eval.begin(self._sets[0])
         driver.end("eval_step")
@@ -196,16 +159,8 @@ class CalledModel(NotCopied):
         driver.start("eval_forward")
         # Look for listeners at each batch, because a callback may have been muted (not called for a while) since the last batch.
         self._after.install(run.eval.listens_to_outputs("eval"), self._ends)
-        given = run.eval.ctx.batch
-        return None if given is batch else _replaced(given, args)
+        return run.eval.ctx.batch
 
     def remove(self) -> None:
-        """Remove all hooks."""
-        self._before.remove()
-        self._after.remove()
+        super().remove()
         self._optimizer.remove()
-
-
-def _replaced(given: Any, args: Any) -> Any:
-    """Return the value that the forward pre-hook must return so that the model is called with the replaced batch."""
-    return (args, dict(given)) if isinstance(given, Mapping) else ((given, *args[1:]), {})

@@ -5,8 +5,6 @@ The hooks are wrappers around three methods of the Trainer, and PyTorch hooks in
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, NotCopied
+from callsheet.bridges.model_calls import ModelCalls
+from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.trainer.tasks import counts_of
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
@@ -43,7 +42,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
     return None
 
 
-class HuggingFaceForwardHooks(NotCopied):
+class HuggingFaceForwardHooks(ModelCalls):
     """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs if they have listeners.
 
     Other calls do not come from the loop: for example those of a callback that samples, a loss that calls the model a second
@@ -51,7 +50,7 @@ class HuggingFaceForwardHooks(NotCopied):
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
-        self._run = weakref.proxy(run)
+        super().__init__(run, model)
         self.expected = ""
         """The kind of the model's next call: `train`, `eval`, or empty if it is not reported."""
         self.is_computing = False
@@ -62,9 +61,7 @@ class HuggingFaceForwardHooks(NotCopied):
         self.inputs: Any = None
         """The inputs of `training_step`."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
-        self._before = Hook(functools.partial(model.register_forward_pre_hook, with_kwargs=True))
         self._before.install(True, self._begins)
-        self._after = Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
         """Register the hook for the model's outputs if a callback listens to them; otherwise remove it."""
@@ -108,22 +105,13 @@ class HuggingFaceForwardHooks(NotCopied):
                 run.ctx.outputs = None
                 run.driver.start("loss")
 
-    def _begins(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin_call(self, model: nn.Module, batch: Any) -> Any:
         expected = self.expected
-        if not expected or self.is_inert:
-            return None
-        try:
-            batch = kwargs if kwargs or not args else args[0]
-            if expected == "eval":
-                given = self._begin_eval_step(batch)
-            elif torch.is_grad_enabled():
-                given = self._begin_microbatch(batch)
-            else:
-                return None
-            return (args, dict(given)) if given is not batch and isinstance(given, Mapping) else None
-        except Exception as error:
-            self._run.driver.give_up(error)
-            return None
+        if not expected:
+            return batch
+        if expected == "eval":
+            return self._begin_eval_step(batch)
+        return self._begin_microbatch(batch) if torch.is_grad_enabled() else batch
 
     def _begin_microbatch(self, batch: Any) -> Any:
         self.expected = ""
@@ -141,12 +129,7 @@ class HuggingFaceForwardHooks(NotCopied):
             return batch
         if parts["forward"].has_no_listeners:
             return ctx.batch
-        # End an earlier microbatch, whose end the Trainer has not reported, so that its fields become unavailable.
-        driver.end("microbatch")
-        ctx.microbatch = ctx.batch
-        driver.start("microbatch")
-        driver.start("forward")
-        return ctx.microbatch
+        return self.start_forward()
 
     def _begin_eval_step(self, batch: Any) -> Any:
         self.expected = ""
@@ -160,28 +143,6 @@ class HuggingFaceForwardHooks(NotCopied):
         if not self._after.is_registered and run.eval.listens_to_outputs("eval"):
             self.listen(True)
         return run.eval.ctx.batch
-
-    def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        if self.is_inert:
-            return outputs
-        try:
-            run = self._run
-            if run.eval.driver.is_open("eval_forward"):
-                run.eval.ctx.outputs = outputs
-                run.eval.driver.end("eval_forward")
-                return run.eval.ctx.outputs
-            if run.driver.parts["forward"].is_open:
-                run.ctx.outputs = outputs
-                run.driver.start("loss")
-                return run.ctx.outputs
-        except Exception as error:
-            self._run.driver.give_up(error)
-        return outputs
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        self._before.remove()
-        self.listen(False)
 
 
 class StepWatch(BackwardWatch):
