@@ -131,9 +131,15 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of `names`, one name or a tuple of names, so that a loop can add to it at every step.
+        """Return the series of a metric, so that a loop can add to it at every step without looking up the name.
 
-        `over` and `across` are those of `Context.log`. Raises the same errors as `log`.
+        Args:
+            names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
+            over: how several values are combined until the record: `last`, `mean` or `sum`.
+            across: how the values of the ranks are combined: `mean`, `sum`, `max` or `same`.
+
+        Raises:
+            ConfigError: `over` or `across` is unknown, or differs from the earlier one of the name.
         """
         series = self._series.get(names)
         if series is None:
@@ -167,7 +173,15 @@ class MetricLog:
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric `<family>/...` that was logged since the last `take`; see `Context.logged`."""
+        """Return the last value of each metric of a family that was logged since the last `take`.
+
+        Args:
+            family: the part of the metrics' names before the first `/`, such as `train`.
+
+        Returns:
+            The values by full name, as they were logged. Numbers that were logged in one tensor under several names are not
+            included.
+        """
         found = {name: series.last for name, series in self._series.items() if isinstance(name, str) and series.values}
         return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
 
