@@ -137,12 +137,12 @@ def api(module: str, *, without: Iterable[str] = ()) -> list[str]:
     return [line for name in public_names(module) if name not in without for line in (f"::: {module}.{name}", "")][:-1]
 
 
-def api_of_bridges() -> list[str]:
-    """Return a section for each bridge."""
+def api_of_packages(package: str) -> list[str]:
+    """Return a section for each package in `bridges` or `compat`."""
     lines: list[str] = []
-    for path in sorted((ROOT / "src/callsheet/bridges").iterdir()):
+    for path in sorted((ROOT / "src/callsheet" / package).iterdir()):
         if (path / "__init__.py").exists() and path.name != "matrix":
-            module = f"callsheet.bridges.{path.name}"
+            module = f"callsheet.{package}.{path.name}"
             lines += [f"## {module}", ""]
             for name in public_names(module):
                 lines += [f"::: {module}.{name}", "    options:", "      heading_level: 3", ""]
@@ -164,7 +164,8 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
     "api-errors": api_of_errors,
     "api-launcher": lambda: api("callsheet.launcher", without=["launch"]),
-    "api-bridges": api_of_bridges,
+    "api-bridges": partial(api_of_packages, "bridges"),
+    "api-compat": partial(api_of_packages, "compat"),
     "recipe-keys": keys_of_all,
     "recipe-keys-that-may-change": may_change,
     **{f"recipe-keys-{section}": partial(lambda kind: table(keys_of(kind)), kind) for kind, (_, section) in SHARED.items()},

@@ -178,7 +178,11 @@ class TrainState:
         return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the progress that `state_dict` returned. Raises ConfigError if `state` does not have that form."""
+        """Restore the progress that `state_dict` returned.
+
+        Raises:
+            ConfigError: a timestamp in `state` is invalid.
+        """
         self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
         self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
 

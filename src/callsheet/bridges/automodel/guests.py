@@ -48,6 +48,7 @@ def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: boo
 
     Raises:
         RegistrationError: the callback has none of the hooks.
+        NotSupported: when the callback reads another attribute of the recipe.
     """
     return AutoModelGuest(foreign, name=name, phase=phase, strict=strict)
 

@@ -34,11 +34,13 @@ class Found:
 class State(Facade):
     """The state that Composer callbacks receive in callsheet's loop.
 
-    It has those attributes of Composer's State that they may use. Reading any other attribute raises `NotSupported`. callsheet
-    makes it, one for all Composer callbacks of a run.
+    It has those attributes of Composer's State that they may use. callsheet makes it, one for all Composer callbacks of a run.
 
     Args:
         run: the object that counts what Composer counts, and has the context.
+
+    Raises:
+        NotSupported: on reading any other attribute of Composer's State; the message lists those that a callback may use.
     """
 
     OF: ClassVar[str] = "Composer's State"
@@ -284,6 +286,9 @@ class Logger(Facade):
 
     Args:
         run: the object that has the context.
+
+    Raises:
+        NotSupported: on reading an attribute of Composer's Logger that is not listed here.
     """
 
     OF: ClassVar[str] = "Composer's Logger"
