@@ -247,6 +247,8 @@ def wrong_sections(path: Path) -> list[str]:
         name = getattr(node, "name", "module")
         if other := re.search(r"^(Example|Arguments|Parameters|Params|Return|Yield|Raise|Throws):$", docstring, re.MULTILINE):
             wrong.append(f"{name}: the section {other[0]}")
+        if several := re.search(r"^ {4}\w+, .*?:", section(docstring, "Attributes"), re.MULTILINE):
+            wrong.append(f"{name}: the site shows only the first of the attributes {several[0]}")
         if isinstance(node, Function):
             given = parameters_of(node)
             described = documented_arguments(docstring)

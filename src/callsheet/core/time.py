@@ -221,11 +221,16 @@ class Timestamp(NamedTuple):
     can be equal, but ordering them raises TypeError, because their counters may disagree on the order.
 
     Attributes:
-        round, epoch, batch: the number of completed rounds, epochs and batches (steps).
-        sample, token: the number of samples and tokens, summed over the ranks.
+        round: the number of completed rounds.
+        epoch: the number of completed epochs.
+        batch: the number of completed batches, which are steps.
+        sample: the number of samples, summed over the ranks.
+        token: the number of tokens, summed over the ranks.
         seconds: the seconds of training, as rank 0 measures them.
         epoch_in_round: the number of completed epochs in the current round.
-        batch_in_epoch, sample_in_epoch, token_in_epoch: the counters within the current epoch.
+        batch_in_epoch: the number of completed batches in the current epoch.
+        sample_in_epoch: the number of samples in the current epoch.
+        token_in_epoch: the number of tokens in the current epoch.
         seconds_in_epoch: the seconds of training within the current epoch.
     """
 

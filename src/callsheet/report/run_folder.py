@@ -57,18 +57,23 @@ class RunFolder:
         outcome: the outcome that the run recorded, or `running`, `ended` (how is not known) or `lost` (it stopped writing without
             an end).
         reason: why the run ended, in one line.
-        started, ended: when the run was started first, and when it ended.
+        started: when the run was started first.
+        ended: when the run ended; NaN while it is running.
         last_write: when a file of the run was last written.
-        config, config_text: the content of `config.yaml`, parsed and as text. A recipe writes this file.
+        config: the content of `config.yaml`, which a recipe writes.
+        config_text: the same as text.
         hyperparameters: the content of `hyperparameters.json`.
         settings: the content of `settings.json`: model, optimizer, scheduler and callbacks with their options.
         environment: the content of `environment.json`: command, git commit, packages and hardware.
         call_sheet: the printed call sheet.
-        records, times: the metrics records that no resume has undone, and their times.
+        records: the metrics records that no resume has undone.
+        times: the times of these records.
         records_left_out: the number of records that are left out because the run does not fit into memory. No record is left out
             that has a rare metric or a value that is not finite.
         resumes: the resumes: the step, the time, and which records they undid.
-        evaluations, checkpoints: each with step and time. `is_undone` is true if the run was later resumed from an earlier step.
+        evaluations: the evaluations, with step, time and results. `is_undone` is true if the run was later resumed from an earlier
+            step.
+        checkpoints: the checkpoints, with step and time. `is_undone` is true if the run was later resumed from an earlier step.
         events: the lines of `events.jsonl`.
         files: the files that were logged, with step, time, name and path.
         images: the lines of `images.jsonl`.

@@ -45,7 +45,8 @@ class TrainingContext:
         hook_name: the hook that is called.
         step: the number of the step, counted from 1; the same at a step's begin and end.
         epoch: the number of the epoch, counted from 0.
-        total_samples, total_tokens: the number of samples and tokens so far, over all ranks.
+        total_samples: the number of samples so far, over all ranks.
+        total_tokens: the number of tokens so far, over all ranks.
         loss: the mean loss of the step.
         learning_rate: the learning rate of the first parameter group.
         grad_norm: the norm of the gradients before they are clipped.
@@ -59,7 +60,8 @@ class TrainingContext:
         model_name_or_path: the model that is trained.
         max_epochs: how many epochs training lasts; 0 if this is not known.
         world_size: the number of ranks.
-        is_local_process_zero, is_world_process_zero: whether this is the first rank of the machine, and of all.
+        is_local_process_zero: whether this is the first rank of the machine.
+        is_world_process_zero: whether this is the first of all ranks.
     """
 
     hook_name: str = ""
