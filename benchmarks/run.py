@@ -57,6 +57,7 @@ def main() -> int:
         ("monitors", ["monitors.py"]),
         ("lanes", ["lanes.py"]),
         ("lane_loss", ["lane_loss.py"]),
+        ("lane-work", ["lane_work.py"]),
         ("recipes", ["recipes.py"]),
         ("pretraining", ["pretraining.py"]),
         ("bridges", ["bridges.py", "--restart", "--raw", str(HERE / "results" / "bridges.jsonl")]),

@@ -460,9 +460,19 @@ def test_lines_of_json_are_json(block: Block) -> None:
     assert [type(json.loads(line)) for line in block.text.splitlines()] == [dict] * len(block.text.splitlines())
 
 
+READS_RUNS = [block for block in BLOCKS if block.kind == "py" and "from callsheet.report import" in block.text]
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("block", READS_RUNS, ids=str)
+def test_python_that_reads_runs_runs(block: Block, reader: Path, other_tools: None, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
+    assert "finished" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "py"], ids=str)
 def test_python_that_is_not_run_names_what_exists(block: Block) -> None:
-    """Blocks of the kind `py` need a large model, another framework or several machines. Their imports and arguments exist."""
+    """Blocks of the kind `py` need a large model, another framework, a run or several machines. Their imports and arguments exist."""
     tree = ast.parse(block.text)
     known: dict[str, Any] = {}
     for node in ast.walk(tree):

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,54 +112,153 @@ def public_parameters(function: Function) -> set[str]:
     return {each for each in parameters_of(function) if each not in known and not each.startswith("_")}
 
 
-def undescribed(function: Function, owner: str) -> set[str]:
-    """The parameters that neither a section Args describes nor a docstring names in backticks.
+def section(docstring: str, *titles: str) -> str:
+    """The text of the sections with these titles."""
+    return "".join(re.findall(rf"^(?:{'|'.join(titles)}):\n((?:[ ]+.*\n|\n)*)", docstring + "\n", re.MULTILINE))
 
-    A base class describes those of a method that is overridden, and a framework those of its hooks.
+
+def marks_of(function: Function) -> list[str]:
+    return [ast.unparse(mark) for mark in function.decorator_list]
+
+
+def own_nodes(function: Function) -> Iterator[ast.AST]:
+    """The nodes of a function's body, without those of functions and classes inside it."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+RETURNS = {
+    node.name: ast.unparse(node.returns)
+    for tree in TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, Function) and node.returns is not None
+}
+"""The annotated result of each function, to find what `raise made_error(...)` raises."""
+
+
+def raised_in(function: Function) -> set[str]:
+    """The classes of the exceptions that a function's own body raises, except those that it has caught before."""
+    found = set()
+    for node in own_nodes(function):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            name = named(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+            if name[:1].isupper():
+                found.add(name)
+            elif isinstance(node.exc, ast.Call):
+                found.add(RETURNS.get(name, ""))
+    return found - {""}
+
+
+def kinds_of(error: str) -> set[str]:
+    """An exception class of the package and its base classes, by their names."""
+    return {error}.union(*(kinds_of(base) for base in BASES.get(error, ()) if base != error))
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    """The public fields of a dataclass or named tuple that have no docstring of their own."""
+    is_data = any("dataclass" in ast.unparse(mark) for mark in node.decorator_list) or "NamedTuple" in map(named, node.bases)
+    if not is_data or any(isinstance(each, Function) and each.name == "__init__" for each in node.body):
+        return set()
+    return {
+        each.target.id
+        for each, after in zip(node.body, [*node.body[1:], None], strict=True)
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not each.target.id.startswith("_")
+        if "ClassVar" not in ast.unparse(each.annotation)
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str))
+    }
+
+
+def missing_in_function(function: Function, owner: str, docstring: str) -> Iterator[str]:
+    """What the sections of a public function do not describe."""
+    if not re.search(r"The arguments are those of `[\w.]+`|Make it with `\w+`", docstring):
+        for each in sorted(public_parameters(function).difference(documented_arguments(docstring))):
+            yield f"Args: {each}"
+    returns = ast.unparse(function.returns) if function.returns is not None else "None"
+    if returns not in ("None", "NoReturn") and not re.match(r"(Return|Yield)s? ", docstring):
+        if not section(docstring, "Returns", "Yields"):
+            yield f"Returns: {returns}"
+    known = set(
+        re.findall(r"\w+(?=[,:])", "".join(re.findall(r"^ {4}(\S.*?:)(?: |$)", section(docstring, "Raises"), re.MULTILINE)))
+    )
+    raised = raised_in(function)
+    if not function.name.startswith("__"):  # the docstring of a class may name an error that a method raises
+        raised |= set(re.findall(r"\b[Rr]aises? `?([A-Z]\w+)", docstring.split("Raises:\n")[0]))
+    for error in sorted(raised):
+        if not known & kinds_of(error):
+            yield f"Raises: {error}"
+
+
+def missing_sections(path: Path) -> list[str]:
+    """What the docstrings of the public API in a file do not describe."""
+    missing: list[str] = []
+    for node in TREES[path].body:
+        name = getattr(node, "name", "")
+        if (path, name) not in API:
+            continue
+        if isinstance(node, Function) and "overload" not in marks_of(node):
+            missing += [f"{name}: {each}" for each in missing_in_function(node, "", ast.get_docstring(node) or "")]
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = [named(base) for base in node.bases if named(base) in BASES and named(base) != name]
+        of_class = "\n".join([ast.get_docstring(node) or "", *map(of_constructor, bases)])
+        described = documented_arguments(of_class) + documented_arguments(of_class.replace("Attributes:", "Args:"))
+        missing += [f"{name}: Attributes: {each}" for each in sorted(fields_of(node).difference(described))]
+        for each in node.body:
+            marks = {mark.rpartition(".")[2] for mark in marks_of(each)} if isinstance(each, Function) else set()
+            if not isinstance(each, Function) or {"overload", "property", "cached_property", "setter"} & marks:
+                continue
+            docstring = ast.get_docstring(each) or ""
+            if each.name in ("__init__", "__post_init__"):
+                docstring = of_class + "\n" + docstring
+            elif each.name.startswith(("_", "on_", "teardown")) or each.name in COMMON | inherited(name):
+                continue
+            missing += [f"{name}.{each.name}: {what}" for what in missing_in_function(each, name, docstring)]
+    return missing
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in API}), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_docstrings_of_the_public_api_have_all_sections(path: Path) -> None:
+    """A user finds every argument, result and error of a public name in its docstring, each in its section.
+
+    - Args describe every parameter. A class describes those of its constructor, and the fields of a dataclass (in Args or
+      Attributes), unless a base class in the package describes them or the field has a docstring of its own.
+    - A function that returns something has a section Returns or Yields. A function whose docstring begins with "Return" or "Yield"
+      describes its result there, and need not repeat it in a section.
+    - Raises names each exception class, or a base class of it, that the function's own body raises, or that a sentence of its docstring names.
+
+    Exempt are properties; overrides of a method that a base class in the package documents; and hooks, whose arguments their
+    framework describes (`on_...`, `teardown`). Args may be left out if the docstring says "The arguments are those of `...`" or
+    "Make it with `...`".
     """
-    if function.name == "__init__":
-        docstring = of_constructor(owner)
-    elif function.name.startswith(("_", "on_", "teardown")) or function.name in COMMON | (inherited(owner) if owner else set()):
-        return set()
-    else:
-        docstring = ast.get_docstring(function) or ""  # if there is none, another test fails
-    if not docstring or re.search(r"The arguments are those of `[\w.]+`|Make it with `\w+`", docstring):
-        return set()
-    quoted = re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", docstring)))
-    return public_parameters(function).difference(quoted, documented_arguments(docstring))
+    assert missing_sections(path) == []
 
 
 def wrong_sections(path: Path) -> list[str]:
-    """Functions whose Args are not their parameters, and sections under another name than Google's.
-
-    In the API also functions with a parameter that is not described.
-    """
-    wrong, tree = [], TREES[path]
-    of_the_api = {id(node): "" for node in tree.body if isinstance(node, Function) and (path, node.name) in API}
-    for each in tree.body:
-        if isinstance(each, ast.ClassDef) and (path, each.name) in API:
-            of_the_api |= dict.fromkeys(map(id, each.body), each.name)
-    for node in ast.walk(tree):
-        if isinstance(node, Function) and id(node) in of_the_api:
-            owner = of_the_api[id(node)]
-            wrong += [f"{owner}.{node.name} does not describe {each}" for each in sorted(undescribed(node, owner))]
+    """Functions whose Args are not their parameters, and sections under another name than Google's."""
+    wrong = []
+    for node in ast.walk(TREES[path]):
         docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | Function) else None
         if not docstring:
             continue
         name = getattr(node, "name", "module")
         if other := re.search(r"^(Example|Arguments|Parameters|Params|Return|Yield|Raise|Throws):$", docstring, re.MULTILINE):
             wrong.append(f"{name}: the section {other[0]}")
-        if isinstance(node, Function) and (described := documented_arguments(docstring)):
+        if several := re.search(r"^ {4}\w+, .*?:", section(docstring, "Attributes"), re.MULTILINE):
+            wrong.append(f"{name}: the site shows only the first of the attributes {several[0]}")
+        if isinstance(node, Function):
             given = parameters_of(node)
+            described = documented_arguments(docstring)
             wrong += [f"{name}: Args describe {each}, which is no parameter" for each in described if each not in given]
-            if id(node) in of_the_api:
-                wrong += [f"{name}: Args leave out {each}" for each in sorted(public_parameters(node).difference(described))]
     return wrong
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_sections_of_docstrings_are_google_s_and_args_are_the_parameters(path: Path) -> None:
-    """A function may describe its parameters in a sentence. If a public one has a section Args, the section is complete."""
+    """A function that is not public may describe its parameters in a sentence."""
     assert wrong_sections(path) == []
 
 

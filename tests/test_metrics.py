@@ -403,6 +403,20 @@ def test_the_latest_of_a_family_is_available_until_it_is_taken() -> None:
     assert log.latest("train") == {}
 
 
+def test_the_latest_value_is_the_one_that_was_logged_also_with_a_weight_and_after_many_values() -> None:
+    log = MetricLog()
+    for _ in range(300):
+        log.log({"train/accuracy": 0.5, "train/tokens": 3.0}, over="mean", weight=8)
+    log.log({("train/a", "train/b"): torch.tensor([1.0, 2.0])}, over="sum")
+    log.log({("train/a", "train/b"): torch.tensor([3.0, 4.0])}, over="sum")
+    log.log({"train/a": 5.0}, over="sum")  # from here on, each of the two names has a series of its own
+    resumed = MetricLog()
+    resumed.load_state_dict(log.state_dict())
+    for each in (log, resumed):
+        assert each.latest("train") == {"train/accuracy": 0.5, "train/tokens": 3.0, "train/a": 5.0, "train/b": 4.0}
+    assert resumed.take() == {"train/accuracy": 0.5, "train/tokens": 3.0, "train/a": 9.0, "train/b": 6.0}
+
+
 def test_what_is_logged_holds_no_graph_though_it_comes_to_have_a_gradient() -> None:
     log, total = MetricLog(), torch.zeros(())
     log.log({"train/total": total})

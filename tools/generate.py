@@ -7,6 +7,7 @@ python tools/generate.py --check    exit 1 and name the files that would change
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -137,16 +138,24 @@ def api(module: str, *, without: Iterable[str] = ()) -> list[str]:
     return [line for name in public_names(module) if name not in without for line in (f"::: {module}.{name}", "")][:-1]
 
 
-def api_of_bridges() -> list[str]:
-    """Return a section for each bridge."""
+def api_of_packages(package: str) -> list[str]:
+    """Return a section for each package in `bridges` or `compat`."""
     lines: list[str] = []
-    for path in sorted((ROOT / "src/callsheet/bridges").iterdir()):
+    for path in sorted((ROOT / "src/callsheet" / package).iterdir()):
         if (path / "__init__.py").exists() and path.name != "matrix":
-            module = f"callsheet.bridges.{path.name}"
+            module = f"callsheet.{package}.{path.name}"
             lines += [f"## {module}", ""]
             for name in public_names(module):
                 lines += [f"::: {module}.{name}", "    options:", "      heading_level: 3", ""]
     return lines[:-1]
+
+
+def why() -> list[str]:
+    """Return the README's comparison for the site. Links lead from the folder `docs`; a file outside it is named, not linked."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## What it gives that other callbacks do not\n\n(.*?)\n\n## ", readme, re.MULTILINE | re.DOTALL)
+    section = re.sub(r"\]\(docs/", "](", section)
+    return re.sub(r"\[\w+\]\((tests/[\w/.]+)\)", r"`\1`", section).splitlines()
 
 
 API = ("trainer", "callbacks", "loggers", "checkpoint", "metrics", "report", "transport", "testing", "recipes")
@@ -164,7 +173,9 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "api-callsheet": lambda: api("callsheet", without=["Trainer", *error_names()]),
     "api-errors": api_of_errors,
     "api-launcher": lambda: api("callsheet.launcher", without=["launch"]),
-    "api-bridges": api_of_bridges,
+    "api-bridges": partial(api_of_packages, "bridges"),
+    "api-compat": partial(api_of_packages, "compat"),
+    "why": why,
     "recipe-keys": keys_of_all,
     "recipe-keys-that-may-change": may_change,
     **{f"recipe-keys-{section}": partial(lambda kind: table(keys_of(kind)), kind) for kind, (_, section) in SHARED.items()},
@@ -186,6 +197,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "scale",
             "monitors",
             "lanes",
+            "lane-work",
             "instructions",
             "guest-instructions",
             "exec-instructions",

@@ -104,6 +104,9 @@ def attach(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that the loop does not fire; else log a warning.
 
+    Returns:
+        The run, a context manager. Inside its `with` block, iterate over `run.steps(batches)`. When the block ends, the run ends.
+
     Raises:
         ConfigError: an argument is invalid.
         NotSupported: raised at the end of the first step; see `strict`.

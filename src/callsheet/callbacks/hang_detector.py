@@ -63,6 +63,7 @@ class HangDetector(Callback):
 
     Raises:
         ConfigError: an argument is invalid, or the run has no folder and none was given.
+        HangError: in the training thread, if no step has ended for too long and `action` is `raise`.
     """
 
     writes_to_run_folder = True

@@ -53,7 +53,14 @@ class History(Callback):
         return [value for _, value in self._column(name)]
 
     def steps(self, name: str) -> list[int]:
-        """Return the steps of the records with the metric `name`. Raise KeyError if there are none."""
+        """Return the steps of the records that have a metric.
+
+        Args:
+            name: the full name of the metric, such as `train/loss`.
+
+        Raises:
+            KeyError: no record has the metric; the message suggests the nearest name.
+        """
         return [step for step, _ in self._column(name)]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:

@@ -101,8 +101,11 @@ class OOMObserver(Callback):
     def write(self, device: int, asked: int) -> None:
         """Write a snapshot of the allocations.
 
-        Torch's allocator calls this before it raises an error, because `asked` bytes are not available on the CUDA device with the index
-        `device`.
+        Torch's allocator calls this before it raises an error.
+
+        Args:
+            device: the index of the CUDA device that has too little memory.
+            asked: how many bytes were requested.
         """
         if self._path is None or (self._run is not None and not self._run.may_write(self._path)):
             return

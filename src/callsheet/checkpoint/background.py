@@ -43,7 +43,12 @@ class AsyncWriter:
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Start to allocate buffers for copies of `tensors` on the thread, so that `begin` is faster. This does not wait."""
+        """Start to allocate buffers on the thread, so that `begin` is faster. This does not wait.
+
+        Args:
+            tensors: tensors of the sizes and dtypes that `begin` will copy. For a DTensor, a buffer of this rank's shard is
+                allocated.
+        """
         kinds = [Kind.of(local_part(tensor)) for tensor in tensors]
         self._prepared = self._thread.submit(self._staging.prepare, kinds)
 
@@ -62,8 +67,10 @@ class AsyncWriter:
 
         The arguments are those of `write_checkpoint`.
 
-        If a checkpoint is still being written, wait for it. If that fails, raise its `CheckpointError`, unless `result` has
-        already raised it.
+        If a checkpoint is still being written, wait for it.
+
+        Raises:
+            CheckpointError: the previous checkpoint could not be written, and `result` has not raised this error yet.
         """
         self._settle()
         if self._prepared is not None:
@@ -85,9 +92,17 @@ class AsyncWriter:
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
-        """Wait for the checkpoint that was begun last, and return its seal (the content of its manifest).
+        """Wait for the checkpoint that was begun last.
 
-        Raises `CheckpointError` if it could not be written or none was begun, and `TimeoutError` after `timeout` seconds.
+        Args:
+            timeout: how many seconds to wait at most; None: without a limit.
+
+        Returns:
+            The checkpoint's seal (the content of its manifest).
+
+        Raises:
+            CheckpointError: the checkpoint could not be written, or none was begun.
+            TimeoutError: `timeout` has passed. The checkpoint is still being written.
         """
         if self._written is None:
             raise CheckpointError("no checkpoint has been begun")
@@ -100,7 +115,8 @@ class AsyncWriter:
     def close(self) -> None:
         """Finish writing, release the buffers and end the thread. This can be called twice.
 
-        If the last checkpoint could not be written, raise its `CheckpointError`, unless `result` has already raised it.
+        Raises:
+            CheckpointError: the last checkpoint could not be written, and `result` has not raised this error yet.
         """
         try:
             self._settle()

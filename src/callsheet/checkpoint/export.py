@@ -26,7 +26,7 @@ def export_weights(
 
     Shards are gathered one tensor at a time, on their device, so no rank holds more than one full tensor. Tied weights are stored
     once, and the header lists their other names, as in `safetensors.torch.save_model`; `safetensors.torch.load_model` reads the
-    file. Return the file's size and digest, on all ranks.
+    file.
 
     Args:
         model: the model, which may be sharded.
@@ -34,7 +34,11 @@ def export_weights(
         group: a gloo group; None for one process.
         overwrite: whether to replace an existing file.
 
-    Raises `CheckpointError` on all ranks if the file exists (unless `overwrite`), cannot be written, or cannot hold a tensor.
+    Returns:
+        The file's size and digest, on all ranks.
+
+    Raises:
+        CheckpointError: the file exists (unless `overwrite`), cannot be written, or cannot hold a tensor. Raised on all ranks.
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _weights(model))
@@ -88,8 +92,9 @@ def export_huggingface(
         group: a gloo group; None for one process.
         processor: the model's tokenizer or processor, saved with it.
 
-    Raises `CheckpointError` on all ranks if the model is not one of transformers, the path is a URL, or the folder cannot be
-    written.
+    Raises:
+        CheckpointError: the model is not one of transformers, the path is a URL, or the folder cannot be written. Raised on all
+            ranks.
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _of_transformers(model, path))

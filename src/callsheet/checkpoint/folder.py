@@ -21,7 +21,12 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: the path or URL of its folder, and its manifest."""
+    """A committed checkpoint.
+
+    Attributes:
+        path: the path or URL of its folder.
+        seal: the content of its manifest.
+    """
 
     path: str
     seal: Seal
@@ -44,9 +49,12 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """The content of a root folder: checkpoints, newest first; and other folders, with the reasons why they are no checkpoints.
+    """The content of a root folder.
 
-    `abandoned` are the unfinished checkpoints that killed writers left.
+    Attributes:
+        checkpoints: the committed checkpoints, newest first.
+        skipped: the paths of the other folders, each with the reason why it is no checkpoint.
+        abandoned: the paths of unfinished checkpoints that killed writers left.
     """
 
     checkpoints: list[Checkpoint]
@@ -55,9 +63,13 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return an object to access the folder at `path`, a local path or a URL such as `s3://bucket/run`.
+    """Return an object to access a folder.
 
-    Raises `CheckpointError` for a URL whose protocol is unknown or needs a package that is not installed.
+    Args:
+        path: a local path, or a URL such as `s3://bucket/run`. The folder need not exist.
+
+    Raises:
+        CheckpointError: the URL's protocol is unknown, or needs a package that is not installed.
     """
     name = os.fspath(path)
     protocol, _, rest = name.partition("://")
@@ -67,13 +79,19 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> Found:
-    """Return the checkpoints directly under `root`, newest first.
+    """Return the checkpoints directly under a folder, newest first.
 
     They are sorted by the time at which they were sealed and not by step: after a run has resumed from an earlier checkpoint,
     checkpoints with later steps remain that are obsolete.
 
     Digests are checked only when a checkpoint is read; a resume tries the checkpoints in order until one is valid. Links are
-    ignored. A root that does not exist has no checkpoints.
+    ignored.
+
+    Args:
+        root: the path or URL of the folder. If it does not exist, it has no checkpoints.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
     """
     parent, found = open_folder(root), Found([], [], [])
     for name in parent.folders():
@@ -90,23 +108,40 @@ def find_checkpoints(root: str | os.PathLike[str]) -> Found:
 
 
 def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the newest checkpoint directly under `root`, or None."""
+    """Return the newest checkpoint directly under a folder, or None if there is none.
+
+    Args:
+        root: the path or URL of the folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
     return next(iter(find_checkpoints(root).checkpoints), None)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Seal:
-    """Return the manifest of the checkpoint at `path`. Only the manifest's own digest is checked, not the files.
+    """Return the manifest of a checkpoint. Only the manifest's own digest is checked, not the files.
 
-    Raise `Unsealed` if it is not valid.
+    Args:
+        path: the path or URL of the checkpoint's folder.
+
+    Raises:
+        Unsealed: there is no valid manifest, so the folder is not a checkpoint.
+        CheckpointError: the manifest cannot be read.
     """
     return manifest_of(open_folder(path))
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete the checkpoint at `path`, or what is left of one because its writer or deleter was killed.
+    """Delete a checkpoint, or what is left of one because its writer or deleter was killed.
 
-    The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint. Raises `CheckpointError`
-    if the folder is not that of a checkpoint or is a link, and if the disk reports an error.
+    The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint.
+
+    Args:
+        path: the path or URL of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: the folder is not that of a checkpoint or is a link, or the disk reports an error.
     """
     folder = open_folder(path)
     if not folder.is_folder() or not _is_ours(folder):
@@ -128,9 +163,14 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 
 
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
-    """Delete the checkpoint at `path` on a background thread, with `delete_abandoned` if `is_abandoned`, else `delete_checkpoint`.
+    """Delete a checkpoint on a background thread.
 
-    `finish_deletions` waits until it is deleted. An error is logged as a warning.
+    A normal exit of the process waits until it is deleted. An error is logged as a warning.
+
+    Args:
+        path: the path or URL of the checkpoint's folder.
+        is_abandoned: whether the checkpoint is unfinished because its writer was killed. Then a committed checkpoint at `path` is
+            not deleted.
     """
 
     def delete() -> None:
@@ -143,9 +183,15 @@ def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) ->
 
 
 def point_latest(path: str | os.PathLike[str]) -> None:
-    """Write the name of the committed checkpoint `path` to the file `latest` beside it.
+    """Write the name of a committed checkpoint to the file `latest` beside it.
 
     The file is for people and scripts; callsheet does not read it.
+
+    Args:
+        path: the path or URL of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: the folder is not a committed checkpoint, or the file cannot be written.
     """
     folder = open_folder(path)
     checkpoint = Checkpoint(folder.path, manifest_of(folder))

@@ -36,13 +36,21 @@ _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
 
 def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Split the state `tree` into a JSON document and its tensors. The tensors are named by their paths.
+    """Split a state into a JSON document and its tensors.
 
-    The tree may contain None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and times. They may
-    be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these. Tensors that are the same view of the
-    same storage (tied weights) are stored once. The tensors are not copied or moved. An OrderedDict is read back as a dict.
+    Tensors that are the same view of the same storage (tied weights) are stored once. The tensors are not copied or moved. An
+    OrderedDict is read back as a dict.
 
-    Raises `CheckpointError` for anything else, including subclasses of these, and for a tree that contains itself.
+    Args:
+        tree: the state. It may contain None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and
+            times. They may be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these.
+
+    Returns:
+        The document, which holds a reference in place of each tensor, and the tensors, named by their paths in the tree, such as
+        `model.layers.0.weight`.
+
+    Raises:
+        CheckpointError: the tree contains anything else, including subclasses of these, or contains itself.
     """
     flattening = _Flattening()
     document = flattening.document(tree, "")
@@ -50,7 +58,14 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def plain_copy(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of the state `tree`. Tensors stay on their devices. Raise `CheckpointError` if a checkpoint cannot hold it."""
+    """Return a deep copy of a state. Tensors stay on their devices.
+
+    Args:
+        tree: the state; see `flatten` for what it may contain.
+
+    Raises:
+        CheckpointError: a checkpoint cannot hold the state; the message names the value.
+    """
     document, tensors = flatten(tree)
     for name, tensor in tensors.items():
         check_storable(name, local_part(tensor))
@@ -72,9 +87,14 @@ def parse(content: bytes, source: str) -> Json:
 
 
 def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state tree that `flatten` split into `document` and `tensors`. Tied tensors become one tensor again.
+    """Return the state that `flatten` split. Tied tensors become one tensor again.
 
-    Raises `CheckpointError` with the path if the document was not made by `flatten`, or a tensor is missing.
+    Args:
+        document: the JSON document.
+        tensors: the tensors by name. They are not copied.
+
+    Raises:
+        CheckpointError: the document was not made by `flatten`, or a tensor is missing; the message has the path.
     """
     return _joined(document, tensors, "", 0)
 

@@ -33,7 +33,13 @@ It is called with the tensor's name, size and dtype, and returns the tensor or D
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The content of a checkpoint: the state that all ranks share, the state of this rank, and the seal (manifest)."""
+    """The content of a checkpoint.
+
+    Attributes:
+        shared: the state that all ranks share.
+        local: the state of this rank.
+        seal: the content of the manifest.
+    """
 
     shared: Any
     local: Any
@@ -68,11 +74,18 @@ def read_checkpoint(
         path: a folder, or a URL such as `s3://bucket/run/step-100`.
         group: a gloo group; None for one process. It may have more or fewer ranks than those that wrote the checkpoint.
             Additional ranks get rank 0's own tree.
-        target: see `Target`. The tensor that it returns is filled in place, in its own dtype, and becomes part of the tree.
+        target: selects where a tensor of the shared state is read to. It is called with the tensor's name, size and dtype. The
+            tensor or DTensor that it returns is filled in place, in its own dtype, and becomes part of the tree. If it returns
+            None, or if `target` is None, a new tensor is made.
         device: the device of new tensors.
 
-    Raises `CheckpointError` on all ranks, with the reason, if the checkpoint is invalid for one of them, or a target has another
-    size.
+    Returns:
+        The shared state, this rank's own state, and the manifest.
+
+    Raises:
+        CheckpointError: the checkpoint is invalid for one of the ranks, or a target has another size. Raised on all ranks, with
+            the reason.
+        RankLost: a rank died, or did not answer within the group's timeout.
     """
     ranks = RankGroup(group)
     seal = ranks.exchange(lambda: _verified(open_folder(path), ranks), _the_same)

@@ -35,7 +35,15 @@ class Unsealed(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The content of a manifest: the files by name, how many ranks wrote them, and when it was written (seconds since 1970)."""
+    """The content of a manifest.
+
+    Attributes:
+        kind: what the folder holds; for checkpoints of callsheet always the same word.
+        world_size: how many ranks wrote the files.
+        files: the size and digest of each file, by name.
+        info: the data that was given when the checkpoint was written, such as the step.
+        sealed_at: when the manifest was written, in seconds since 1970.
+    """
 
     kind: str
     world_size: int

@@ -17,7 +17,12 @@ _PIECE = 1 << 22  # bytes; files are read and digested in pieces of this size
 
 @dataclass(frozen=True, slots=True)
 class FileSeal:
-    """The size of a file, and the SHA-256 of its content in hexadecimal, as a manifest stores them."""
+    """The size and digest of a file, as a manifest stores them.
+
+    Attributes:
+        size_bytes: the size in bytes.
+        sha256: the SHA-256 of the content, in hexadecimal.
+    """
 
     size_bytes: int
     sha256: str
@@ -33,7 +38,11 @@ class Folder(Protocol):
     """The folder's path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
-        """Return the folder `name` inside this folder. It need not exist."""
+        """Return a folder inside this folder. It need not exist.
+
+        Args:
+            name: the name of the inner folder.
+        """
 
     def parent(self) -> Folder:
         """Return the folder that contains this folder."""
@@ -57,19 +66,43 @@ class Folder(Protocol):
         """Create the folder and its parents."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> FileSeal:
-        """Write the new file `name` durably, and return its size and digest. If writing fails, remove what was written.
+        """Write a new file durably. If writing fails, remove what was written.
 
-        `chunks` are the pieces of its content, in order. They may be made while the file is written.
+        Args:
+            name: the name of the file.
+            chunks: the pieces of its content, in order. They may be made while the file is written.
+
+        Returns:
+            The file's size and digest.
         """
 
     def replace(self, name: str, content: bytes) -> FileSeal:
-        """Write `content` to the file `name` atomically, so that a reader sees either the old or the new one. Return size and digest."""
+        """Write a file atomically, so that a reader sees either the old content or the new one.
+
+        Args:
+            name: the name of the file, which may exist.
+            content: the new content.
+
+        Returns:
+            The file's size and digest.
+        """
 
     def open(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open the regular file `name` for reading bytes. Links are not followed, and a pipe does not make this wait."""
+        """Open a regular file for reading. Links are not followed, and a pipe does not make this wait.
+
+        Args:
+            name: the name of the file.
+
+        Returns:
+            A context manager with the open file, which reads bytes.
+        """
 
     def remove(self, name: str) -> None:
-        """Remove the file or folder `name` from this folder, with everything in it."""
+        """Remove a file or folder from this folder, with everything in it.
+
+        Args:
+            name: the name of the file or folder.
+        """
 
     def remove_itself(self) -> None:
         """Remove the folder, which must be empty."""

@@ -179,11 +179,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
-    """Return whether all floating-point and complex `tensors` are free of NaN and infinity, on all ranks of `group`.
-
-    With a group this is a collective. If it is None, only this process checks.
+    """Return whether tensors are free of NaN and infinity.
 
     Each rank checks its own shard of a DTensor. This waits once for each device, whatever the number of tensors.
+
+    Args:
+        tensors: the tensors. Those that are neither floating-point nor complex count as finite.
+        group: a gloo group, whose ranks all must call this; True means that the tensors of all ranks are finite. If it is None,
+            only this process checks.
     """
     parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -41,10 +41,10 @@ def write_checkpoint(
     check_owner: Callable[[], None] | None = None,
     is_good: Check | None = None,
 ) -> Seal:
-    """Write a checkpoint to the folder `path`, and seal it with `info`. This is a collective over `group`.
+    """Write a checkpoint, and seal it. This is a collective over `group`.
 
-    What a killed writer left at `path` is removed first. If a checkpoint exists there, this is an error. With `overwrite`, the
-    existing one can be read until the new one is sealed, and is then removed.
+    What a killed writer left at `path` is removed first. With `overwrite`, the existing checkpoint can be read until the new one
+    is sealed, and is then removed.
 
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`; the same storage on all ranks.
@@ -56,13 +56,17 @@ def write_checkpoint(
         overwrite: whether to replace a checkpoint that exists at `path`.
         check_owner: called on rank 0 before anything is removed, and again before the checkpoint is committed. It raises if
             another process has taken over the run; nothing is written or removed after that.
-        is_good: called with the name and the flat pieces of every tensor while it is written, for each piece on one rank
-            only. `info` then gets the entry `is_finite`. It is True if all calls on all ranks returned True and `info` did not
-            already say False.
+        is_good: called with the name and the flat pieces of every tensor while it is written, for each piece on one rank only.
+            `info` then gets the entry `is_finite`. It is True if all calls on all ranks returned True and `info` did not already
+            say False.
 
-    Raises `CheckpointError` on all ranks if one of them fails, because the state is not plain data, `path` holds other files, or
-    the disk reports an error. Nothing of the new checkpoint is left then. Raises `RankLost` if a rank is lost; the next writer
-    then removes what is left.
+    Returns:
+        The content of the manifest.
+
+    Raises:
+        CheckpointError: the state is not plain data, `path` holds other files or a checkpoint (unless `overwrite`), or the disk
+            reports an error. Raised on all ranks if one of them fails. Nothing of the new checkpoint is left then.
+        RankLost: a rank is lost. The next writer removes what is left.
     """
     ranks = RankGroup(group)
     return Writing(path, ranks, overwrite, check_owner, is_good).run(lambda: Draft.of(shared, local, info, ranks.rank))

@@ -118,11 +118,12 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with `others`, so that work that the callbacks have in common is done once.
-
-        `others` are the callbacks that were added before this one, in the order in which they were added.
+        """Share state with callbacks that were added before this one, so that work that they have in common is done once.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
+
+        Args:
+            others: the callbacks that were added before this one, in the order in which they were added.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -169,12 +170,17 @@ W = TypeVar("W", bound=str)
 
 
 def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], F]:
-    """Decorate a handler so that it is called only every `interval`, such as `"100ba"`, `"1ep"` or `"10m"`.
-
-    A whole number means batches.
+    """Decorate a handler so that it is called only at an interval.
 
     At `on_train_step_end`, `"100ba"` means the steps 100, 200, and so on. At other events, the method is called if an interval
-    was completed since the event was last fired. With `at_end`, it is also called when training reaches `max_duration`.
+    was completed since the event was last fired.
+
+    Args:
+        interval: the interval, such as `"100ba"`, `"1ep"` or `"10m"`. A whole number means batches.
+        at_end: whether the handler is also called when training reaches `max_duration`.
+
+    Returns:
+        A decorator, which returns the handler itself.
 
     Raises:
         RegistrationError: the interval is invalid or not above zero; the message names the method and its line.
@@ -185,7 +191,13 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: Phase) -> Callable[[F], F]:
-    """Decorate a handler so that it runs in `phase`, one of `PHASES`, instead of the callback's phase.
+    """Decorate a handler so that it runs in another phase than the callback's other handlers.
+
+    Args:
+        phase: one of `PHASES`: `change`, `measure`, `decide`, `save`, `report` or `restore`.
+
+    Returns:
+        A decorator, which returns the handler itself.
 
     Raises:
         RegistrationError: the phase is unknown; the message names the method and its line.
@@ -194,15 +206,28 @@ def at(phase: Phase) -> Callable[[F], F]:
 
 
 def rank_zero_only(function: F) -> F:
-    """Decorate `function` so that it runs on global rank 0 only. On other ranks it returns None.
+    """Decorate a function so that it runs on global rank 0 only.
 
     The rank is read when the call sheet is compiled or the function is called, never when the module is imported.
+
+    Args:
+        function: a handler, or any other function.
+
+    Returns:
+        A function that calls `function` on rank 0, and returns None on all other ranks.
     """
     return _gated("zero", function)
 
 
 def local_rank_zero_only(function: F) -> F:
-    """Decorate `function` so that it runs on local rank 0 of each machine only. See `rank_zero_only`."""
+    """Decorate a function so that it runs on local rank 0 of each machine only. See `rank_zero_only`.
+
+    Args:
+        function: a handler, or any other function.
+
+    Returns:
+        A function that calls `function` on local rank 0, and returns None on all other ranks.
+    """
     return _gated("local_zero", function)
 
 

@@ -137,8 +137,10 @@ class Context:
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
         """Return a context for another loop of the same run, such as an evaluation.
 
-        The two contexts share all fields that are always available. The new context logs to `accumulator`, or to this context's
-        accumulator if none is given.
+        The two contexts share all fields that are always available.
+
+        Args:
+            accumulator: collects what the new context logs; None: the accumulator of this context.
         """
         other = type(self)(
             self.run,
@@ -158,21 +160,22 @@ class Context:
     def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
 
+        A tensor is not copied: the record holds its value at the boundary.
+
         At `on_log`, values with `across="same"` are added to `ctx.record`, the record that is being made, so handlers that are
         called later, such as the loggers, read them.
 
         Args:
-            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a one-dimensional
-                tensor with a number for each name; this is much cheaper for many numbers.
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a
+                one-dimensional tensor with a number for each name; this is much cheaper for many numbers.
             over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
-            across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal already.
+            across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal
+                already.
             weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
 
-        A tensor is not copied: the record holds its value at the boundary.
-
         Raises:
-            ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, or a value is not a single
-                number for each name.
+            ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, or a value is not a
+                single number for each name.
         """
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
@@ -180,30 +183,54 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric `<family>/...` that this rank logged since the last metrics record, by full name.
+        """Return the last value of each metric of a family that this rank logged since the last metrics record.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
+
+        Args:
+            family: the part of the metrics' names before the first `/`, such as `train`.
+
+        Returns:
+            The values by full name, as they were logged: numbers, or scalar tensors on their device. Numbers that were logged in
+                one tensor under several names are not included.
         """
         return self._accumulator.latest(family) if self._accumulator is not None else {}
 
     def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Pass hyperparameters to every logger. `values` are plain data by name, which may be nested."""
+        """Pass hyperparameters to every logger.
+
+        Args:
+            values: plain data by name, which may be nested.
+        """
         self._to_loggers("log_hyperparameters", values=dict(values))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Pass the table `name` to every logger: each of the `rows` is a sequence of cells, one for each of the `columns`."""
+        """Pass a table to every logger.
+
+        Args:
+            name: the name of the table.
+            columns: the titles of the columns.
+            rows: the rows, each with a cell for each column.
+        """
         self._to_loggers("log_table", name=name, columns=list(columns), rows=[list(row) for row in rows])
 
     def log_images(self, name: str, images: Sequence[Any]) -> None:
-        """Pass `images` to every logger under the name `name`.
+        """Pass images to every logger.
 
-        An image is an array or tensor of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to 255
-        or floats from 0 to 1.
+        Args:
+            name: the name under which the images are logged.
+            images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to
+                255 or floats from 0 to 1.
         """
         self._to_loggers("log_images", name=name, images=list(images))
 
     def log_file(self, name: str, path: str | Path) -> None:
-        """Pass the `path` of a file to every logger that can store files. `name` is its name there, such as `traces/step-10.json`."""
+        """Pass a file to every logger that can store files.
+
+        Args:
+            name: the name of the file in the loggers' storage, such as `traces/step-10.json`.
+            path: where the file is. It must still exist when loggers in lanes read it.
+        """
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
@@ -226,15 +253,31 @@ class Context:
             self.muting(callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Call the handlers of `callback` for these `events` again, after `mute` had stopped that. Raises the same errors as `mute`."""
+        """Call handlers again that `mute` has muted.
+
+        Args:
+            callback: the callback whose handlers are unmuted.
+            events: the names of the events.
+
+        Raises:
+            UnknownEventError: no such event.
+            RegistrationError: the callback is not on the run's call sheet.
+            RequestRejected: in a lane.
+        """
         if self.muting is not None:
             self.muting(callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in the order of ranks. This is a collective: every rank must call it.
+        """Return the values of all ranks. This is a collective: every rank must call it.
+
+        Args:
+            value: this rank's value, which torch.distributed pickles.
+
+        Returns:
+            The value of each rank, in the order of ranks. In a run with one rank, the list holds `value` itself.
 
         Raises:
-            RequestRejected: in a handler that runs on some ranks only.
+            RequestRejected: in a handler that runs on some ranks only, or in a lane.
         """
         if self.control.in_gate:
             raise RequestRejected(
@@ -243,9 +286,12 @@ class Context:
         return distributed.gather(value)
 
     def has(self, name: str) -> bool:
-        """Return whether the field `name` is available now.
+        """Return whether a field is available now.
 
         `hasattr` returns the same, but is slower, because it formats an error message first.
+
+        Args:
+            name: the name of the field, such as `loss`.
         """
         reads = _READS.get(name)
         if reads is None:
@@ -257,7 +303,11 @@ class Context:
         return True
 
     def close(self, event: str) -> None:
-        """Delete the fields that are not available after `event`. The loop calls this after firing the event."""
+        """Delete the fields that are not available after an event. The loop calls this after firing the event.
+
+        Args:
+            event: the name of the event that was fired.
+        """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
                 if not (keeps and name in self.kept):  # a field that a callback keeps stays until its `kept_until` event
@@ -270,7 +320,11 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available, except those that `close(before)` deletes. Called as a run ends."""
+        """Delete all fields that are not always available. Called as a run ends.
+
+        Args:
+            before: the name of an event; the fields that `close(before)` deletes are kept. Empty: no such field is kept.
+        """
         left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):

@@ -99,7 +99,10 @@ class CallbackManager:
         return [registration.thing for registration in self._registrations if isinstance(registration.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
-        """Add `callbacks`, one callback or any iterable of callbacks. If one of them is rejected, none is added.
+        """Add callbacks. If one of them is rejected, none is added.
+
+        Args:
+            callbacks: one callback, or any iterable of callbacks.
 
         Raises:
             NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and a hint.
@@ -166,7 +169,7 @@ class CallbackManager:
         on_error: OnError | None = None,
         name: str = "",
     ) -> Any:
-        """Call `function(ctx)` at `event`. Return the function or, if none is given, a decorator for one.
+        """Register a function as a handler of an event.
 
         The options have the same meaning as on a `Callback`. If one is None, the function's decorators apply, such as
         `rank_zero_only`, and then the default of `Callback`.
@@ -174,12 +177,16 @@ class CallbackManager:
         Args:
             event: the name of the event, or `"*"` for every event.
             function: called with the context; None: return a decorator.
-            every: the interval at which to call it, such as `"100ba"`, a number of batches, or an `Interval`. None: at every event.
+            every: the interval at which to call it, such as `"100ba"`, a number of batches, or an `Interval`. None: at every
+                event.
             phase: when to call it, relative to the other handlers of the event.
             ranks: the ranks on which to call it.
             lane: `inline` or `background`. A function cannot run in the lane `process`.
             on_error: what happens when it raises an error: `raise` or `isolate`.
             name: its name in messages and tables; empty: its qualified name.
+
+        Returns:
+            `function` itself or, if it is None, a decorator that registers a function and returns it.
 
         Raises:
             UnknownEventError: no such event.
@@ -217,7 +224,13 @@ class CallbackManager:
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
-        """Remove `what`: a callback, all callbacks of a class, or a function. Return how many were removed.
+        """Remove callbacks or a function.
+
+        Args:
+            what: a callback, a class of callbacks (every instance of it is removed), or a function.
+
+        Returns:
+            How many callbacks or functions were removed.
 
         Raises:
             RegistrationError: nothing on the call sheet matches.
@@ -245,11 +258,25 @@ class CallbackManager:
         return len(gone)
 
     def list_callbacks(self, event: str) -> list[Callback | Handler]:
-        """Return the callbacks and functions that handle `event` on any rank, in the order of calls, as a new list."""
+        """Return the callbacks and functions that handle an event on any rank, in the order of calls, as a new list.
+
+        Args:
+            event: the name of the event.
+
+        Raises:
+            UnknownEventError: no such event.
+        """
         return [entry.registration.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
 
     def has_callbacks(self, event: str) -> bool:
-        """Return whether `event` has a handler on this rank."""
+        """Return whether an event has a handler on this rank.
+
+        Args:
+            event: the name of the event.
+
+        Raises:
+            UnknownEventError: no such event.
+        """
         return self._table.has_handlers(as_event(event))
 
     def call_sheet(self) -> CallSheet:
@@ -259,7 +286,11 @@ class CallbackManager:
     # --- dispatch ---
 
     def fire(self, event: str, ctx: Context) -> None:
-        """Call all handlers of `event`, in order.
+        """Call all handlers of an event, in order.
+
+        Args:
+            event: the name of the event, such as `"on_train_step_end"`.
+            ctx: the context, on which the caller has set the event's fields.
 
         Raises:
             UnknownEventError: no such event.
@@ -328,9 +359,14 @@ class CallbackManager:
         self._table.compile()
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
-        """Call `method(ctx, **payload)` on every callback that has such a method. Errors are logged and do not end the run.
+        """Call a method on every callback that has it. Errors are logged and do not end the run.
 
         Tables, images and files reach the loggers this way.
+
+        Args:
+            method: the name of the method, such as `"log_table"`.
+            ctx: the first argument of the method.
+            payload: the other arguments of the method, by name.
         """
         ranks = self._table.ranks or read_ranks()
         for registration in self._registrations:
@@ -358,9 +394,12 @@ class CallbackManager:
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Start or stop timing the handlers, and call muted handlers again, if this is due after `step`.
+        """Start or stop timing the handlers, and call muted handlers again, if this is due.
 
         The loop calls this before the first step, and after each step that `next_step` names.
+
+        Args:
+            step: the number of completed steps.
         """
         self._muting.unmute_due(step)
         if not self._registrations:
@@ -372,15 +411,23 @@ class CallbackManager:
             self._table.use_window()
 
     def cost_report(self, step: int) -> CostReport:
-        """Return how much time the callbacks of this process have taken up to the end of `step`, and which of them failed."""
+        """Return how much time the callbacks of this process have taken, and which of them failed.
+
+        Args:
+            step: the number of completed steps, up to which the report extends.
+        """
         lanes = self._lanes
         dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
         return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
 
     def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Send the measured time of the callbacks and its latest timeline to the loggers, if this is due or `is_last` is set.
+        """Send the measured time of the callbacks and its latest timeline to the loggers, if this is due.
 
         The loop calls this after each metrics record.
+
+        Args:
+            ctx: the context of the training loop.
+            is_last: whether the run ends; the costs are then sent even if they are not due.
         """
         report = self.cost_report(ctx.step) if is_last else None
         if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
@@ -417,9 +464,12 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for callbacks in other threads, because this process will be killed in `seconds`.
+        """Limit how long a checkpoint waits for callbacks in other threads, because this process will be killed.
 
         The loop calls this when it receives a signal.
+
+        Args:
+            seconds: how many seconds are left until the process is killed.
         """
         if self._lanes is not None:
             self._lanes.limit_waits(seconds)
@@ -457,13 +507,18 @@ class CallbackManager:
     # --- saving and loading the callbacks' state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-        """Return `user_state`, and the state of every callback that has one, by the callback's name.
-
-        `copied` is called to copy the state of a callback that is isolated or has a lane. It may raise an error if the state
-        cannot be saved.
+        """Return `user_state`, and the state of every callback that has one.
 
         A callback in a lane must return its state within its lane's deadline. If it does not, or if it or an isolated callback
-        raises, the error is logged, and `missing` holds the reason under the callback's name.
+        raises, the error is logged, and the checkpoint records that the state is missing.
+
+        Args:
+            copied: copies the state of a callback that is isolated or has a lane. It may raise an error if the state cannot be
+                saved.
+
+        Returns:
+            `callbacks`: the states by the callbacks' names. `user_state`: a copy of the shared dict. `missing`, if a state could
+            not be saved: the reasons by the callbacks' names.
 
         Raises:
             RegistrationError: two callbacks with a state have the same name.
@@ -525,7 +580,13 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
-    """Return a manager of `callbacks`: the same object if it is a manager, a new manager for an iterable, None for None.
+    """Return a manager of callbacks.
+
+    Args:
+        callbacks: a manager, one callback, an iterable of callbacks, or None.
+
+    Returns:
+        The same object if it is a manager, None for None, otherwise a new manager.
 
     Raises:
         NotACallbackError, UnknownEventError, RegistrationError: see `CallbackManager.add`.
@@ -538,8 +599,13 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
 
 
 def should_fire(manager: CallbackManager | None, event: str) -> bool:
-    """Return whether `manager` is given and has a handler for `event`.
+    """Return whether an event has a handler, so that firing it has an effect.
 
-    Raises UnknownEventError for an unknown event.
+    Args:
+        manager: the manager; None: no event has a handler.
+        event: the name of the event.
+
+    Raises:
+        UnknownEventError: no such event, and a manager is given.
     """
     return manager is not None and manager.has_callbacks(event)

@@ -31,11 +31,18 @@ class Outcome(StrEnum):
 class RunInfo:
     """The run: its name, folder, configuration, and this process's ranks and device.
 
-    `checkpoints` is the folder or URL of its checkpoints, by default the folder `checkpoints` in `folder`. `outcome` and
-    `outcome_reason` are set at the run's end; the reason is one line, such as "stopped by EarlyStopper: ...", "reached
-    max_duration, 2ep", "signal SIGTERM" or "ValueError: ...". `failures` is set at the run's end too: the callbacks of this
-    process that failed or whose lanes lost events. `has_lost_folder` says that another process has taken over the folder, so that
-    nothing may be written there any more; `may_write(path)` also asks whether a path is in the folder.
+    Attributes:
+        name: the name of the run.
+        folder: the run's folder; None if the run writes no files.
+        config: the run's configuration as plain data, which loggers receive as hyperparameters.
+        ranks: the ranks of this process, and the world size.
+        restart_count: how often torchrun has restarted the ranks.
+        device: the device of this process, such as `cpu` or `cuda:0`.
+        outcome: how the run ended; None until then.
+        outcome_reason: one line, such as "stopped by EarlyStopper: ...", "reached max_duration, 2ep", "signal SIGTERM" or
+            "ValueError: ..."; empty until the run's end.
+        checkpoints: the folder or URL of the checkpoints, by default the folder `checkpoints` in `folder`.
+        failures: the callbacks of this process that failed or whose lanes lost events; set at the run's end.
     """
 
     name: str
@@ -65,7 +72,14 @@ class RunInfo:
         self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
-        """Return False if `path` is in the run's folder, and another process has taken over the folder. Ask before each write."""
+        """Return whether this process may still write to a path. Ask before each write.
+
+        Args:
+            path: the file or folder to be written.
+
+        Returns:
+            False if `path` is in the run's folder, and another process has taken over the folder. Otherwise True.
+        """
         if not self._lost[0] or self.folder is None:
             return True
         return not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.folder))
@@ -124,10 +138,15 @@ def _course_property(name: str) -> Any:
 class TrainState:
     """The progress of training.
 
-    `max_duration` is how long training lasts, or None if it has no limit. `timestamp` counts what is complete and changes just
-    before each end event; `previous_timestamp` is its value before the last step. In both, the samples, tokens and seconds are
-    those at the last log boundary. `baseline` is the timestamp at which this process began to train. `epoch_batches` is the number
-    of steps in an epoch, or None if it is not known. `evaluators` are the names of the evaluated datasets.
+    `timestamp` and `previous_timestamp` count the samples, tokens and seconds only up to the last log boundary.
+
+    Args:
+        max_duration: how long training lasts, or None if it has no limit.
+        timestamp: what is complete. It changes just before each end event.
+        previous_timestamp: the value of `timestamp` before the last step.
+        baseline: the timestamp at which this process began to train.
+        epoch_batches: the number of steps in an epoch, or None if it is not known.
+        evaluators: the names of the evaluated datasets.
     """
 
     timestamp: Timestamp
@@ -159,7 +178,11 @@ class TrainState:
         return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the progress that `state_dict` returned. Raises ConfigError if `state` does not have that form."""
+        """Restore the progress that `state_dict` returned.
+
+        Raises:
+            ConfigError: a timestamp in `state` is invalid.
+        """
         self.timestamp = self.baseline = Timestamp.from_dict(state["timestamp"])
         self.previous_timestamp = Timestamp.from_dict(state["previous_timestamp"])
 
@@ -179,9 +202,17 @@ class TrainState:
 class MetricsRecord:
     """The metrics that were logged since the last metrics record, as floats.
 
-    The speeds do not include the time of evaluation and saving.
-
     To add values to the record at `on_log`, call `ctx.log(values, across="same")`.
+
+    Attributes:
+        step: the number of completed steps.
+        values: the metrics by name, reduced over the ranks.
+        elapsed_seconds: the seconds of training so far, over all processes of a resumed run.
+        samples_per_second: the speed of all ranks together since the last record, without the time of evaluation and saving. 0 in
+            a record of an evaluation.
+        tokens_per_second: the same for tokens. 0 also if tokens are not counted.
+        memory_bytes: on CUDA, the peak of allocated memory on this rank's device since the process began. On the CPU, the current
+            memory of this rank's process.
     """
 
     step: int
@@ -194,11 +225,19 @@ class MetricsRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint. `kind` is periodic, best, final, preempt or requested.
+    """One checkpoint.
 
-    `size_bytes` and `is_finite` (whether all weights and the loss are finite) are set once the checkpoint is written.
-    `requested_by` holds the names of the callbacks that requested the checkpoint with `Control.save`, each once. It is empty if
-    none did.
+    Attributes:
+        path: the path or URL of its folder.
+        step: the number of completed steps.
+        epoch: the number of completed epochs.
+        kind: `periodic`, `best`, `final`, `preempt` or `requested`.
+        train_loss: the mean loss of the last step over all ranks; None if it is not known.
+        val_losses: the loss of each dataset in the last evaluation, by the dataset's name.
+        best_metric_key: the metric for which the checkpoint is the best so far; None if it is not saved for a metric.
+        size_bytes: the size of all files together; 0 until the checkpoint is written.
+        is_finite: whether all weights and the loss are finite; set once the checkpoint is written.
+        requested_by: the names of the callbacks that requested the checkpoint with `Control.save`, each once. Empty if none did.
     """
 
     path: str

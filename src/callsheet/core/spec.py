@@ -16,8 +16,11 @@ from callsheet.errors import ConfigError, NotACallbackError, did_you_mean
 class CallbackSpec:
     """A callback as plain data, from which it can be constructed again, for example in another process.
 
-    `class_path` is `module.Class`; `init_args` are the constructor's arguments by name; `name` is the instance's name if one was
-    set; `state` is what its `state_dict` returned.
+    Args:
+        class_path: the import path of the class, `module.Class`.
+        init_args: the constructor's arguments by name. An argument that is a callback is a `CallbackSpec` too.
+        name: the instance's name, if one was set.
+        state: what the callback's `state_dict` returned.
     """
 
     class_path: str
@@ -29,7 +32,14 @@ class CallbackSpec:
 
     @classmethod
     def of(cls, callback: Callback) -> Self:
-        """Return the spec of `callback`: how it was constructed, and its current state."""
+        """Return the spec of a callback: how it was constructed, and its current state.
+
+        Args:
+            callback: the callback.
+
+        Raises:
+            ConfigError: the constructor takes arguments that a spec cannot hold by name: `*args`, or arguments by position only.
+        """
         kind, init_args = type(callback), init_args_of(callback)
         name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
         for argument, value in init_args.items():
@@ -39,7 +49,14 @@ class CallbackSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the spec for the `data` that `to_dict` returned. Raises `ConfigError` on unknown keys."""
+        """Return the spec for the data that `to_dict` returned.
+
+        Args:
+            data: the fields of the spec by name. Only `class_path` is required.
+
+        Raises:
+            ConfigError: a key is unknown, or `class_path` is missing or not a string.
+        """
         for key in data:
             one_of("key of a callback spec", key, cls._KEYS)
         if not isinstance(data.get("class_path"), str):
@@ -62,6 +79,9 @@ class CallbackSpec:
         """Construct the callback, with its name and state.
 
         Building imports the class and so runs its module; build only specs whose origin you trust.
+
+        Returns:
+            A new callback.
 
         Raises:
             ConfigError: the class cannot be found, or does not take these arguments.

@@ -80,20 +80,26 @@ class Time:
     """A duration or count in one unit, such as batches: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
     A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
-    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). A number needs a `unit`, and a string
-    must have none beside it. The attribute `value` is an int, or a float for `dur` and `sec`. It may be negative, because a
-    subtraction may give such a time.
+    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). The attribute `value` is an int, or a
+    float for `dur` and `sec`. It may be negative, because a subtraction may give such a time.
 
     Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They
     can be multiplied and divided by a number; whole units are rounded down. Times of different units are never equal. A time
     equals a string only if the string is exactly `str(time)`; this way equal values have the same hash.
 
-    Raises ConfigError, with a hint, for an invalid time; MixedUnitsError if two units are combined with anything but `==`.
+    Args:
+        value: a string with a unit, or a finite number. Only the units `dur` and `sec` take fractions.
+        unit: the unit of a number, a `TimeUnit` or its suffix, such as `"ba"`. A string must have none beside it.
 
-    >>> Time("7ba") / 2
-    Time("3ba")
-    >>> Time("1h30m") / Time("45m")
-    2.0
+    Raises:
+        ConfigError: the time is invalid; the message has a hint.
+        MixedUnitsError: two times of different units are combined with anything but `==`.
+
+    Examples:
+        >>> Time("7ba") / 2
+        Time("3ba")
+        >>> Time("1h30m") / Time("45m")
+        2.0
     """
 
     value: float
@@ -118,11 +124,14 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Return a Time from a `value` that a user wrote.
+        """Return a Time from a value that a user wrote.
 
-        A whole number without a unit gets the `default` unit, also if it is text.
+        Args:
+            value: a Time, a string such as `"10ba"`, or a whole number.
+            default: the unit of a whole number without a unit, also if it is text; None: such a number is invalid.
 
-        Raises ConfigError for a bool, and for a number without a unit if there is no default.
+        Raises:
+            ConfigError: the value is a bool or no valid time, or it has no unit and there is no default.
         """
         if isinstance(value, Time):
             return value
@@ -206,10 +215,23 @@ _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
 
 class Timestamp(NamedTuple):
-    """The progress of a run: completed rounds, epochs, batches, samples and tokens (over all ranks), and seconds of training.
+    """The progress of a run: what is complete, counted over all ranks.
 
     It is immutable. Comparing it with a Time or a string compares the counter of that unit: `timestamp >= "10ba"`. Two timestamps
     can be equal, but ordering them raises TypeError, because their counters may disagree on the order.
+
+    Attributes:
+        round: the number of completed rounds.
+        epoch: the number of completed epochs.
+        batch: the number of completed batches, which are steps.
+        sample: the number of samples, summed over the ranks.
+        token: the number of tokens, summed over the ranks.
+        seconds: the seconds of training, as rank 0 measures them.
+        epoch_in_round: the number of completed epochs in the current round.
+        batch_in_epoch: the number of completed batches in the current epoch.
+        sample_in_epoch: the number of samples in the current epoch.
+        token_in_epoch: the number of tokens in the current epoch.
+        seconds_in_epoch: the seconds of training within the current epoch.
     """
 
     # This is a named tuple because one is made at every step; a frozen dataclass takes three times as long to make.
@@ -242,9 +264,14 @@ class Timestamp(NamedTuple):
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """Return the timestamp with more `samples` and `tokens`, counted over all ranks, and more `seconds` of training.
+        """Return the timestamp with more samples, tokens and seconds of training.
 
         They are added both to the totals and to the counters within the epoch.
+
+        Args:
+            samples: the number of further samples, counted over all ranks.
+            tokens: the number of further tokens, counted over all ranks.
+            seconds: how many more seconds training has taken.
         """
         rounds, epoch, batch, sample, token, all_seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         more = sample + samples, token + tokens, all_seconds + seconds
@@ -252,14 +279,28 @@ class Timestamp(NamedTuple):
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # hides the method `tuple.count`, which is not needed
-        """Return the counter of `unit`. Raises ConfigError for `dur`, which depends on `max_duration` too."""
+        """Return the counter of a unit: an int, or a float for `sec`.
+
+        Args:
+            unit: the unit, such as `TimeUnit.BATCH`.
+
+        Raises:
+            ConfigError: the unit is `dur`, which depends on `max_duration` too.
+        """
         try:
             return self[_SLOT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return the counter of `unit` as a Time. Raises ConfigError for `dur`."""
+        """Return the counter of a unit as a Time.
+
+        Args:
+            unit: the unit, such as `TimeUnit.BATCH`.
+
+        Raises:
+            ConfigError: the unit is `dur`, which depends on `max_duration` too.
+        """
         return Time(self.count(unit), unit)
 
     def _against(self, other: object, how: Callable[[float, float], bool]) -> bool:
@@ -306,7 +347,14 @@ class Timestamp(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timestamp:
-        """Return the timestamp for the `data` that `to_dict` returned. Raises ConfigError for an invalid key or value."""
+        """Return the timestamp for the data that `to_dict` returned.
+
+        Args:
+            data: the fields of the timestamp by name; all are required.
+
+        Raises:
+            ConfigError: a key is missing or unknown, or a value is not a number from 0 up.
+        """
         odd = set(cls._fields).symmetric_difference(data if isinstance(data, Mapping) else ())
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
@@ -319,12 +367,17 @@ class Timestamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A recurring point in training, "every N batches" for example.
+    """A recurring point in training, such as every 100 batches.
 
-    Examples: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
+    For example: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
-    `every` is the time between two such points. A whole number without a unit has the `default` unit, batches. With `at_end` the
-    interval is also due when training reaches `max_duration`. Raises ConfigError for an invalid time, or one that is not above 0.
+    Args:
+        every: the time between two such points.
+        default: the unit of a whole number without a unit.
+        at_end: whether the interval is also due when training reaches `max_duration`.
+
+    Raises:
+        ConfigError: the time is invalid, or not above 0.
     """
 
     every: Time
@@ -339,20 +392,32 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval `given`, which a user passed as the argument `argument`. A ConfigError names the argument."""
+        """Return the interval that a user passed as an argument, so that an error names the argument.
+
+        Args:
+            argument: the name of the argument, for the error message.
+            given: the value of the argument.
+
+        Raises:
+            ConfigError: the time is invalid, or not above 0.
+        """
         try:
             return cls(given)
         except ConfigError as error:
             raise ConfigError(f"{argument}={given!r}: {error}") from None
 
     def index(self, timestamp: Timestamp, elapsed: float | None = None) -> int:
-        """Return how many whole intervals are complete at `timestamp`.
-
-        `elapsed` is the fraction of training that is done; only intervals in the unit `dur` need it.
+        """Return how many whole intervals are complete at a timestamp.
 
         A `dur` interval that ends exactly at this timestamp counts as complete. Elapsed fraction, interval and quotient each have
         a relative rounding error of at most 2**-53, so the quotient is increased by a relative 2**-50 before it is rounded down.
-        Raises ConfigError for `dur` without `elapsed`.
+
+        Args:
+            timestamp: the progress of training.
+            elapsed: the fraction of training that is done. Only intervals in the unit `dur` need it.
+
+        Raises:
+            ConfigError: the interval is in `dur`, and `elapsed` is None.
         """
         slot = _SLOT.get(self.every.unit)
         if slot is not None:

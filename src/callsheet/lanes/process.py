@@ -83,7 +83,14 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call `method(snapshot, **payload)` of the callback in its process, and wait for it. Called on the callback's thread."""
+        """Call a method of the callback in its process, and wait for it. Called on the callback's thread.
+
+        Args:
+            method: the name of the method, such as `on_log`.
+            snapshot: the fields that the method receives in place of the context. What the callback logs and requests goes back
+                through it.
+            payload: the other arguments of the method, by name.
+        """
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
@@ -117,7 +124,11 @@ class Process(Background):
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the callback's process by closing the connection to it, or kill it if `at_once`. `join` waits for its exit."""
+        """End the callback's process. `join` waits for its exit.
+
+        Args:
+            at_once: whether to kill the process. Otherwise the connection to it is closed, after which it ends by itself.
+        """
         self._is_over = True
         self._ending, self._child = self._child, None
         if not at_once:
@@ -126,7 +137,11 @@ class Process(Background):
             self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
 
     def join(self, seconds: float) -> None:
-        """Wait for the callback's process to exit after `end` was called, and kill it after `seconds`."""
+        """Wait for the callback's process to exit after `end` was called, and kill it if it does not.
+
+        Args:
+            seconds: how long to wait before the process is killed.
+        """
         child, self._ending = self._ending, None
         _wait(child, seconds)
 

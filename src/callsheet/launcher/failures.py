@@ -20,8 +20,12 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 class RankFailure:
     """How one rank failed.
 
-    `error` is the exception of the rank in one line, and `traceback` the whole text; both are empty if the process was killed.
-    `exitcode` is negative if a signal ended the process.
+    Attributes:
+        rank: the number of the rank.
+        exitcode: the exit code of the process, negative if a signal ended it.
+        error: the exception of the rank in one line; empty if the process was killed.
+        traceback: the whole text of the exception; empty if the process was killed.
+        at: when the rank failed, in seconds since 1970; 0 if this is not known.
     """
 
     rank: int
@@ -58,7 +62,10 @@ class LaunchError(CallsheetError, RuntimeError):
     """A launch failed on at least one rank.
 
     The message begins with the rank that failed first; `failures` holds the failures of all ranks, the first one first.
-    `world_size` is the number of ranks that were started.
+
+    Args:
+        failures: the failures of the ranks, in any order.
+        world_size: the number of ranks that were started.
     """
 
     def __init__(self, failures: Iterable[RankFailure], world_size: int) -> None:

@@ -100,6 +100,9 @@ def launch(
             resume by itself.
         grace_seconds: the time between the signal and SIGKILL.
 
+    Returns:
+        For a function: what it returned on each rank, as a list in the order of ranks. For a recipe: its results by name.
+
     Raises:
         ConfigError: an argument is invalid.
         TransportError: something cannot be sent; the message names it and says what to do.

@@ -28,7 +28,6 @@ class InMemoryLogger(Logger):
 
     Raises:
         ConfigError: `most` is less than 1.
-        KeyError: from `history`, if no record has the metric; the message suggests the nearest name.
     """
 
     def __init__(self, *, most: int | None = None, images: bool = False) -> None:
@@ -53,7 +52,14 @@ class InMemoryLogger(Logger):
         """The time that each callback has taken so far."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
-        """Return two lists for the metric `name`: the steps at which it was logged, and its values."""
+        """Return two lists for a metric: the steps at which it was logged, and its values.
+
+        Args:
+            name: the full name of the metric, such as `train/loss`.
+
+        Raises:
+            KeyError: no record has the metric; the message suggests the nearest name.
+        """
         found = [(record.step, record.values[name]) for record in self.records if name in record.values]
         if not found:
             names = list(dict.fromkeys(name for record in self.records for name in record.values))

@@ -22,42 +22,77 @@ class Logger(Callback):
     on_error: OnError | None = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Log hyperparameters of the run. `values` are plain data by name, which may be nested.
+        """Log hyperparameters of the run.
 
-        This is called with the run's configuration (`ctx.run.config`), if there is one, after the checkpoint was loaded, and with what
-        callbacks pass to `ctx.log_hyperparameters`. Later values replace earlier ones.
+        This is called with the run's configuration (`ctx.run.config`), if there is one, after the checkpoint was loaded, and with
+        what callbacks pass to `ctx.log_hyperparameters`. Later values replace earlier ones.
+
+        Args:
+            ctx: the context.
+            values: plain data by name, which may be nested.
         """
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log the table `name`. Each of the `rows` is a sequence of cells, one for each of the `columns`."""
+        """Log a table, which a callback has passed to `ctx.log_table`.
+
+        Args:
+            ctx: the context.
+            name: the name of the table.
+            columns: the titles of the columns.
+            rows: the rows, each with a cell for each column.
+        """
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log `images` under the name `name`.
+        """Log images, which a callback has passed to `ctx.log_images`.
 
-        An image is an array or tensor of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to 255
-        or floats from 0 to 1.
+        Args:
+            ctx: the context.
+            name: the name under which the images are logged.
+            images: arrays or tensors of shape (height, width), (height, width, 3) or (3, height, width), with integers from 0 to
+                255 or floats from 0 to 1.
         """
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Log the file at `path`, which a callback has written, such as a trace or an exported model.
+        """Log a file that a callback has written, such as a trace or an exported model.
 
-        `name` is its name in the destination, such as `traces/step-10.json`.
+        Args:
+            ctx: the context.
+            name: the name of the file in the destination, such as `traces/step-10.json`.
+            path: where the file is.
         """
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Log the call sheet: `sheet` is a printable table of all handlers. This is called once, after the checkpoint was loaded."""
+        """Log the call sheet. This is called once, after the checkpoint was loaded.
+
+        Args:
+            ctx: the context.
+            sheet: a printable table of all handlers.
+        """
 
     def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
-        """Log `settings`: with which model, optimizer, scheduler, callbacks and options the run was started, as plain data.
+        """Log how the run was started. This is called once, after the checkpoint was loaded.
 
-        This is called once, after the checkpoint was loaded. The values are those before that.
+        Args:
+            ctx: the context.
+            settings: with which model, optimizer, scheduler, callbacks and options the run was started, as plain data. The values
+                are those before the checkpoint was loaded.
         """
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Log `report`: the time that the callbacks in this process have taken so far. Each report replaces the previous one."""
+        """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one.
+
+        Args:
+            ctx: the context.
+            report: the time of each callback at each event, in seconds, and the failures.
+        """
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Log `window`, a timeline of some consecutive steps: when each span and each callback ran."""
+        """Log when each span and each callback ran.
+
+        Args:
+            ctx: the context.
+            window: the timeline of some consecutive steps.
+        """
 
 
 for _method in (

@@ -202,12 +202,15 @@ def classify(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Classify:
-    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test.
 
     Args:
         config: the configuration; None: a `ClassifyConfig` with its default values.
         callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
         loggers: more callbacks, called after the others.
+
+    Returns:
+        The recipe, with its `results` and its `trainer`.
 
     Raises:
         ConfigError, RunInUseError: see `Recipe.setup`.

@@ -76,7 +76,10 @@ class DistillConfig(FinetuneConfig):
     def teacher_length(self) -> str:
         """Return how long to train the teacher if the configuration names no weights for it.
 
-        If that is a multiple of `max_duration`, return it in the unit of `max_duration`.
+        If `teacher_duration` is a multiple of `max_duration`, return it in the unit of `max_duration`.
+
+        Raises:
+            ConfigError: `teacher_duration` is invalid or not above 0.
         """
         given = self.teacher_duration
         if not str(given).strip().endswith("dur"):
@@ -261,12 +264,15 @@ def distill(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Distill:
-    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test.
 
     Args:
         config: the configuration; None: a `DistillConfig` with its default values.
         callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
         loggers: more callbacks, called after the others.
+
+    Returns:
+        The recipe, with its `results` and its `trainer`.
 
     Raises:
         ConfigError, RunInUseError: see `Recipe.setup`.

@@ -297,12 +297,15 @@ def finetune(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> Finetune:
-    """Run the recipe: set up, train, evaluate and test. Return the recipe, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate and test.
 
     Args:
         config: the configuration; None: a `FinetuneConfig` with its default values.
         callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
         loggers: more callbacks, called after the others.
+
+    Returns:
+        The recipe, with its `results` and its `trainer`.
 
     Raises:
         ConfigError, RunInUseError: see `Recipe.setup`.

@@ -215,12 +215,15 @@ def finetune_vlm(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] = (),
 ) -> FinetuneVLM:
-    """Run the recipe: set up, train, evaluate, test and answer. Return the recipe, with its `results` and its `trainer`.
+    """Run the recipe: set up, train, evaluate, test and answer.
 
     Args:
         config: the configuration; None: a `FinetuneVLMConfig` with its default values.
         callbacks: a manager, a callback, or any iterable of callbacks; None: only those that the recipe adds.
         loggers: more callbacks, called after the others.
+
+    Returns:
+        The recipe, with its `results` and its `trainer`.
 
     Raises:
         ConfigError, RunInUseError: see `Recipe.setup`.

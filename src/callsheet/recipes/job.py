@@ -127,5 +127,9 @@ class JobConfig:
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the configured optimizer for `parameters`, or for groups of parameters."""
+        """Return the configured optimizer.
+
+        Args:
+            parameters: the parameters to train, or groups of parameters as in torch.optim.
+        """
         return self.optimizer(parameters) if self.optimizer is not None else torch.optim.AdamW(parameters)

@@ -102,7 +102,11 @@ class Recipe(Generic[AnyConfig]):
         """
 
     def make_model(self) -> nn.Module:
-        """Return the model with its weights. Before this is called, the random state is set from `seed` on all ranks."""
+        """Return the model with its weights. Before this is called, the random state is set from `seed` on all ranks.
+
+        Raises:
+            NotImplementedError: the recipe does not override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement make_model()")
 
     def make_task(self) -> Task | None:
@@ -110,7 +114,11 @@ class Recipe(Generic[AnyConfig]):
         return None
 
     def train_data(self) -> Iterable[Any]:
-        """Return the batches to train on."""
+        """Return the batches to train on.
+
+        Raises:
+            NotImplementedError: the recipe does not override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement train_data()")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
@@ -140,12 +148,16 @@ class Recipe(Generic[AnyConfig]):
         return ()
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the model's prediction for each of the `rows`, in order, as plain data.
+        """Yield the model's prediction for each row, in order, as plain data.
 
         All ranks take part, and rank 0 gets the answers.
 
+        Args:
+            rows: the rows, in the form of the recipe's data.
+
         Raises:
-            ConfigError: a row cannot be used; the message begins with its number, such as `row 3`, counted from 1.
+            ConfigError: a row cannot be used (the message begins with its number, such as `row 3`, counted from 1), or the recipe
+                does not support predictions.
         """
         raise ConfigError(f"the recipe {type(self).__name__} does not support predictions")
 
@@ -158,7 +170,11 @@ class Recipe(Generic[AnyConfig]):
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
     def short(self, tokens: int) -> int:
-        """Return the number of tokens to generate: `tokens`, or fewer in a trial run."""
+        """Return the number of tokens to generate.
+
+        Args:
+            tokens: the configured number. In a trial run, fewer tokens are generated.
+        """
         return min(tokens, TRIAL_TOKENS) if self.is_trial and not self._is_opened else tokens
 
     @property
@@ -225,9 +241,15 @@ class Recipe(Generic[AnyConfig]):
             lock.release()
 
     def open(self, checkpoint: str | None = None) -> Self:
-        """Make the trainer of an existing run, with the weights of its newest valid checkpoint or of `checkpoint`.
+        """Make the trainer of an existing run, with the weights of a checkpoint.
 
         The run's folder is not changed.
+
+        Args:
+            checkpoint: the path of the checkpoint; None: the newest valid one.
+
+        Returns:
+            The recipe itself.
 
         Raises:
             ConfigError: there is no checkpoint, or no valid one.
@@ -244,7 +266,10 @@ class Recipe(Generic[AnyConfig]):
         return self
 
     def run(self) -> dict[str, float]:
-        """Train, evaluate and compute the results. Return the results, which are empty if the run was preempted.
+        """Train, evaluate and compute the results.
+
+        Returns:
+            The results by name, in the unit that `results_are_in` names. They are empty if the run was preempted.
 
         Raises:
             NonFiniteError: the loss is NaN or infinite, and `stop_on_nan` is set.
@@ -282,7 +307,11 @@ class Recipe(Generic[AnyConfig]):
             replace_file(self.folder / RESULTS, json_text(content, indent=2).encode())
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Evaluate the model. Return the losses and metrics of every validation dataset and of the test data, by dataset."""
+        """Evaluate the model.
+
+        Returns:
+            The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
+        """
         trainer = self.trainer
         if trainer.state.evaluators:  # evaluate now if `fit` did not, because the run was complete or only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
@@ -291,9 +320,11 @@ class Recipe(Generic[AnyConfig]):
         return self.evaluated
 
     def export(self, path: str | Path) -> None:
-        """Write the model's weights, with tokenizer or processor, as the Hugging Face folder `path`.
+        """Write the model's weights.
 
-        A model that is not of transformers is written as the safetensors file `path`.
+        Args:
+            path: for a model of transformers, a folder, which also gets the tokenizer or processor; for any other model, a
+                safetensors file.
         """
         self.trainer.export(path, processor=self.processor())
 

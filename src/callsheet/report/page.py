@@ -28,13 +28,20 @@ _MOST_IMAGE_BYTES = 24 * 2**20  # most bytes of images in one page
 class Live:
     """The settings of a live page, whose data is updated from a server.
 
-    The page requests `poll` with `?since=<version>` every `seconds`, where `version` is that of the data it shows. The answer is
-    the JSON of `data`, or status 204 or 304 if nothing is new. The page requests images as `images/<file>`, a path relative to
-    the page and to the run's folder (`image_bytes` reads one). A button sends `POST act` with the JSON `{"act": "save" |
-    "evaluate" | "stop"}`; the answer is JSON with a `message`, or another status with a text. Each request sends `token` in the
-    header `X-Callsheet-Token`, in addition to the page's cookies. The JSON of `data` may contain `disabled_reason`, a sentence that the
-    page shows and that says why the buttons are disabled. If `nonce` is set, the page's scripts have it as an attribute, for the
-    header `Content-Security-Policy: script-src 'nonce-...'`. Styles are inline.
+    The page requests images as `images/<file>`, a path relative to the page and to the run's folder (`image_bytes` reads one).
+    Styles are inline.
+
+    Args:
+        token: sent with each request in the header `X-Callsheet-Token`, in addition to the page's cookies.
+        poll: the address of the data. The page requests it with `?since=<version>`, where `version` is that of the data it shows.
+            The answer is the JSON of `data`, or status 204 or 304 if nothing is new.
+        act: the address of the buttons. A button sends `POST act` with the JSON `{"act": "save" | "evaluate" | "stop"}`; the
+            answer is JSON with a `message`, or another status with a text.
+        seconds: the time between two requests of the data.
+        disabled_reason: a sentence that the page shows and that says why the buttons are disabled; empty if they are not. The
+            JSON of `data` may contain it too.
+        nonce: an attribute of the page's scripts, for the header `Content-Security-Policy: script-src 'nonce-...'`; empty: no
+            attribute.
     """
 
     token: str
@@ -46,15 +53,21 @@ class Live:
 
 
 def data(run: RunFolder) -> dict[str, Any]:
-    """Return the data of `run` that the scripts of its page draw, as plain JSON values. Numbers that are not finite become None."""
+    """Return the data that the scripts of a run's page draw, as plain JSON values. Numbers that are not finite become None.
+
+    Args:
+        run: the content of the run's folder.
+    """
     content: dict[str, Any] = plain(contents(run))
     return content
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """Return the whole page of `run` as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
+    """Return the whole page of a run as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
 
-    With `live`, the page polls its server.
+    Args:
+        run: the content of the run's folder.
+        live: the settings with which the page polls its server; None: the page needs no server, and contains the run's images.
 
     Raises:
         MissingPackage: plotly is not installed.
@@ -125,10 +138,17 @@ def plotly_js() -> str:
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page of the run in `folder` to `report.html` there, or to `out`, and a trace next to it. Return the page's path.
+    """Write the page of a run, and a trace for Perfetto next to it.
 
-    The trace, for Perfetto, is `trace.json`; if `out` has another name, it is `<stem of out>.trace.json`. Each file is written
-    atomically.
+    The trace is `trace.json`; if `out` has another name than `report.html`, it is `<stem of out>.trace.json`. Each file is
+    written atomically.
+
+    Args:
+        folder: the run's folder.
+        out: the path of the page; None: `report.html` in the run's folder.
+
+    Returns:
+        The path of the page.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -51,11 +51,40 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 class RunFolder:
     """The content of a run's folder. Times are in seconds since 1970, and NaN if unknown.
 
-    `records` are the metrics records that no resume has undone, and `times` their times. If a run does not fit into memory, some
-    records are left out (`records_left_out`), but none with a rare metric or a value that is not finite. `checkpoints` and
-    `evaluations` have `is_undone`, which is true if the run was later resumed from an earlier step. `costs` has the last report
-    of each process, and `windows` are in the order of their steps. `outcome` is the outcome that the run recorded, or `running`,
-    `ended` or `lost`; `reason` says why it ended. `notes` are the user's. `version` changes whenever the content of the folder has changed.
+    Attributes:
+        path: the folder.
+        name: the name of the run.
+        outcome: the outcome that the run recorded, or `running`, `ended` (how is not known) or `lost` (it stopped writing without
+            an end).
+        reason: why the run ended, in one line.
+        started: when the run was started first.
+        ended: when the run ended; NaN while it is running.
+        last_write: when a file of the run was last written.
+        config: the content of `config.yaml`, which a recipe writes.
+        config_text: the same as text.
+        hyperparameters: the content of `hyperparameters.json`.
+        settings: the content of `settings.json`: model, optimizer, scheduler and callbacks with their options.
+        environment: the content of `environment.json`: command, git commit, packages and hardware.
+        call_sheet: the printed call sheet.
+        records: the metrics records that no resume has undone.
+        times: the times of these records.
+        records_left_out: the number of records that are left out because the run does not fit into memory. No record is left out
+            that has a rare metric or a value that is not finite.
+        resumes: the resumes: the step, the time, and which records they undid.
+        evaluations: the evaluations, with step, time and results. `is_undone` is true if the run was later resumed from an earlier
+            step.
+        checkpoints: the checkpoints, with step and time. `is_undone` is true if the run was later resumed from an earlier step.
+        events: the lines of `events.jsonl`.
+        files: the files that were logged, with step, time, name and path.
+        images: the lines of `images.jsonl`.
+        tables: for each table, by its name: its columns and rows at each step at which it was logged.
+        costs: the last report of the callbacks' time of each process.
+        windows: the timelines of timed steps, in the order of their steps.
+        logs: the ends of the files in `logs`, by their paths.
+        results: the content of `results.json`, which a recipe writes.
+        notes: the user's tags and notes.
+        torn_lines: the number of lines that are not JSON objects, for example because a kill cut them off. They are skipped.
+        version: a text that changes whenever the content of the folder has changed.
     """
 
     path: Path
@@ -91,9 +120,15 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Read the folder `path` of a run, which may still be running.
+        """Read the folder of a run, which may still be running.
 
         To read one run repeatedly, use a `RunReader`, which reads only what is new.
+
+        Args:
+            path: the run's folder.
+
+        Returns:
+            The content of the folder.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -130,9 +165,12 @@ class RunFolder:
 
 
 class RunReader:
-    """Reads the folder `path` of a run repeatedly while the run still writes.
+    """Reads the folder of a run repeatedly while the run still writes.
 
     It reads each time only what was appended. Threads may share it.
+
+    Args:
+        path: the run's folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -315,9 +353,14 @@ class RunReader:
 
 
 def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
-    """Return the content of a PNG file. `file` is its path relative to the run's `folder`, as in `images.jsonl`.
+    """Return the content of a PNG file of a run.
 
-    Return None if it is not a PNG below the folder's `images`, or is too large to show.
+    Args:
+        folder: the run's folder.
+        file: the file's path relative to the folder, as in `images.jsonl`.
+
+    Returns:
+        The bytes, or None if the file is not a PNG below the folder's `images`, or is larger than 16 MiB.
     """
     path = inside(Path(folder), file)
     if path is None or not path.is_relative_to((Path(folder) / "images").resolve()):

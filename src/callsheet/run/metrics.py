@@ -48,7 +48,7 @@ class Series:
     The names of one tensor are a tuple, with a name for each number.
     """
 
-    __slots__ = ("across", "over", "unweighted", "values", "weights")
+    __slots__ = ("across", "last", "over", "unweighted", "values", "weights")
 
     def __init__(self, over: Over, across: Across) -> None:
         self.over = over
@@ -60,9 +60,11 @@ class Series:
         self.values: list[Any] = []
         self.weights: list[Any] = []
         self.unweighted = 0  # number of values that were logged without a weight; each has weight 1
+        self.last: Any = None  # the value that was logged last, while `values` may hold products with weights, or sums
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a logged value, with its weight."""
+        self.last = value
         if self.over == "last":
             self.values = [value]
             return
@@ -83,6 +85,7 @@ class Series:
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
             series.values = [vector[place] for vector in self.values]
+            series.last = self.last[place] if self.values else None
             series.weights, series.unweighted = list(self.weights), self.unweighted
         return apart
 
@@ -128,9 +131,15 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of `names`, one name or a tuple of names, so that a loop can add to it at every step.
+        """Return the series of a metric, so that a loop can add to it at every step without looking up the name.
 
-        `over` and `across` are those of `Context.log`. Raises the same errors as `log`.
+        Args:
+            names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
+            over: how several values are combined until the record: `last`, `mean` or `sum`.
+            across: how the values of the ranks are combined: `mean`, `sum`, `max` or `same`.
+
+        Raises:
+            ConfigError: `over` or `across` is unknown, or differs from the earlier one of the name.
         """
         series = self._series.get(names)
         if series is None:
@@ -164,8 +173,16 @@ class MetricLog:
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric `<family>/...` that was logged since the last `take`; see `Context.logged`."""
-        found = {name: series.values[-1] for name, series in self._series.items() if isinstance(name, str) and series.values}
+        """Return the last value of each metric of a family that was logged since the last `take`.
+
+        Args:
+            family: the part of the metrics' names before the first `/`, such as `train`.
+
+        Returns:
+            The values by full name, as they were logged. Numbers that were logged in one tensor under several names are not
+            included.
+        """
+        found = {name: series.last for name, series in self._series.items() if isinstance(name, str) and series.values}
         return {name: value for name, value in found.items() if name.startswith(f"{family}/")}
 
     def take(self) -> dict[str, float]:
@@ -230,6 +247,7 @@ class MetricLog:
                 "values": list(series.values),
                 "weights": list(series.weights),
                 "unweighted": series.unweighted,
+                "last": series.last,
                 "names": [] if isinstance(key, str) else list(key),
             }
             for key, series in self._series.items()
@@ -240,6 +258,7 @@ class MetricLog:
         for name, saved in state.items():
             series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])
             series.values, series.weights, series.unweighted = list(saved["values"]), list(saved["weights"]), saved["unweighted"]
+            series.last = saved.get("last", series.values[-1] if series.values else None)  # earlier versions did not save it
 
 
 _BY_MAX = ("max", "same")

@@ -112,9 +112,9 @@ def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> N
     """Run all checks of `CONFORMANCE` on a callback. The checks are short real runs on the CPU, the last one on two ranks.
 
     Args:
-        what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it must
-            be importable in another process: a class, a function or a `functools.partial` of one. A lambda, or something defined in a
-            function, needs the package `cloudpickle`.
+        what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it
+            must be importable in another process: a class, a function or a `functools.partial` of one. A lambda, or something
+            defined in a function, needs the package `cloudpickle`.
         folder: a folder to write to, such as pytest's `tmp_path`.
 
     Raises:

@@ -61,9 +61,12 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Run the conformance check on several ranks. Return a list with each callback's error, or None if the callback passes.
+    """Run the conformance check on several ranks, so that each callback can have its own test.
 
-    Each callback can then have its own test. The arguments are those of `check_on_ranks`.
+    The arguments are those of `check_on_ranks`.
+
+    Returns:
+        For each callback, in the order of `factories`: its error, or None if it passes.
 
     Raises:
         unittest.SkipTest: a factory cannot be sent to another process.

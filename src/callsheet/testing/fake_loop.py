@@ -133,7 +133,10 @@ class FakeLoop:
         return request.why if request is not None else ""
 
     def run(self) -> FakeLoop:
-        """Fire the events of the whole run, and return the loop itself.
+        """Fire the events of the whole run.
+
+        Returns:
+            The loop itself.
 
         Raises:
             BaseException: what a callback raised, or one of `raises`; `on_exception` is fired before that.

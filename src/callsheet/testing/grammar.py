@@ -168,10 +168,14 @@ class GrammarChecker:
         self._count = 0
 
     def check(self, event: str) -> None:
-        """Check that the lifecycle allows `event` as the next event.
+        """Check that the lifecycle allows an event as the next one.
+
+        Args:
+            event: the name of the event that was fired.
 
         Raises:
-            GrammarError: the event cannot come here.
+            GrammarError: the event cannot come here; the message says which events could.
+            UnknownEventError: no such event.
         """
         as_event(event)
         self._count += 1
@@ -202,7 +206,11 @@ class GrammarChecker:
         self._follow_windows(event, depth)
 
     def readable(self, event: str) -> frozenset[str]:
-        """Return the fields that callbacks may read at `event`, which was fired last."""
+        """Return the fields that callbacks may read at an event, which must be the one that was checked last.
+
+        Args:
+            event: the name of the event.
+        """
         return frozenset(ALWAYS) | self._windows.keys()
 
     def finish(self) -> None:
@@ -248,12 +256,17 @@ class GrammarChecker:
 
 
 def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = None, within: str = "") -> None:
-    """Check that the lifecycle allows `events`, the names of a whole sequence of events.
+    """Check that the lifecycle allows a whole sequence of events.
 
-    `orders` and `within` are those of `GrammarChecker`.
+    Args:
+        events: the names of the events, in order.
+        orders: the order inside those spans in which it differs from the lifecycle's, as in a host that fetches batches ahead.
+        within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
+            whole run.
 
     Raises:
         GrammarError: the lifecycle does not allow the sequence.
+        ConfigError: the lifecycle has no span of a given name.
     """
     checker = GrammarChecker(orders=orders, within=within)
     for event in events:

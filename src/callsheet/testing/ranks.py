@@ -20,9 +20,13 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How the process of one rank ended: with the function's return value, or with a traceback if it raised.
+    """How the process of one rank ended.
 
-    Both are empty if the process was killed.
+    Attributes:
+        rank: the number of the rank.
+        value: what the function returned; None if it raised an error or the process was killed.
+        error: the traceback, if the function raised an error; otherwise empty.
+        exitcode: the exit code of the process, negative if a signal ended it. None: the process still runs.
     """
 
     rank: int
@@ -36,12 +40,18 @@ class RanksFailed(AssertionError):
 
 
 class RankProcesses:
-    """Processes that each run `function(*arguments)` as one rank of `world_size`.
+    """Processes that each run a function as one rank.
 
     They get this process's environment and the variables that torchrun adds.
 
-    The function is imported by its name, so it must be defined at the top of a module; its arguments and result are pickled. This
-    process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still run.
+    This process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still
+    run.
+
+    Args:
+        function: called in each process. It is imported by its name, so it must be defined at the top of a module. Its result is
+            pickled.
+        world_size: the number of ranks.
+        arguments: the arguments of the function, which are pickled.
 
     Examples:
         >>> import os
@@ -65,13 +75,21 @@ class RankProcesses:
             process.start()
 
     def kill(self, rank: int) -> None:
-        """Kill the process of the rank number `rank` with SIGKILL."""
+        """Kill the process of a rank with SIGKILL.
+
+        Args:
+            rank: the number of the rank.
+        """
         self.processes[rank].kill()
 
     def wait(self, timeout: float) -> list[RankEnd]:
-        """Wait up to `timeout` seconds until all ranks have ended, and return how each rank ended.
+        """Wait until all ranks have ended.
 
-        A rank that still runs has no exit code.
+        Args:
+            timeout: how many seconds to wait at most.
+
+        Returns:
+            How each rank ended, in the order of ranks. A rank that still runs has no exit code.
         """
         deadline = time.monotonic() + timeout
         found: dict[int, RankEnd] = {}
@@ -99,7 +117,16 @@ class RankProcesses:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `function(*arguments)` on each of `world_size` ranks, and return the results by rank; see `RankProcesses`.
+    """Run a function on several ranks, and wait for the results; see `RankProcesses`.
+
+    Args:
+        function: called in the process of each rank; it must be defined at the top of a module.
+        world_size: the number of ranks.
+        arguments: the arguments of the function, which are pickled.
+        timeout: how many seconds to wait before the ranks are killed.
+
+    Returns:
+        What the function returned on each rank, in the order of ranks.
 
     Raises:
         RanksFailed: a rank raised, was killed, or was still running after `timeout` seconds.

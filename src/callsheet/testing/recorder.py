@@ -12,7 +12,15 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One recorded event: its name, step, epoch, the number of completed batches, and the fields that were available."""
+    """One recorded event.
+
+    Attributes:
+        event: the name of the event.
+        step: the value of `ctx.step`.
+        epoch: the value of `ctx.epoch`.
+        batch: the number of completed steps.
+        fields: the names of the fields that were available, without those that always are.
+    """
 
     event: str
     step: int

@@ -66,12 +66,23 @@ class Subject:
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
-        """Return whether `name`, a metric or an entry of the callback's state, must have the same value in two equal runs."""
+        """Return whether a value must be the same in two equal runs.
+
+        Args:
+            name: the name of a metric, or `state/<key>` for an entry of the callback's state.
+        """
         return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK, *self.varies))
 
 
 class ConformanceError(AssertionError):
-    """Raised if a `callback` does not pass a `check`. `found` says what is wrong, and `hint` what to do."""
+    """Raised if a callback does not pass a check. The arguments are also its attributes.
+
+    Args:
+        callback: the name of the callback's class.
+        check: the name of the check.
+        found: what is wrong.
+        hint: what to do.
+    """
 
     def __init__(self, callback: str, check: str, found: str, hint: str) -> None:
         super().__init__(f"{callback} does not pass {check}: {found}; {hint}")

@@ -42,7 +42,11 @@ class SmallModel(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return outputs of shape (batch, 1) for `inputs` of shape (batch, 4)."""
+        """Return outputs of shape (batch, 1).
+
+        Args:
+            inputs: a tensor of shape (batch, 4).
+        """
         outputs: Tensor = self.head(self.dropout(torch.relu(self.norm(self.body(inputs)))))
         return outputs
 

@@ -55,9 +55,13 @@ class Parallel:
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
     def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
-        """Return how `model` is distributed over the ranks of `world`: `single`, `ddp` or `fsdp`.
+        """Return how a model is distributed over the ranks: `single`, `ddp` or `fsdp`.
 
-        `auto` is `ddp` if the model and the `frozen` models, which are not trained, fit on this rank's `device`.
+        Args:
+            model: the model that is trained.
+            world: the process groups of the run.
+            device: the device of this rank. `auto` is `ddp` if the models fit on it.
+            frozen: further models on the device, which are not trained.
 
         Raises:
             ConfigError: the kind does not fit the number of ranks.

@@ -28,45 +28,73 @@ class Task:
     frozen_models: Sequence[nn.Module] = ()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the outputs of `model`, which may be wrapped or compiled, for `batch`, a batch or microbatch on the device."""
+        """Return the model's outputs for a batch.
+
+        Args:
+            model: the model, which may be wrapped (in DDP) or compiled. Call it, and not its methods.
+            batch: a batch or microbatch of the dataloader, on the device.
+
+        Raises:
+            NotImplementedError: the task does not override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define forward; override forward()")
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
         """Return the mean loss as a scalar tensor, or several losses by name. The one that is called `loss` is trained on.
 
-        `outputs` are those that `forward` returned for `batch`.
+        Args:
+            outputs: what `forward` returned.
+            batch: the batch or microbatch for which `forward` was called, on the device.
+
+        Raises:
+            NotImplementedError: the task does not override this method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define a loss; override loss()")
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the predictions and targets with which the metrics are updated.
+        """Return the predictions and targets with which the metrics are updated. A task without metrics need not override this.
 
-        `outputs` are those that `forward` returned for `batch`.
+        Args:
+            outputs: what `forward` returned.
+            batch: the batch for which `forward` was called, on the device.
+
+        Raises:
+            NotImplementedError: the task has metrics, and does not override this method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define what its metrics compare; override predictions_and_targets()"
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples and tokens `batch` holds. By default, this calls `counts_of`."""
+        """Return how many samples and how many tokens a batch holds. By default, this calls `counts_of`.
+
+        Args:
+            batch: a batch of the dataloader. Only this rank's samples and tokens are counted.
+        """
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of `batch`, a batch or microbatch, in a mean over the batches or microbatches of all ranks.
-
-        It is a number, or a scalar tensor on the device.
+        """Return the weight of a batch in a mean over the batches or microbatches of all ranks: a number, or a scalar tensor on the
+        device.
 
         By default it is the number of samples, or 1 if that cannot be read from the batch. If a task overrides this method, the
         ranks exchange their weights at every step.
+
+        Args:
+            batch: a batch or microbatch, on the device.
         """
         return _leading_length(batch) or 1
 
     def label_tokens(self, batch: Any) -> Tensor | None:
-        """Return the number of tokens over which the loss of `batch` is a mean, as a scalar tensor on the device.
-
-        Return None if the loss is not a mean over tokens.
+        """Return the number of tokens over which the loss of a batch is a mean, as a scalar tensor on the device.
 
         The number is logged as `train/label_tokens`.
+
+        Args:
+            batch: a batch or microbatch, on the device.
+
+        Returns:
+            The number of tokens, or None if the loss is not a mean over tokens.
         """
         return None
 
@@ -194,14 +222,16 @@ class HuggingFaceTask(Task):
 class ForwardStepTask(Task):
     """A task that is given as one function for the forward pass and the loss, as in Megatron.
 
-    `forward_step(model, batch)` returns `(outputs, loss_function)`, and `loss_function(outputs)` returns the mean loss, or
-    `(loss, other losses by name)`.
+    Means are weighted by samples. If the loss is a mean over tokens, override `weight`.
 
-    Means are weighted by samples. If the loss is a mean over tokens, override `weight`. To give `metrics`, torchmetrics by name,
-    override `predictions_and_targets`.
+    Args:
+        forward_step: called with the model and the batch. It returns `(outputs, loss_function)`. `loss_function(outputs)` returns
+            the mean loss, or `(loss, other losses by name)`.
+        metrics: torchmetrics by name; None: no metrics. A class with metrics must override `predictions_and_targets`.
 
     Raises:
-        ConfigError: `metrics` are given without an override, one is not of torchmetrics, or `forward_step` returns something else.
+        ConfigError: `metrics` are given without an override, one is not of torchmetrics, or `forward_step` returns something
+            else.
 
     Examples:
         >>> def forward_step(model, batch):

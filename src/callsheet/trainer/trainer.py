@@ -348,11 +348,13 @@ class Trainer:
     # --- training ---
 
     def fit(self, max_duration: str | Time | None = None) -> None:
-        """Train until `max_duration` or, if it is None, until the `max_duration` of the constructor.
-
-        Another call with a longer duration continues training.
+        """Train until `max_duration` is reached. Another call with a longer duration continues training.
 
         The method returns when every checkpoint is durable. After a signal it saves a checkpoint and returns early; see `signal`.
+
+        Args:
+            max_duration: how long to train in total, counted from the start of the run, such as `"2ep"` or `"1000ba"`. None: the
+                `max_duration` of the constructor.
 
         Raises:
             ConfigError: there is no training data, or no optimizer.
@@ -406,9 +408,14 @@ class Trainer:
     # --- evaluation, test and prediction ---
 
     def evaluate(self, dataloader: Loader | Mapping[str, Loader] | None = None) -> dict[str, dict[str, float]]:
-        """Evaluate the data of every evaluator, or only `dataloader`, and return the losses and metrics by dataset name.
+        """Evaluate the data of every evaluator, or only the given data.
 
-        The result is the same on all ranks.
+        Args:
+            dataloader: an iterable of batches or a function that returns one (its name is `validation`), or several of these by
+                name. None: the evaluators of the constructor.
+
+        Returns:
+            For each dataset, by its name, the mean losses and the metrics by name. They are the same on all ranks.
 
         Raises:
             ConfigError: there is nothing to evaluate.
@@ -424,11 +431,17 @@ class Trainer:
             return self._run.boundaries.evaluate(loaders, standalone=True)
 
     def test(self, dataloader: Loader) -> dict[str, float]:
-        """Run the model over a test set, and return the mean losses and metrics. They are the same on all ranks.
+        """Run the model over a test set.
 
-        `dataloader` is an iterable of batches, or a function that returns one.
+        Args:
+            dataloader: an iterable of batches, or a function that returns one.
 
-        Raises the same errors as `evaluate`.
+        Returns:
+            The mean losses and the metrics by name. They are the same on all ranks.
+
+        Raises:
+            ConfigError: the dataloader cannot be used.
+            RequestRejected: training is running.
         """
         with self._run.lifetime, self._doing("test"):
             results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
@@ -436,11 +449,17 @@ class Trainer:
             return results
 
     def predict(self, dataloader: Loader) -> list[Any]:
-        """Return the model's outputs for this rank's part of the data, one item per batch, on the device.
+        """Run the model over data, without computing a loss.
 
-        `dataloader` is an iterable of batches, or a function that returns one.
+        Args:
+            dataloader: an iterable of batches, or a function that returns one.
 
-        Raises the same errors as `evaluate`.
+        Returns:
+            The model's outputs for this rank's part of the data, one item for each batch, on the device.
+
+        Raises:
+            ConfigError: the dataloader cannot be used.
+            RequestRejected: training is running.
         """
         with self._run.lifetime, self._doing("predict"):
             return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
@@ -448,7 +467,13 @@ class Trainer:
     # --- checkpoints ---
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        """Write a checkpoint, to the run's folder if `path` is None. Every rank must call it.
+        """Write a checkpoint, and wait until it is durable. Every rank must call this.
+
+        Args:
+            path: the path or URL of the checkpoint's folder; None: a folder in the run's folder for checkpoints.
+
+        Returns:
+            The path, the step and the size of the checkpoint.
 
         Raises:
             RequestRejected: training is running; use `ctx.control.save(why)` instead.

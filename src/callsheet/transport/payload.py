@@ -33,7 +33,11 @@ is_opening = False
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Callbacks encoded as bytes, to be sent to other processes with `post`."""
+    """Callbacks encoded as bytes, to be sent to other processes with `post`. `pack` makes it.
+
+    Attributes:
+        content: the encoded callbacks and values, with a description of the process that sends them.
+    """
 
     names: tuple[str, ...]
     """The names of the callbacks, for messages."""
@@ -43,7 +47,10 @@ class Payload:
     def post(self) -> Iterator[dict[str, str]]:
         """Write the payload to a file for one launch, while the `with` block runs.
 
-        Yield the environment variables that the receiving processes need. Delete the file at the end of the block.
+        The file is readable only by the user, and is deleted at the end of the block.
+
+        Yields:
+            The environment variables that the receiving processes need: the path of the file, and the key that signs it.
 
         Examples:
             ```python

@@ -82,6 +82,9 @@ def host(
         lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
+    Returns:
+        The run, a context manager. Iterate over `run.steps(dataloader)` inside its `with` block.
+
     Raises:
         ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
         NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.

@@ -43,8 +43,12 @@ def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: boo
             `CallbackRunner` of several callbacks, which share the measured values.
         name, phase, strict: see `callsheet.bridges.guest_base.Guest`.
 
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
     Raises:
         RegistrationError: the callback has none of the hooks.
+        NotSupported: when the callback reads another attribute of the recipe.
     """
     return AutoModelGuest(foreign, name=name, phase=phase, strict=strict)
 
@@ -56,6 +60,9 @@ class AutoModelGuest(Guest):
         foreign, name, phase, strict: see `guest`.
         recipe: the recipe that the hooks receive instead of a facade.
         constants: metrics that are the same at every step, such as the temperature of a distillation.
+
+    Raises:
+        RegistrationError: the callback has none of the hooks.
     """
 
     FRAMEWORK = "NeMo AutoModel"
@@ -118,13 +125,23 @@ class AutoModelGuest(Guest):
         return self.facade
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Create the object that the callback receives as its recipe in this run."""
+        """Create the object that the callback receives as its recipe in this run.
+
+        Args:
+            ctx: the context of the training loop.
+
+        Returns:
+            The facade, from which the callback reads the run's state.
+        """
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Call `on_exception` with `error`, unless it was called for this error already.
+        """Call `on_exception`, unless it was called for this error already.
 
         Errors of the set-up are reported too.
+
+        Args:
+            error: the error with which training or its set-up failed.
         """
         if self.reported is not error and self.listens_to("on_exception"):
             self.reported = error

@@ -71,6 +71,9 @@ def host(
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
+    Returns:
+        A callback of AutoModel.
+
     Raises:
         NotSupported: when training begins or after the first step, depending on `strict`.
     """

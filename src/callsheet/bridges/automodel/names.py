@@ -38,6 +38,9 @@ class CallbackRunner:
     """Calls the hooks of a list of callbacks, one after the other.
 
     If one raises an error, the remaining callbacks are not called.
+
+    Args:
+        callbacks: the callbacks, called in this order; None: none.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None = None) -> None:
@@ -75,7 +78,14 @@ class CallbackRunner:
 
 
 def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the hook only on the first rank, according to `recipe.dist_env.is_main`; on all ranks if the recipe has no `dist_env`."""
+    """Decorate a hook so that it runs only on the first rank, according to `recipe.dist_env.is_main`.
+
+    Args:
+        hook: a method of a callback, which takes the recipe and keyword arguments.
+
+    Returns:
+        A method that returns None on the other ranks. If the recipe has no `dist_env`, the hook runs on all ranks.
+    """
 
     @functools.wraps(hook)
     def gated(self: Any, recipe: Any, **kwargs: Any) -> Any:
@@ -88,7 +98,14 @@ def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class MetricsSample:
-    """The metrics of a step. `timestamp` is always the time at which the sample was created, in UTC; a given value is ignored."""
+    """The metrics of a step.
+
+    Args:
+        step: the number of the step, counted from 0.
+        epoch: the number of the epoch, counted from 0.
+        metrics: the values by name.
+        timestamp: the time at which the sample was created, in UTC, such as `2026-01-31T12:00:00.000Z`. A given value is ignored.
+    """
 
     step: int
     epoch: int

@@ -144,14 +144,23 @@ class StepScheduler(Facade):
 
 
 class ConfigNode:
-    """A configuration that is read by attributes or by dotted names: `cfg.model.path`, `cfg.get("model.path", None)`."""
+    """A configuration that is read by attributes or by dotted names: `cfg.model.path`, `cfg.get("model.path", None)`.
+
+    Args:
+        values: the values by name; a nested mapping becomes a `ConfigNode`.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             self.__dict__[str(name)] = ConfigNode(value) if isinstance(value, Mapping) else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value under a dotted name, or the default."""
+        """Return the value under a dotted name.
+
+        Args:
+            name: the name, such as `model.path`.
+            default: returned if there is no such value.
+        """
         found: Any = self
         for part in name.split("."):
             if not isinstance(found, ConfigNode) or part not in found.__dict__:
@@ -160,7 +169,12 @@ class ConfigNode:
         return found
 
     def set_by_dotted(self, name: str, value: Any) -> None:
-        """Set the value under a dotted name, and create missing nodes in between."""
+        """Set the value under a dotted name, and create missing nodes in between.
+
+        Args:
+            name: the name, such as `model.path`.
+            value: the new value; a mapping becomes a `ConfigNode`.
+        """
         *path, last = name.split(".")
         node = self
         for part in path:

@@ -64,6 +64,9 @@ def guest(
         strict: has no effect, because callsheet fires every event of Composer.
         run: the state that the guests share, if a Trainer provides it.
 
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
     Raises:
         RegistrationError: the callback has none of Composer's methods.
     """

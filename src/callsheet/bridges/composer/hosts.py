@@ -42,8 +42,12 @@ def host(
         runs_folder: the folder that contains the run's folder.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
+    Returns:
+        A `composer.Callback`.
+
     Raises:
         NotSupported: when the Trainer is created or after its first step, depending on `strict`.
+        MissingPackage: Composer is not installed.
     """
     with needed_by("callsheet.bridges.composer.host"):
         from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, because it imports Composer

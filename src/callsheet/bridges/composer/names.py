@@ -129,11 +129,22 @@ class Callback:
     """The base class of Composer's callbacks: override the methods of events, or `run_event`, which is then called for all events."""
 
     def run_event(self, event: Event, state: Any, logger: Any) -> None:
-        """Called for every event. This implementation calls the event's own method."""
+        """Called for every event. This implementation calls the event's own method.
+
+        Args:
+            event: the event that is fired.
+            state: Composer's State.
+            logger: Composer's Logger.
+        """
         getattr(self, event.value)(state, logger)
 
     def close(self, state: Any, logger: Any) -> None:
-        """Called when the run is over, even if it failed."""
+        """Called when the run is over, even if it failed.
+
+        Args:
+            state: Composer's State.
+            logger: Composer's Logger.
+        """
 
     def post_close(self) -> None:
         """Called when all callbacks have been closed."""
@@ -162,22 +173,55 @@ class LoggerDestination(Callback):
     """The base class of Composer's loggers: a callback that also receives what is logged."""
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the settings of the run, by name."""
+        """Log the settings of the run.
+
+        Args:
+            hyperparameters: the settings by name.
+        """
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics by name, at a step."""
+        """Log metrics.
+
+        Args:
+            metrics: the values by name.
+            step: the step at which they were measured; None: it is not known.
+        """
 
     def log_table(self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None) -> None:
-        """Log a table, with one list of cells per row."""
+        """Log a table.
+
+        Args:
+            columns: the titles of the columns.
+            rows: the rows, each a list of cells.
+            name: the name of the table.
+            step: the step at which it was logged; None: it is not known.
+        """
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
         mask_class_labels: dict[int, str] | None = None, use_table: bool = True,
     ) -> None:  # fmt: skip
-        """Log images: one array, or a sequence of arrays."""
+        """Log images.
+
+        Args:
+            images: one array or tensor, or a sequence of them.
+            name: the name under which they are logged.
+            channels_last: whether the last dimension of an image has the channels; otherwise it is the first.
+            step: the step at which they were logged; None: it is not known.
+            masks: masks over the images, by name; None: no masks.
+            mask_class_labels: the names of the classes in the masks, by number.
+            use_table: whether the images are logged as a table.
+        """
 
     def upload_file(self, state: Any, remote_file_name: str, file_path: Any, *, overwrite: bool) -> None:
-        """Upload a file that was written."""
+        """Upload a file that was written.
+
+        Args:
+            state: Composer's State.
+            remote_file_name: the name of the file in the destination.
+            file_path: where the file is.
+            overwrite: whether to replace a file of this name.
+        """
 
     def can_upload_files(self) -> bool:
         """Return whether `upload_file` uploads files."""

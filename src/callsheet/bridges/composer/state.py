@@ -34,7 +34,13 @@ class Found:
 class State(Facade):
     """The state that Composer callbacks receive in callsheet's loop.
 
-    It has those attributes of Composer's State that they may use.
+    It has those attributes of Composer's State that they may use. callsheet makes it, one for all Composer callbacks of a run.
+
+    Args:
+        run: the object that counts what Composer counts, and has the context.
+
+    Raises:
+        NotSupported: on reading any other attribute of Composer's State; the message lists those that a callback may use.
     """
 
     OF: ClassVar[str] = "Composer's State"
@@ -131,13 +137,22 @@ class State(Facade):
         setattr(ctx, "microbatch" if ctx.has("microbatch") else "batch", value)
 
     def batch_get_item(self, key: Any) -> Any:
-        """Return a part of the batch, given by its key or index, by a function, or by a pair of functions that get and set it."""
+        """Return a part of the batch.
+
+        Args:
+            key: the key or index of the part, a function that takes the batch, or a pair of functions that get and set the part.
+        """
         if isinstance(key, (tuple, list)) and len(key) == 2 and all(map(callable, key)):
             key = key[0]
         return key(self.batch) if callable(key) else self.batch[key]
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        """Replace a part of the batch; see `batch_get_item`."""
+        """Replace a part of the batch.
+
+        Args:
+            key: see `batch_get_item`. To replace a part, a single function is not enough.
+            value: the new part.
+        """
         batch = self.batch
         if isinstance(key, (tuple, list)) and len(key) == 2 and all(map(callable, key)):
             self.batch = key[1](batch, value)
@@ -265,7 +280,16 @@ class Device(Facade):
 
 
 class Logger(Facade):
-    """Composer's Logger. What is logged to it goes into callsheet's metrics records and to the run's loggers."""
+    """Composer's Logger. What is logged to it goes into callsheet's metrics records and to the run's loggers.
+
+    callsheet makes it, one for all Composer callbacks of a run.
+
+    Args:
+        run: the object that has the context.
+
+    Raises:
+        NotSupported: on reading an attribute of Composer's Logger that is not listed here.
+    """
 
     OF: ClassVar[str] = "Composer's Logger"
 
@@ -278,24 +302,54 @@ class Logger(Facade):
         return ()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics for the next metrics record. Of several values under one name, the last one counts."""
+        """Log metrics for the next metrics record. Of several values under one name, the last one counts.
+
+        Args:
+            metrics: numbers or scalar tensors by name.
+            step: has no effect, because the record has the step at which it is made.
+        """
         self._run.ctx.log(metrics)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Log the settings of the run.
+
+        Args:
+            hyperparameters: plain data by name.
+        """
         self._run.ctx.log_hyperparameters(hyperparameters)
 
     def log_table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Log a table."""
+        """Log a table.
+
+        Args:
+            columns: the titles of the columns.
+            rows: the rows, each with a cell for each column.
+            name: the name of the table.
+            step: has no effect, because the current step is logged.
+        """
         self._run.ctx.log_table(name, columns, rows)
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, masks: Any = None,
         mask_class_labels: Any = None, use_table: bool = True,
     ) -> None:  # fmt: skip
-        """Log one image or several. Raise NotSupported for masks, because callsheet's loggers do not support them."""
+        """Log one image or several.
+
+        Args:
+            images: an array or tensor of shape (height, width), (height, width, 3) or (3, height, width); or several, as a
+                sequence or as one tensor with four dimensions.
+            name: the name under which they are logged.
+            channels_last: has no effect, because the place of the channels is read from the shape.
+            step: has no effect, because the current step is logged.
+            masks: must be None.
+            mask_class_labels: has no effect without masks.
+            use_table: has no effect, because callsheet's loggers have no such choice.
+
+        Raises:
+            NotSupported: masks are given, which callsheet's loggers do not support. Log them as separate images.
+        """
         if masks is not None:
             raise NotSupported(
                 "Composer's Logger logs masks over images, but callsheet's loggers do not; log the masks as separate images"
@@ -304,7 +358,13 @@ class Logger(Facade):
         self._run.ctx.log_images(name, [_one_image(torch.as_tensor(image)) for image in several])
 
     def upload_file(self, remote_file_name: str, file_path: Any, *, overwrite: bool = False) -> None:
-        """Log a file that was written."""
+        """Log a file that was written.
+
+        Args:
+            remote_file_name: the name of the file in the loggers' storage.
+            file_path: where the file is.
+            overwrite: has no effect. Each logger decides.
+        """
         self._run.ctx.log_file(remote_file_name, file_path)
 
     def has_file_upload_destination(self) -> bool:

@@ -34,6 +34,10 @@ class Time:
 
     It can be compared with and added to times of the same unit, strings, and numbers, which get its unit.
 
+    Args:
+        value: the number, an integer unless the unit is `dur`.
+        unit: the unit, or its suffix or name, such as `"ba"` or `"batch"`.
+
     Raises:
         RuntimeError: an operation has operands of different units.
         TypeError: the number is a fraction, and the unit is not `dur`.
@@ -51,7 +55,19 @@ class Time:
 
     @classmethod
     def from_input(cls, given: Any, default_int_unit: TimeUnit | str | None = None) -> Time:
-        """Create a time from a time, a string, or a number and its unit."""
+        """Create a time from what a user gave.
+
+        Args:
+            given: a time, a string, or a number.
+            default_int_unit: the unit of a number.
+
+        Returns:
+            The time, in the unit of `given`.
+
+        Raises:
+            RuntimeError: a number is given without `default_int_unit`, or `given` is no time.
+            ValueError, TypeError: a string is invalid; see `from_timestring`.
+        """
         if isinstance(given, str):
             return cls.from_timestring(given)
         if isinstance(given, (int, float)):
@@ -64,7 +80,18 @@ class Time:
 
     @classmethod
     def from_timestring(cls, text: str) -> Time:
-        """Create a time from a string such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raise ValueError if the string is not a time."""
+        """Create a time from a string.
+
+        Args:
+            text: a number and a unit, such as `"10ba"` or `"0.5dur"`, or hours, minutes and seconds, such as `"1h30m"`.
+
+        Returns:
+            The time. Hours, minutes and seconds become seconds.
+
+        Raises:
+            ValueError: the string is not a time.
+            TypeError: the number is a fraction, and the unit is not `dur`.
+        """
         clock = _CLOCK.fullmatch(text.strip().lower())
         if clock and any(clock.groups()):
             hours, minutes, seconds = (int(part or 0) for part in clock.groups())
@@ -184,7 +211,16 @@ _NO_TIME = datetime.timedelta(0)
 class Timestamp:
     """The progress of a run in every unit. It is immutable; the methods that advance it return a new one.
 
-    It can be compared with times and strings: the counter of their unit is compared."""
+    It can be compared with times and strings: the counter of their unit is compared.
+
+    Args:
+        counted: the counters by name, as numbers or times, and the durations (`total_wct`, `iteration_wct`, `epoch_wct`,
+            `batch_wct`) as `timedelta`. What is left out is 0.
+
+    Raises:
+        TypeError: there is no such counter.
+        ValueError: a time is in another unit than its counter.
+    """
 
     iteration: Time
     epoch: Time
@@ -220,11 +256,22 @@ class Timestamp:
         Timestamp.__init__(self, **state)
 
     def copy(self, **changes: Any) -> Timestamp:
-        """Return a copy with some counters changed."""
+        """Return a copy with some counters changed.
+
+        Args:
+            changes: the new values by name; see the constructor. None leaves a counter as it is.
+        """
         return Timestamp(**self.state_dict() | {name: value for name, value in changes.items() if value is not None})
 
     def get(self, unit: str | TimeUnit) -> Time:
-        """Return the counter of a unit. Raise ValueError for `dur`: a timestamp does not know the run's duration."""
+        """Return the counter of a unit.
+
+        Args:
+            unit: the unit, or its suffix or name, such as `"ba"`.
+
+        Raises:
+            ValueError: the unit is `dur`: a timestamp does not know the run's duration.
+        """
         unit = TimeUnit(unit)
         if unit is TimeUnit.SECOND:
             return Time(int(self.total_wct.total_seconds()), unit)
@@ -260,7 +307,13 @@ class Timestamp:
     __hash__ = None  # type: ignore[assignment]  # a Timestamp equals times of several units, whose hashes differ
 
     def to_next_batch(self, samples: Any = 0, tokens: Any = 0, duration: datetime.timedelta | None = None) -> Timestamp:
-        """Return the timestamp after one more batch."""
+        """Return the timestamp after one more batch.
+
+        Args:
+            samples: the number of samples in the batch.
+            tokens: the number of tokens in the batch.
+            duration: how long the batch took; None: no time.
+        """
         took, samples, tokens = duration or _NO_TIME, int(samples), int(tokens)
         return self.copy(
             batch=self.batch + 1,
@@ -277,7 +330,11 @@ class Timestamp:
         )
 
     def to_next_epoch(self, duration: datetime.timedelta | None = None) -> Timestamp:
-        """Return the timestamp after one more epoch. The counters within the epoch start at 0 again."""
+        """Return the timestamp after one more epoch. The counters within the epoch start at 0 again.
+
+        Args:
+            duration: how long the epoch took since its last batch; None: no time.
+        """
         took = duration or _NO_TIME
         return self.copy(
             epoch=self.epoch + 1,
@@ -289,7 +346,11 @@ class Timestamp:
         )
 
     def to_next_iteration(self, duration: datetime.timedelta | None = None) -> Timestamp:
-        """Return the timestamp after one more iteration, which is a group of epochs."""
+        """Return the timestamp after one more iteration, which is a group of epochs.
+
+        Args:
+            duration: how long the iteration took since its last epoch; None: no time.
+        """
         counters = ("epoch_in_iteration", "token_in_iteration", "batch_in_epoch", "sample_in_epoch", "token_in_epoch")
         return self.copy(
             iteration=self.iteration + 1,

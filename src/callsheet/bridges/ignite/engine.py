@@ -72,18 +72,29 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces the evaluator of the dataset `name`. It is created at the first call for this name.
+        """Return the engine that replaces the evaluator of a dataset. It is created at the first call for this name.
 
-        Its `state.output` is what the function `output` returns. If that is None, it is the model's output, or a tuple of output and
-        targets if the batch is a pair, as with `create_supervised_evaluator`. Its `state.metrics` at the end are the results and the
-        values of attached Ignite metrics.
+        Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
+
+        Args:
+            name: the name of the dataset.
+            output: returns the value of the engine's `state.output` after each batch. None: the model's output, or a tuple of
+                output and targets if the batch is a pair, as with `create_supervised_evaluator`. It has no effect if the engine
+                exists already.
         """
         if name not in self.evaluators:
             self.evaluators[name] = _GuestEvaluator(output or _outputs_and_targets)
         return self.evaluators[name]
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add `handler` for the event `event_name`, as Ignite does.
+        """Add a handler for an event, as Ignite does.
+
+        Args:
+            event_name: an event of Ignite's, with or without filter, or several of them, joined by `|`.
+            handler: called with the engine, unless it takes no argument, and then with the further arguments.
+
+        Returns:
+            What Ignite returns: an object with which the handler can be removed.
 
         Raises:
             NotSupported: the handler cannot be a guest, or training has begun and the event is not fired in this run.
@@ -98,7 +109,12 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        """Remove `handler` from the event `event_name`, as Ignite does."""
+        """Remove a handler from an event, as Ignite does.
+
+        Args:
+            handler: the handler.
+            event_name: the event for which it was added.
+        """
         self._at.clear()
         super().remove_event_handler(handler, event_name)
 
@@ -123,7 +139,8 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
     def terminate(self, skip_completed: bool = False) -> None:
         """Request that the run stops. After this, only Ignite's events at the end of a run are fired.
 
-        With `skip_completed`, these are without `COMPLETED`.
+        Args:
+            skip_completed: whether `COMPLETED` is not fired either.
 
         Raises:
             NotSupported: training has not begun.
@@ -134,7 +151,11 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         self.ctx.control.stop("a guest has terminated the engine")
 
     def listens_to(self, event: Events) -> bool:
-        """Return whether Ignite's `event` has handlers."""
+        """Return whether an event has handlers.
+
+        Args:
+            event: an event of Ignite's.
+        """
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:

@@ -165,6 +165,9 @@ class IgniteHost(HostBase):
             checkpoint: writes the checkpoints that callbacks request. It may also be attached to an engine. All its checkpoints
                 are reported.
 
+        Returns:
+            The host itself.
+
         Raises:
             ConfigError: `checkpoint` is a `ModelCheckpoint`, which does not know what to save; it is missing, and `preempt_signals` were
                 given; or the host is attached already.

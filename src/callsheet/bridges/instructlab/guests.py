@@ -30,6 +30,12 @@ def guest(
     """Wrap a callback of InstructLab as a callsheet callback with a thread of its own.
 
     The arguments are those of `InstructLabGuest`.
+
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
+    Raises:
+        RegistrationError: `foreign` is not a callback of InstructLab.
     """
     return InstructLabGuest(foreign, name=name, phase=phase, strict=strict, deadline=deadline)
 
@@ -196,7 +202,11 @@ class InstructLabGuest(Guest):
         return str(ctx.run.folder or "")
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the path that the callback receives as `checkpoint_path`: the folder of the checkpoint `info`."""
+        """Return the path that the callback receives as `checkpoint_path`: the folder of the checkpoint.
+
+        Args:
+            info: the checkpoint that was written.
+        """
         return info.path
 
     # --- calling the hooks ---

@@ -30,6 +30,9 @@ def host(
         lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with `RunInUseError`, and
             InstructLab's training continues.
 
+    Returns:
+        A callback of InstructLab.
+
     Raises:
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
     """

@@ -38,8 +38,30 @@ _PATIENCE_SECONDS = 10.0
 class TrainingContext:
     """The progress of training. Each hook receives a copy of its own.
 
-    `step` counts from 1 and is the same at a step's begin and end; `epoch` counts from 0. A value that is not known yet is None. A value
-    stays until it is replaced: at `on_step_begin` the loss is still that of the last step.
+    A value that is not known yet is None. A value stays until it is replaced: at `on_step_begin` the loss is still that of the
+    last step.
+
+    Attributes:
+        hook_name: the hook that is called.
+        step: the number of the step, counted from 1; the same at a step's begin and end.
+        epoch: the number of the epoch, counted from 0.
+        total_samples: the number of samples so far, over all ranks.
+        total_tokens: the number of tokens so far, over all ranks.
+        loss: the mean loss of the step.
+        learning_rate: the learning rate of the first parameter group.
+        grad_norm: the norm of the gradients before they are clipped.
+        elapsed_time: how many seconds the step took.
+        overall_throughput: samples per second, over all ranks.
+        cuda_mem_allocated: the peak of the memory that is allocated on the GPU, in GiB.
+        batch_metrics: further values of the step, by name.
+        val_metrics: the results of the last evaluation, by name.
+        checkpoint_path: the folder of the checkpoint that was written last.
+        output_dir: the folder of the run.
+        model_name_or_path: the model that is trained.
+        max_epochs: how many epochs training lasts; 0 if this is not known.
+        world_size: the number of ranks.
+        is_local_process_zero: whether this is the first rank of the machine.
+        is_world_process_zero: whether this is the first of all ranks.
     """
 
     hook_name: str = ""
@@ -163,26 +185,46 @@ class CallbackManager:
         )
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback. Raise TypeError if it is not an instance of a TrainerCallback."""
+        """Add a callback.
+
+        Args:
+            callback: an instance of a TrainerCallback, of InstructLab or of this package.
+
+        Raises:
+            TypeError: it is not such an instance.
+        """
         check(callback)
         self._callbacks.append(callback)
 
     def remove_callback(self, callback_or_type: Any) -> None:
-        """Remove a callback, or all of a class. Do nothing if there is none."""
+        """Remove a callback, or all of a class. Do nothing if there is none.
+
+        Args:
+            callback_or_type: the callback, or a class.
+        """
         if isinstance(callback_or_type, type):
             self._callbacks = [each for each in self._callbacks if not isinstance(each, callback_or_type)]
         else:
             self._callbacks = [each for each in self._callbacks if each is not callback_or_type]
 
     def has_callbacks(self, hook_name: str) -> bool:
-        """Return whether a callback overrides the hook. Raise AttributeError if there is no such hook."""
+        """Return whether a callback overrides a hook.
+
+        Args:
+            hook_name: the name of the hook, such as `on_log`.
+
+        Raises:
+            AttributeError: there is no such hook.
+        """
         getattr(TrainerCallback, hook_name)
         return any(listens_to(callback, hook_name) for callback in self._callbacks)
 
     def fire(self, hook_name: str, **kwargs: Any) -> None:
-        """Call the hook of all callbacks that override it, with `kwargs` as fields of the context for this call only.
+        """Call a hook of all callbacks that override it. After `close` this does nothing.
 
-        After `close` this does nothing.
+        Args:
+            hook_name: the name of the hook, such as `on_log`.
+            kwargs: values for fields of the context, for this call only.
 
         Raises:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.

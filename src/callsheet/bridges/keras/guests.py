@@ -66,6 +66,9 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
         phase: the callback's phase.
         strict: has no effect, because callsheet fires every event of Keras.
 
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
     Raises:
         ConfigError: Keras runs on another backend than torch.
         NotSupported: the callback is one of `REJECTED`; or later, when it uses anything else of the model.

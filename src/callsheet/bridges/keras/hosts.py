@@ -79,6 +79,9 @@ def host(
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
+    Returns:
+        A Keras callback.
+
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
         NotSupported: when training begins or after the first step, depending on `strict`. Also if the model is compiled with

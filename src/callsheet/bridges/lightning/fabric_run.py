@@ -33,6 +33,9 @@ def fabric(
         options: more arguments of `callsheet.attach`, such as `gradient_accumulation_steps`, `max_duration`, `run_name`,
             `resume`.
 
+    Yields:
+        The run, whose `steps` the loop iterates over.
+
     Raises:
         ConfigError, NotSupported: as `callsheet.attach` does.
     """

@@ -331,9 +331,13 @@ class LightningGuest(Guest):
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """Keep the number `value` that Lightning's callback has logged as `name`.
+        """Keep a number that Lightning's callback has logged.
 
-        With `prog_bar`, it is one of the values in `progress`. With `logger`, it is logged as `lightning/<name>`.
+        Args:
+            name: the name of the metric.
+            value: a number or scalar tensor.
+            prog_bar: whether it is one of the values in `progress`.
+            logger: whether it is also logged for the next metrics record, as `lightning/<name>`.
         """
         self._metrics[name] = tensor = torch.as_tensor(value).detach()
         if prog_bar:
@@ -351,7 +355,8 @@ class LightningGuest(Guest):
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, without the state of loops, and with the state of this callback only.
 
-        With `weights_only`, the states of the callback, the optimizers and the schedulers are left out.
+        Args:
+            weights_only: whether to leave out the states of the callback, the optimizers and the schedulers.
         """
         made = self._counts()
         if not weights_only:

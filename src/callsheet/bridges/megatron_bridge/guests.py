@@ -46,6 +46,9 @@ def guest(
         strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
         config: the object at `context.state.cfg`, which must have `train.train_iters`. None: an object that has only that.
 
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
     Raises:
         NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
             available.

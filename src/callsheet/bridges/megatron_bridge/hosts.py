@@ -64,6 +64,9 @@ def host(
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
+    Returns:
+        A callback of Megatron Bridge, which can also be used in a `with` block.
+
     Raises:
         NotSupported: when training begins or after the first step, depending on `strict`.
     """

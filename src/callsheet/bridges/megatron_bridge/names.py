@@ -33,9 +33,16 @@ VALID_EVENTS: frozenset[str] = frozenset(
 class CallbackContext:
     """The object that every callback receives; all callbacks of one event receive the same one.
 
-    `state`, `model` (a list of chunks) and `user_state` are set at every event, `optimizer` and `scheduler` at the events of training
-    (`on_checkpoint_save` has only the optimizer), `loss_dict`, `grad_norm` and `skipped_iter` at `on_train_step_end`, `total_loss_dict`
-    at `on_eval_end` and `on_test_end`. Fields that are not set are None.
+    Attributes:
+        state: the global state, with `cfg`, `train_state` and `timers`.
+        model: the model, as a list of chunks.
+        user_state: a dict that the callbacks of one manager share.
+        optimizer: the optimizer; None at events outside training.
+        scheduler: the scheduler; None at events outside training, and at `on_checkpoint_save`.
+        loss_dict: at `on_train_step_end`, the losses by name; otherwise None.
+        grad_norm: at `on_train_step_end`, the norm of the gradients; otherwise None.
+        skipped_iter: at `on_train_step_end`, whether the optimizer's step was skipped; otherwise None.
+        total_loss_dict: at `on_eval_end` and `on_test_end`, the mean losses by name; otherwise None.
     """
 
     state: Any
@@ -116,11 +123,14 @@ class CallbackManager:
         return VALID_EVENTS
 
     def add(self, callback: Callback | list[Callback]) -> None:
-        """Register the methods that a callback, or each callback of a list, overrides.
+        """Register the methods that a callback overrides.
+
+        Args:
+            callback: one callback, or a list of callbacks. A tuple registers nothing, as in Megatron Bridge; a warning is logged.
 
         Raises:
-            AttributeError: a class instead of an instance, or a hook that is not a method, such as a staticmethod or a function that was
-                assigned to the instance.
+            AttributeError: a class instead of an instance, or a hook that is not a method, such as a staticmethod or a function
+                that was assigned to the instance.
         """
         for each in callback if isinstance(callback, list) else [callback]:
             found = False
@@ -139,24 +149,45 @@ class CallbackManager:
             _warn_of_mistakes(each, found)
 
     def register(self, event_name: str, fn: Function) -> None:
-        """Call `fn` with the context of an event whenever it is fired. Raise ValueError if there is no such event."""
+        """Call a function whenever an event is fired.
+
+        Args:
+            event_name: the name of the event.
+            fn: called with the context of the event.
+
+        Raises:
+            ValueError: there is no such event.
+        """
         self._checked(event_name).append(fn)
 
     def list_callbacks(self, event_name: str) -> list[Function]:
         """Return a new list of the functions that are called for an event, in order.
 
-        Raise ValueError if there is no such event.
+        Args:
+            event_name: the name of the event.
+
+        Raises:
+            ValueError: there is no such event.
         """
         return list(self._checked(event_name))
 
     def has_callbacks(self, event_name: str) -> bool:
-        """Return whether any function is called for an event. Return False for an unknown event."""
+        """Return whether any function is called for an event.
+
+        Args:
+            event_name: the name of the event. For an unknown event, the result is False.
+        """
         return bool(self._callbacks.get(event_name))
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
-        """Call the functions that are registered for an event.
+        """Call the functions that are registered for an event. If one raises, the error is raised and the others are not called.
 
-        If one raises, the error is raised and the others are not called. Raise KeyError if there is no such event.
+        Args:
+            event_name: the name of the event.
+            context: passed to each function.
+
+        Raises:
+            KeyError: there is no such event.
         """
         for function in self._callbacks[event_name]:
             function(context)
@@ -169,7 +200,14 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> CallbackManager | None:
-    """Return a manager unchanged, a new manager for a list, and None for None."""
+    """Return a manager unchanged, a new manager for a list, and None for None.
+
+    Args:
+        callbacks: a manager, a list of callbacks, or None.
+
+    Raises:
+        AttributeError: see `CallbackManager.add`.
+    """
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks
     manager = CallbackManager()
@@ -178,7 +216,12 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Return whether `callback_manager` is not None and has a function to call for the event."""
+    """Return whether a function is called for an event.
+
+    Args:
+        callback_manager: the manager; None: no function is called.
+        event_name: the name of the event.
+    """
     return callback_manager is not None and callback_manager.has_callbacks(event_name)
 
 

@@ -68,6 +68,9 @@ def guest(
         phase: the callback's phase.
         strict: has no effect, because callsheet fires every event of torchtnt.
 
+    Returns:
+        A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
+
     Raises:
         NotSupported: when the callback reads anything else from the unit.
     """

@@ -74,6 +74,9 @@ def host(
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
 
+    Returns:
+        A callback of torchtnt.
+
     Raises:
         NotSupported: when training begins or after the first step, depending on `strict`. Also if the unit's `train_step` takes an
             iterator, or if the unit tracks several modules or optimizers and none is named `module` or `optimizer`.

@@ -128,7 +128,13 @@ class UltralyticsHost(HostBase):
         self._is_attached = False
 
     def attach(self, model: Any) -> Self:
-        """Add the host's methods to the callbacks of `model`, a model of Ultralytics such as `YOLO("yolo11n.yaml")`, or of a trainer.
+        """Add the host's methods to the callbacks of a model or trainer.
+
+        Args:
+            model: a model of Ultralytics such as `YOLO("yolo11n.yaml")`, or a trainer.
+
+        Returns:
+            The host itself.
 
         Raises:
             ConfigError: the host is attached already.

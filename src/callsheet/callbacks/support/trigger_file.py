@@ -16,7 +16,7 @@ MAX_REASON_CHARACTERS = 200
 
 
 def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str:
-    """Write a request for the job whose `SaveOnTrigger` reads `file`. Return the line that was written.
+    """Write a request for the job whose `SaveOnTrigger` reads the file.
 
     Other requests in the file stay. A request of the same kind is replaced.
 
@@ -24,6 +24,9 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
         file: the trigger file, which need not exist.
         word: the request: `save`, `evaluate` or `stop`.
         why: the reason, of which 200 characters are kept.
+
+    Returns:
+        The line that was written, with which `withdraw_request` removes the request.
 
     Raises:
         ConfigError: `word` is not a request, or `file` is not a regular file.
@@ -35,7 +38,11 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
 
 
 def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
-    """Remove `line`, which `leave_request` returned, from the trigger file `file` if it is still there.
+    """Remove a request from the trigger file, if the job has not read it yet.
+
+    Args:
+        file: the trigger file.
+        line: the line that `leave_request` returned.
 
     Raises:
         ConfigError: `file` is not a regular file.

@@ -61,12 +61,26 @@ class Schedule:
 
 
 def load_yaml_config(path: str | Path) -> ConfigNode:
-    """Read an AutoModel configuration from a YAML file."""
+    """Read an AutoModel configuration.
+
+    Args:
+        path: a YAML file.
+
+    Returns:
+        The configuration; an empty file gives an empty one.
+    """
     return ConfigNode(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
 
 
 def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence[str] | None = None) -> ConfigNode:
     """Read the configuration file that `--config` names on the command line, with overrides such as `--section.key value`.
+
+    Args:
+        default: the file to read if the command line names none.
+        argv: the arguments of the command line; None: those of this program.
+
+    Returns:
+        The configuration, with the overrides.
 
     Raises:
         ConfigError: no file is named, or an option has no value.

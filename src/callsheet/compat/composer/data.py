@@ -19,11 +19,16 @@ _COUNT = "samples and tokens are counted by the first dimension of the batch and
 class DataSpec:
     """A dataloader and a function that changes its batches.
 
-    `batch_transforms` is called after the dataloader's `collate_fn`, in its workers where it has any. `num_samples` and `num_tokens` are kept as
-    attributes.
+    Args:
+        dataloader: an iterable of batches.
+        num_samples: kept as an attribute.
+        num_tokens: kept as an attribute.
+        batch_transforms: takes a batch and returns the changed batch. It is called after the dataloader's `collate_fn`, in its
+            workers if it has any.
+        microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch: must be None.
 
     Raises:
-        NotSupported: any other function is given.
+        NotSupported: a function is given that must be None.
     """
 
     def __init__(

@@ -43,19 +43,42 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss, a sequence of losses, or losses by name. Training uses the loss named `total`, otherwise the sum."""
+        """Return the loss, a sequence of losses, or losses by name. Training uses the loss named `total`, otherwise the sum.
+
+        Args:
+            outputs: what `forward` returned.
+            batch: the batch for which it was called.
+
+        Raises:
+            NotImplementedError: the model does not override this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no loss(outputs, batch)")
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return the outputs from which metrics are updated. `outputs` are those of the training step, if there is one."""
+        """Return the outputs from which metrics are updated.
+
+        Args:
+            batch: the batch.
+            outputs: the outputs of the training step, which can be used again; None: in an evaluation.
+        """
         return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
-        """Return a dict of torchmetrics by name: those for training if `is_train`, otherwise those for evaluation."""
+        """Return a dict of torchmetrics by name.
+
+        Args:
+            is_train: whether the metrics for training are returned; otherwise those for evaluation.
+        """
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with a batch's outputs and targets. By default, the targets are the batch's second part."""
+        """Update a metric with a batch. By default, the targets are the batch's second part.
+
+        Args:
+            batch: the batch.
+            outputs: what `eval_forward` returned for it.
+            metric: one of the metrics that `get_metrics` returned.
+        """
         metric.update(outputs, batch[1])
 
 

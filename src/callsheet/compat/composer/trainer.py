@@ -83,7 +83,19 @@ _INSTEAD = {
 
 
 class Evaluator:
-    """One dataset for evaluation, with its own label and interval."""
+    """One dataset for evaluation, with its own label and interval.
+
+    Args:
+        label: the name of the dataset, which its metrics have too.
+        dataloader: an iterable of batches, or a `DataSpec`.
+        metric_names: must be None: all of the model's metrics are computed.
+        subset_num_batches: how many batches are used; None: the Trainer's `eval_subset_num_batches`.
+        eval_interval: how often to evaluate; None: the Trainer's `eval_interval`.
+        device_eval_microbatch_size: must be None.
+
+    Raises:
+        NotSupported: an argument is given that must be None.
+    """
 
     def __init__(
         self,
@@ -115,9 +127,42 @@ class Trainer:
 
     Algorithms, and everything else that callsheet does not have, are rejected; see the page "Composer".
 
+    Args:
+        model: the model to train, such as a `ComposerModel`.
+        train_dataloader: an iterable of batches, or a `DataSpec`; None: the Trainer only evaluates or predicts.
+        train_subset_num_batches: how many batches of an epoch are used; -1: all.
+        max_duration: how long to train, such as `"2ep"`; a number means epochs. None: one epoch.
+        optimizers: an optimizer, alone or in a list; None: SGD with a learning rate of 0.1, as in Composer, with a warning.
+        schedulers: schedulers of torch, or functions of the state that return a factor for the learning rate; one or several.
+        step_schedulers_every_batch: whether they are stepped after every batch, or after every epoch. None: torch's after every
+            epoch, Composer's after every batch.
+        eval_dataloader: a dataloader, a `DataSpec`, an `Evaluator`, or a list of these; None: no evaluation.
+        eval_interval: how often to evaluate; a number means epochs, and 0 means never during training.
+        eval_subset_num_batches: how many batches of an evaluation are used; -1: all.
+        callbacks, loggers: one or several.
+        run_name: the name of the run; None: a name is generated.
+        progress_bar: whether to show a progress bar, unless `log_to_console` is set.
+        log_to_console: whether to print metrics as lines to the standard error output.
+        console_log_interval: how often these lines are printed.
+        load_path: the folder of a checkpoint of callsheet to resume from; None: none.
+        load_weights_only: whether only the model's weights are loaded from `load_path`, into a new run.
+        load_strict_model_weights: with `load_weights_only`, whether the names of all weights must match.
+        save_folder: the folder for checkpoints; None: none are saved at an interval.
+        save_interval: how often to save.
+        save_num_checkpoints_to_keep: how many checkpoints to keep; -1: all.
+        autoresume: whether to resume from the newest valid checkpoint of this run, if there is one.
+        device: `cpu` or `gpu`; None: a GPU if there is one.
+        precision: `fp32`, `amp_bf16` or `amp_fp16`; None: `fp32`.
+        device_train_microbatch_size: the number of samples in one forward and backward pass; None: the whole batch.
+        seed: the seed of the random numbers; None: no seed is set.
+        dist_timeout: how many seconds a rank waits for an answer of the other ranks before the run fails.
+        compile_config: arguments of `torch.compile`; None: the model is not compiled.
+        others: other arguments of Composer's Trainer, which must have Composer's defaults.
+
     Raises:
         NotSupported: an argument is not supported; the message names it, and has a hint.
         ConfigError: an argument cannot work.
+        TypeError: Composer's Trainer has no such argument.
     """
 
     def __init__(
@@ -211,7 +256,12 @@ class Trainer:
         run.ctx = self._trainer.ctx
 
     def fit(self, *, duration: Any = None, **others: Any) -> None:
-        """Train until `max_duration` or, if `duration` is given, for that long from the current point.
+        """Train until `max_duration`, or for some time from the current point.
+
+        Args:
+            duration: how long to train from the current point, such as `"100ba"`; a number means epochs. None: until
+                `max_duration`.
+            others: must be empty.
 
         Raises:
             NotSupported: any other argument is given; pass it to the Trainer instead.
@@ -224,17 +274,35 @@ class Trainer:
         self._trainer.fit(longest)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
-        """Evaluate the model, and set `state.eval_metrics` to the results."""
+        """Evaluate the model, and set `state.eval_metrics` to the results.
+
+        Args:
+            eval_dataloader: what to evaluate; see the constructor. None: the data of the constructor.
+            subset_num_batches: how many batches are used; -1: all.
+        """
         given = self._named(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
         self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
 
     def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
-        """Return the model's outputs on the CPU, one item per batch."""
+        """Return the model's outputs on the CPU, one item per batch.
+
+        Args:
+            dataloader: an iterable of batches, or a `DataSpec`.
+            subset_num_batches: how many batches are used; -1: all.
+            return_outputs: whether to return the outputs. If not, the list is empty: callbacks receive the outputs.
+        """
         outputs = self._trainer.predict(loader_of(dataloader, subset_num_batches))
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
-        """Write a checkpoint folder to the run's folder or to the given path, and return the checkpoint's path."""
+        """Write a checkpoint folder, and wait until it is durable.
+
+        Args:
+            name: the path of the folder; None: a folder among the run's checkpoints.
+
+        Returns:
+            The path of the folder.
+        """
         return self._trainer.save_checkpoint(name).path
 
     def close(self) -> None:

@@ -24,9 +24,17 @@ class DistributedBackend(Enum):
 
 @dataclass(kw_only=True)
 class LoraOptions(HasModelFields):
-    """The options of low-rank adapters (LoRA): rank, scale, dropout, and the modules that get adapters.
+    """The options of low-rank adapters (LoRA).
 
-    None means every linear layer except the last.
+    Args:
+        rank: the rank of the adapters.
+        alpha: the scale of the adapters: the product of the two matrices is multiplied by `alpha / rank`.
+        dropout: the dropout probability of the adapters' input.
+        target_modules: the names of the modules that get adapters; None: every linear layer except the last.
+        quantize_data_type: must be None: adapters over quantized weights are not supported.
+
+    Raises:
+        ConfigError: `quantize_data_type` is given.
     """
 
     rank: int = 4
@@ -46,8 +54,14 @@ class TorchrunArgs(HasModelFields):
 
     The ranks meet on 127.0.0.1, at a free port.
 
+    Args:
+        nproc_per_node: the number of ranks, or `gpu` for one on each GPU.
+        nnodes: must be 1.
+        node_rank: must be 0.
+        rdzv_id, rdzv_endpoint, master_addr, master_port: have no effect.
+
     Raises:
-        ConfigError: several machines are given, or two addresses for the rendezvous.
+        ConfigError: several machines are given, or two addresses for the rendezvous, or `nproc_per_node` is invalid.
     """
 
     nproc_per_node: int | str
@@ -129,10 +143,40 @@ _INSTEAD: dict[str, str] = {
 
 @dataclass(kw_only=True)
 class TrainingArgs(HasModelFields):
-    """The model, the data and the training options, with InstructLab's names; `docs/bridges/instructlab.md` explains each.
+    """The model, the data and the training options, with InstructLab's names.
 
-    `callbacks` takes InstructLab's and callsheet's. Two fields are callsheet's own. `parallel` has the same meaning as in the
-    recipe `finetune`. With `allow_pickle`, callbacks that are defined in a function or a notebook are sent as signed cloudpickle.
+    Args:
+        model_path: the folder of the model, or its name on the hub.
+        data_path: a file of rows with the column `messages`, or with other columns that the recipe `finetune` accepts.
+        ckpt_output_dir: the folder for the run and for the models in transformers' format.
+        data_output_dir: with `validation_split`, the folder to which the two parts of the data are written.
+        max_seq_len: the length of an example, in tokens; longer examples are dropped.
+        max_batch_len: the largest number of tokens in a microbatch.
+        effective_batch_size: the number of examples in a step, over all ranks. The number of ranks must divide it.
+        learning_rate: the highest learning rate.
+        num_epochs: how many epochs to train.
+        chat_tmpl_path: a Jinja file with the chat template; None: the tokenizer's own.
+        save_samples: save a checkpoint each time that so many samples were trained on; 0: never.
+        adamw_weight_decay, adamw_betas, adamw_eps: the options of the optimizer AdamW.
+        warmup_steps: for how many steps the learning rate rises, before it falls to zero along half a cosine.
+        random_seed: the seed of the random numbers.
+        checkpoint_at_epoch: whether to save a checkpoint after each epoch.
+        keep_last_checkpoint_only: whether to delete each checkpoint when the next one is committed.
+        disable_flash_attn: whether torch's own attention is used.
+        lora: the options of low-rank adapters; None: all weights are trained.
+        validation_split: the share of the rows that is kept for evaluation, from 0 to below 1.
+        validation_frequency: the number of steps between two evaluations; needed with `validation_split`.
+        data_process_num_cpu_procs, on_demand_checkpointing: have no effect.
+        log_level: the level of the log on the ranks.
+        callbacks: callbacks of InstructLab and of callsheet, which each rank constructs again.
+        parallel: how the ranks share the work, as in the recipe `finetune`; InstructLab does not have this.
+        allow_pickle: whether callbacks that are defined in a function or a notebook are sent as signed cloudpickle; InstructLab
+            does not have this.
+        use_legacy_tmpl, process_data, pretraining_config, mock_data, mock_data_len: must have their defaults.
+        use_liger, trust_remote_code, use_dolomite, is_padding_free: must have their defaults.
+        accelerate_full_state_at_epoch, distributed_backend, deepspeed_options, fsdp_options: must have their defaults.
+        mlflow_tracking_uri, mlflow_experiment_name, mlflow_run_name: must have their defaults.
+        wandb_project, wandb_entity, wandb_run_name, tensorboard_log_dir: must have their defaults.
 
     Raises:
         ConfigError: a field is not supported or cannot work; the message names it.
@@ -197,7 +241,12 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Check the fields again, because they may have been changed since the constructor was called."""
+        """Check the fields again, because they may have been changed since the constructor was called.
+
+        Raises:
+            ConfigError: a field is not supported or cannot work; the message names it.
+            TypeError: something in `callbacks` is not a callback.
+        """
         for name, value in _AS_IT_IS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):

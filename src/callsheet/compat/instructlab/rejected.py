@@ -13,22 +13,50 @@ _INSTEAD = (
 
 
 def serialize_callback(callback: object) -> NoReturn:
-    """Raise NotSupported, because callsheet sends and executes no source code."""
+    """Raise NotSupported, because callsheet sends and executes no source code.
+
+    Args:
+        callback: is not used.
+
+    Raises:
+        NotSupported: always; the message says how callbacks are sent instead.
+    """
     raise NotSupported(f"serialize_callback(): {_INSTEAD}")
 
 
 def deserialize_callback(encoded: str) -> NoReturn:
-    """Raise NotSupported, because callsheet sends and executes no source code."""
+    """Raise NotSupported, because callsheet sends and executes no source code.
+
+    Args:
+        encoded: is not used.
+
+    Raises:
+        NotSupported: always; the message says how callbacks are sent instead.
+    """
     raise NotSupported(f"deserialize_callback(): {_INSTEAD}")
 
 
 def serialize_callbacks_for_cli(callbacks: object) -> NoReturn:
-    """Raise NotSupported, because callsheet sends and executes no source code."""
+    """Raise NotSupported, because callsheet sends and executes no source code.
+
+    Args:
+        callbacks: is not used.
+
+    Raises:
+        NotSupported: always; the message says how callbacks are sent instead.
+    """
     raise NotSupported(f"serialize_callbacks_for_cli(): {_INSTEAD}")
 
 
 def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
-    """Raise NotSupported, because callsheet sends and executes no source code."""
+    """Raise NotSupported, because callsheet sends and executes no source code.
+
+    Args:
+        encoded: is not used.
+
+    Raises:
+        NotSupported: always; the message says how callbacks are sent instead.
+    """
     raise NotSupported(f"deserialize_callbacks_from_cli(): {_INSTEAD}")
 
 

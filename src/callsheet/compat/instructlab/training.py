@@ -34,11 +34,18 @@ def __getattr__(name: str) -> Any:
 
 
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
-    """Fine-tune a model on the ranks that `torch_args` describes. Return the last loss on each evaluated dataset, by its name.
+    """Fine-tune a model on several ranks of this machine.
 
     Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would not arrive
     unchanged is rejected before anything starts. The callbacks in this process are never called. A script may call this at its
     top level: when the ranks import the script for the classes that it defines, the call does nothing.
+
+    Args:
+        torch_args: the number of ranks.
+        train_args: the model, the data and the training options.
+
+    Returns:
+        The last loss on each evaluated dataset, by its name.
 
     Raises:
         ConfigError: the arguments cannot work.

@@ -152,7 +152,20 @@ class RNGConfig:
 
 @_section
 class ConfigContainer:
-    """The whole configuration."""
+    """The whole configuration. Reading or setting a setting that is not supported raises `NotSupported`.
+
+    Args:
+        model: the shape of the model, which has Qwen 2's architecture and random weights.
+        train: the number of steps, the batch sizes, and the evaluation interval in steps.
+        optimizer: the options of AdamW, and the gradient norm above which gradients are scaled down.
+        scheduler: the learning-rate schedule.
+        dataset: the files of the training data.
+        tokenizer: the tokenizer's folder or name.
+        checkpoint: where to save checkpoints, and where to resume from.
+        logger: the log interval in steps, and the trackers.
+        rng: the random seed.
+        mixed_precision: `bf16_mixed`, `fp16_mixed`, or None for fp32.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainingConfig = field(default_factory=TrainingConfig)

@@ -48,9 +48,20 @@ class GPTModel(nn.Module):
 
 
 def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
-    """Run the model on the next microbatch. Return its outputs and the loss function.
+    """Run the model on the next microbatch.
 
-    The loss function returns `(loss, tokens, {"lm loss": both})`, which are sums over the tokens that are counted.
+    Args:
+        state: Megatron's global state.
+        data_iterator: yields the batches, in Megatron's format.
+        model: the model.
+        return_schedule_plan: must be False.
+
+    Returns:
+        The losses of the tokens, and a loss function. The function takes the losses and returns `(loss, tokens, {"lm loss":
+        both})`, which are sums over the tokens that are counted.
+
+    Raises:
+        NotSupported: `return_schedule_plan` is set.
     """
     if return_schedule_plan:
         raise NotSupported("forward_step makes no schedule plan: there are no pipelines here")

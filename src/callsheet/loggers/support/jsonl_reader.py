@@ -40,12 +40,17 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
-    """Return the metrics records in `folder`, the folder of a run, in the order in which they were logged.
+    """Return the metrics records of a run, in the order in which they were logged.
 
-    The list is empty if there is no `metrics.jsonl`.
+    If the run was resumed, the records after the checkpoint are left out, so that no step appears twice. Incomplete lines are
+    skipped. May be called while the run writes.
 
-    If the run was resumed, the records after the checkpoint are left out, so that no step appears twice. Incomplete lines are skipped.
-    May be called while the run writes.
+    Args:
+        folder: the folder of the run, in which a `JSONLLogger` writes `metrics.jsonl`. Without this file, the result is an empty
+            list.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
     """
     records: list[MetricsRecord] = []
     for line in read_lines(Path(folder) / METRICS):

@@ -52,9 +52,12 @@ class Rows:
     limit: int | None = None
 
     def read(self, columns: Collection[str]) -> Table | Stream:
-        """Return the rows, which must have all `columns`, as a table or, if `streaming` is set, as a stream.
+        """Return the rows as a table or, if `streaming` is set, as a stream.
 
         All checks are made that are possible without reading streamed rows.
+
+        Args:
+            columns: the columns that every row must have.
 
         Raises:
             ConfigError: there are no rows, a line is not a JSON object, or a column is missing.

@@ -44,7 +44,13 @@ class TextRows:
             raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
 
     def sets(self, tokenizer: Any) -> TextSets:
-        """Tokenize all rows with `tokenizer`, one of transformers, and return the datasets as windows of tokens.
+        """Tokenize all rows.
+
+        Args:
+            tokenizer: a tokenizer of transformers.
+
+        Returns:
+            The datasets by name, as windows of `sequence_length` tokens.
 
         Raises:
             ConfigError: a row has no text (the message names its place), or there are not enough tokens for one window.

@@ -103,6 +103,9 @@ class LanguageModel:
             longest: the maximum number of tokens of a sequence.
             values: further values of the configuration, such as `num_labels`.
 
+        Returns:
+            The model on the CPU, with the parameters frozen that `freeze` names.
+
         Raises:
             ConfigError: the model cannot be loaded or made, or does not fit the tokenizer or the length.
         """

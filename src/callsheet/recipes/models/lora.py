@@ -52,9 +52,12 @@ class Lora:
             raise ConfigError(f"lora.targets is empty; name modules, such as q_proj, or give {ALL_LINEAR}")
 
     def add_to(self, model: Any) -> None:
-        """Add the adapters to `model`, a model of transformers.
+        """Add the adapters to a model.
 
         After this, only the adapters are trained, in fp32, and only they are in the model's state dict.
+
+        Args:
+            model: a model of transformers, which is changed in place.
 
         Raises:
             ConfigError: there is no module of a given name, or it is of a type that has no adapters.

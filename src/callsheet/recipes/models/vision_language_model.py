@@ -97,9 +97,14 @@ class VisionLanguageModel(LanguageModel):
         return processor
 
     def make_model(self, processor: Any, longest: int) -> nn.Module:
-        """Build the model for the images and texts of `processor`.
+        """Build the model for the images and texts of a processor.
 
-        `longest` is the maximum number of tokens of a sequence, including those of its images.
+        Args:
+            processor: what `make_processor` returned.
+            longest: the maximum number of tokens of a sequence, including those of its images.
+
+        Returns:
+            The model on the CPU, with the parameters frozen that `freeze` names.
 
         Raises:
             ConfigError: the model cannot be loaded or made, or does not fit the processor or the length.

@@ -37,7 +37,7 @@ def import_runs(
     name: str | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> list[Imported]:
-    """Convert runs that other tools recorded to run folders in `to`, and return a summary of each.
+    """Convert runs that other tools recorded to run folders.
 
     Importing the same run again replaces its folder. A folder that was not made by an import is never changed. The files of the
     other tools are only read.
@@ -48,6 +48,9 @@ def import_runs(
         kind: `tensorboard`, `wandb`, `mlflow`, `trackio`, `lightning` or `huggingface`; None means to find out.
         name: the name of the run's folder, if there is only one run; None means the name in the source.
         rename: new names of metrics by their old names. An old name that ends with `/` is a prefix.
+
+    Returns:
+        A summary of each imported run.
 
     Raises:
         ConfigError: an argument is invalid, nothing is recognised, or a folder in `to` would be overwritten.

@@ -36,9 +36,16 @@ _LONGEST_NAME = 120  # most bytes in a folder's name
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A summary of an imported run: its folder, the tool it comes from, and how many records, metrics and images it has.
+    """A summary of an imported run.
 
-    `left_out` counts what was not imported, by its kind. `warnings` name files that could not be read completely.
+    Attributes:
+        folder: the run's new folder.
+        kind: the tool that the run comes from, such as `tensorboard`.
+        records: the number of metrics records.
+        metrics: the number of metrics.
+        images: the number of images.
+        left_out: how much was not imported, by its kind.
+        warnings: the files that could not be read completely, each with the reason.
     """
 
     folder: Path

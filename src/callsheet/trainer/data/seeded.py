@@ -175,7 +175,11 @@ class SeededDataset(Dataset[Any]):
         own["_seeds"] = _Seeds(dataset, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the `epoch` whose samples are loaded next; the Trainer counts from 0. Call this only between two epochs."""
+        """Set the epoch whose samples are loaded next. Call this only between two epochs.
+
+        Args:
+            epoch: the number of the epoch; the Trainer counts from 0.
+        """
         self._seeds.set_epoch(epoch)
 
     def __len__(self) -> int:
