@@ -472,7 +472,7 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(error)  # raise the error to the user, since training is impossible without data
+                mark_as_users(error)  # so that the error is raised and not only logged; without data, training is impossible
                 raise
             if batch is not None:
                 group.append(batch)  # appended first, so that the loop gets the batch even if a callback fails

@@ -79,7 +79,7 @@ class ModelCalls(NotCopied):
 
 
 def _arguments(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the positional and named arguments with which the model is called for a replaced batch."""
+    """Return the arguments of the model's call with `given` in place of the batch in `args` or `kwargs`."""
     if kwargs:
         return args, dict(given)
     return ((given,) if len(args) == 1 else tuple(given)), kwargs

@@ -31,7 +31,7 @@ class LRMonitor(Callback):
         """Copy the rates that the step used, because the scheduler then changes rates in place if they are tensors."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            ctx.mute(self, "on_optimizer_step_end")  # one group's rate is in every metrics record already
+            ctx.mute(self, "on_optimizer_step_end")  # the only group's rate is in every record as `train/learning_rate`
             return
         self._rates = [
             rate if type(rate := group.get("lr")) is float or not hasattr(rate, "clone") else rate.clone() for group in groups

@@ -156,7 +156,10 @@ class Notify(Callback):
         self._notify(ctx, "failure", f"failed {where}: {kind}", more, exception=facts)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Ignore later metrics records, which belong to evaluations after training. Warn of rules whose metric no record had."""
+        """Warn of each metric that a rule in `when` names, and that no metrics record of the run had.
+
+        From now on, ignore metrics records, because they belong to evaluations after training.
+        """
         self._is_training = False
         for name in {name for name, _, _ in self._rules.values()} - self._values.keys():
             logger.warning("%s: no record of the run had the metric %r of a rule", label_of(self), name)

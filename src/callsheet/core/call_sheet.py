@@ -197,7 +197,7 @@ def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[H
 
 
 def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
-    """Return all handlers of a compiled event, in order."""
+    """Return the handlers in a `CompiledEvent` as one tuple, in the order in which they are called."""
     first, second, rest, _, _ = event
     return tuple(each for each in (first, second, *(rest or ())) if each is not None)
 

@@ -16,7 +16,7 @@ from callsheet.core.wrappers import Handler
 
 
 class Lanes(Protocol):
-    """The methods that the dispatch table needs of the lanes, the threads and processes in which some callbacks run."""
+    """What the dispatch table needs of the lanes. A lane is a thread or a process in which a callback runs."""
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
         """Return the function that the training thread calls in place of a handler that runs in another thread or process.

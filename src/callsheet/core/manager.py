@@ -224,7 +224,7 @@ class CallbackManager:
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
-        """Remove callbacks or a function.
+        """Remove a callback, all callbacks of a class, or a function that was added with `register`.
 
         Args:
             what: a callback, a class of callbacks (every instance of it is removed), or a function.

@@ -20,11 +20,11 @@ def page_locked(shape: Any, dtype: Any) -> Any:
 
 
 def keep_if_device_failed() -> None:
-    """Keep all tensors that `page_locked` has made until the process ends, if the CUDA device has failed.
+    """If the CUDA device has failed, keep the tensors that `page_locked` made from being freed before the process ends.
 
     After an error in a kernel, such as a failed assertion, every call of CUDA in this process fails. If torch then frees a
-    page-locked tensor into which a device has copied, it ends the process with SIGABRT, before Python has shown the error. This
-    does not wait for the device.
+    page-locked tensor into which a device has copied, it ends the process with SIGABRT, before Python has shown the error. The
+    function does not wait for the device.
     """
     if not _tensors:
         return

@@ -145,7 +145,10 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the command-line options of `callsheet exec` for worker processes in which the script trains."""
+        """Return the options of `callsheet exec` for the worker processes that a script starts and trains in.
+
+        Ultralytics starts such processes to train on several GPUs.
+        """
         given = {
             "callbacks": self._callbacks,
             "run_name": self.next_name(),

@@ -1,4 +1,4 @@
-"""The callbacks that observe a script: the default ones, or those that the user's file lists."""
+"""The callbacks that observe a script: the default ones, or those of the file that `--callbacks` names."""
 
 from __future__ import annotations
 

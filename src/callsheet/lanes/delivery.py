@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """A callback in another thread raised SystemExit or another error that ends the program; this is raised in its place."""
+    """Stands for SystemExit, or another error that would end the program, which a callback in another thread raised.
+
+    It is not raised, but logged and counted as a failure of the callback.
+    """
 
 
 class CallbackLane:

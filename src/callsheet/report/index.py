@@ -126,7 +126,7 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether the name of a folder is valid Unicode. Otherwise log a warning, because SQLite cannot store the name."""
+    """Return whether the name of a folder is valid Unicode. If it is not, log a warning, because SQLite cannot store the name."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,1 +1,5 @@
-"""What every run needs, whichever loop it uses: lifetime, metrics records, agreement of ranks, checkpoints, the folder's lock."""
+"""The parts of a run that are the same for every training loop.
+
+They fire the start and the end of the run, make its metrics records, let all ranks act on a request at the same step, save and
+load checkpoints, and lock the run's folder.
+"""

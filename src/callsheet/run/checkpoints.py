@@ -451,7 +451,8 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         for path, reason in found.skipped:
             logger.warning("not resuming from %s: %s", path, reason)
-        if folder is not None and Path(self.folder).parent == folder:  # the run's lock protects only this folder
+        # Unfinished checkpoints may be deleted only in the run's folder, because the run's lock protects only that folder.
+        if folder is not None and Path(self.folder).parent == folder:
             self._abandoned = found.abandoned
         good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
         for checkpoint in found.checkpoints:

@@ -19,9 +19,9 @@ from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
-    "on_train_step_end": ("on_train_batch_end",),  # here the scheduler has stepped, as in AutoModel
-    "on_eval_all_end": ("on_validation_end",),  # here the model is still in evaluation mode, as in AutoModel
-    "on_checkpoint_published": ("on_save_checkpoint",),  # here the checkpoint is complete, as in AutoModel
+    "on_train_step_end": ("on_train_batch_end",),  # when AutoModel calls its hook, the scheduler has stepped
+    "on_eval_all_end": ("on_validation_end",),  # when AutoModel calls its hook, the model is in eval mode
+    "on_checkpoint_published": ("on_save_checkpoint",),  # when AutoModel calls its hook, it has written everything
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }

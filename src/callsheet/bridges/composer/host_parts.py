@@ -130,7 +130,10 @@ class StepLosses:
         """The loss and the weight of each microbatch."""
 
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
-        """Add the loss of a microbatch. `samples`, the number of samples in the step, shows whether it is the only microbatch."""
+        """Add the loss of a microbatch, with its number of samples as the weight.
+
+        `samples` is the number of samples in the step. If a microbatch may have as many, it is the step's only one.
+        """
         value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
         is_whole = state.device_train_microbatch_size >= samples  # a step's only microbatch gets weight 1
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))

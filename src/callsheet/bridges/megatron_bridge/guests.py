@@ -113,7 +113,10 @@ class MegatronBridgeGuest(Guest):
         return fire if self._sees_writes else fire_and_drive
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the plain data in `user_state`, the number of evaluated samples, and the callback's own state if it has one."""
+        """Return the number of evaluated samples, and the entries of `user_state` that a checkpoint can hold.
+
+        If there is a single Megatron Bridge callback, and it has a `state_dict`, its state is included.
+        """
         saved: dict[str, Any] = {"consumed_valid_samples": self.common.steps["consumed_valid_samples"]}
         if user_state := {key: value for key, value in self.common.user_state.items() if _is_plain(key, value)}:
             saved["user_state"] = user_state

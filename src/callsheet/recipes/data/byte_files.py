@@ -1,4 +1,8 @@
-"""Text files as data for a language model, with bytes as tokens: splits into datasets, windows, and baselines."""
+"""Text files as data for a language model whose tokens are bytes.
+
+This module splits the files into datasets of fixed-length windows for training and validation. As baselines, it computes the
+validation losses of a unigram and a bigram model.
+"""
 
 from __future__ import annotations
 
