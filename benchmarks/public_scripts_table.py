@@ -26,12 +26,14 @@ class Cloned(Protocol):
     def url(self) -> str: ...
     @property
     def commit(self) -> str: ...
+    @property
+    def package(self) -> str: ...
 
 
 _BEGIN = """\
 # Public training scripts under `callsheet exec`
 
-Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, and runs
+Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, or a command of a public package, and runs
 unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one thread of a CPU, with few steps and with
 stand-in data or tiny models, because no hub is reached.
 
@@ -46,7 +48,8 @@ process, the recorder hashes the parameters of the optimizers that have stepped,
   A fetch is observed only in loops that are written by hand and have a `DataLoader`, and in Lightning. A part of less than 15 microseconds counts
   as not observed.
 - **Losses**: how many logged values of `train/loss` equal, within 2e-6 of their value, the sum of the values whose `backward` gave gradients to the
-  optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared.
+  optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared. With
+  several ranks, the values are those of the first rank, or their means over the ranks if the framework logs these.
 - **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
 - **Output**: whether standard output is equal, apart from times and rates.
 - **Exit**: the exit status, of both variants if they differ. None: the process reached the time limit of its script and was ended, so the rest of
@@ -101,7 +104,7 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
             "",
             _line(("repository", "commit")),
             _line(("---", "---")),
-            *(_line((repositories[name].url, repositories[name].commit)) for name in used),
+            *(_line((repositories[name].url, repositories[name].commit or repositories[name].package)) for name in used),
             "",
         ]
     )
@@ -133,7 +136,8 @@ def _row(script: Described, result: Mapping[str, Any]) -> list[str]:
 
 def _recognized(run: Mapping[str, Any], kind: str) -> str:
     found = " and ".join(name for name in (run["model"], run["optimizer"]) if name)
-    return found if run["is_by_hand"] else f"host of {'Lightning' if 'Lightning' in kind else 'Hugging Face'}: {found}"
+    host = next((name for name in ("Lightning", "Ultralytics") if name in kind), "Hugging Face")
+    return found if run["is_by_hand"] else f"host of {host}: {found}"
 
 
 def _parts(run: Mapping[str, Any]) -> str:
