@@ -83,9 +83,8 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
     commits = ", ".join(sorted({str(result["commit"]) for _, result in results}))
     versions = sorted({f"Python {result['versions']['python']}, torch {result['versions']['torch']}" for _, result in results})
     summary = (
-        f"{len(results)} scripts, of which {whole} are observed with forward pass, backward pass and optimizer step, and all logged losses equal. "
-        f"{sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts end with weights that the observation has changed. "
-        f"callsheet at {commits}; {'; '.join(versions)}."
+        f"Of {len(results)} scripts, {whole} are observed with forward pass, backward pass and optimizer step, and with all logged losses equal. "
+        f"The observation changed the final weights of {sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts."
     )
     notes = [f"- **{script.name}**: {note}" for script, result in results if (note := _note(script, result))]
     used = sorted({script.repository for script, _ in results})
@@ -93,6 +92,8 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
         [
             _BEGIN,
             summary,
+            "",
+            f"callsheet at {commits}; {'; '.join(versions)}.",
             "",
             _line(_COLUMNS),
             _line(["---"] * len(_COLUMNS)),
