@@ -33,14 +33,15 @@ class Cloned(Protocol):
 _BEGIN = """\
 # Public training scripts under `callsheet exec`
 
-Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, or a command of a public package, and runs
-unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one thread of a CPU, with few steps and with
-stand-in data or tiny models, because no hub is reached.
+Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, or the
+command of a public package, and runs unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one
+thread of a CPU, with few steps and with stand-in data or tiny models, because no hub is reached.
 
-In both variants, a recorder is imported when Python starts (a `sitecustomize` on `PYTHONPATH`). The recorder sets the seeds of `random`, numpy and torch, wraps
-`Tensor.backward` and `zero_grad`, and registers hooks for the optimizers' steps. It lets torchvision accept stand-in files for CIFAR10 without their
-MD5 sums, and declares two operators of torchvision if its compiled library does not go with the installed torch. At the end of each
-process, the recorder hashes the parameters of the optimizers that have stepped, and torch's random state.
+In both variants, a recorder is imported when Python starts (a `sitecustomize` on `PYTHONPATH`). The recorder sets the seeds of `random`, numpy and
+torch, wraps `Tensor.backward` and `zero_grad`, and registers hooks for the optimizers' steps. It lets torchvision accept stand-in files for CIFAR10
+without their MD5 sums, and declares two operators of torchvision if its compiled library does not go with the installed torch. It adds the name
+`DistributedType.TPU`, which accelerate removed in version 1.0 and transformers' `run_clm_no_trainer.py` still reads. At the end of each process, the
+recorder hashes the parameters of the optimizers that have stepped, and torch's random state.
 
 - **Recognized**: the host, or the model and the optimizer of a loop that is written by hand.
 - **Steps**: the steps of the observed run, and of how many steps the recorder knows for the same optimizer. **Epochs** are those of the observed run.
@@ -51,7 +52,7 @@ process, the recorder hashes the parameters of the optimizers that have stepped,
   optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared. With
   several ranks, the values are those of the first rank, or their means over the ranks if the framework logs these.
 - **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
-- **Output**: whether standard output is equal, apart from times and rates.
+- **Output**: whether standard output is equal, apart from times and rates, and with several ranks apart from the order of the lines.
 - **Exit**: the exit status, of both variants if they differ. None: the process reached the time limit of its script and was ended, so the rest of
   its row means nothing.
 - **Time**: the wall time of the observed process divided by that of the process alone, and the same ratio for the time from the first to the last
