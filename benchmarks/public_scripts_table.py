@@ -46,8 +46,8 @@ recorder hashes the parameters of the optimizers that have stepped, and torch's 
 - **Recognized**: the host, or the model and the optimizer of a loop that is written by hand.
 - **Steps**: the steps of the observed run, and of how many steps the recorder knows for the same optimizer. **Epochs** are those of the observed run.
 - **Parts**: the parts of the step that are in every timed step after the first: fetch, forward pass (fwd), backward pass (bwd), optimizer step (opt).
-  A fetch is observed only in loops that are written by hand and have a `DataLoader`, and in Lightning. A part of less than 15 microseconds counts
-  as not observed.
+  A fetch is observed only in loops that are written by hand and have a `DataLoader`, and in Lightning and Ultralytics. A part of less than 15
+  microseconds counts as not observed.
 - **Losses**: how many logged values of `train/loss` equal, within 2e-6 of their value, the sum of the values whose `backward` gave gradients to the
   optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared. With
   several ranks, the values are those of the first rank, or their means over the ranks if the framework logs these.
