@@ -57,10 +57,12 @@ class Repository:
     Args:
         name: the owner and the name.
         commit: the commit whose files run.
+        package: the release on the package index that is run instead of a clone.
     """
 
     name: str
-    commit: str
+    commit: str = ""
+    package: str = ""
 
     @property
     def url(self) -> str:
@@ -75,7 +77,7 @@ class PublicScript:
         name: the name in the table and of the result.
         repository: the owner and name of its repository.
         kind: what kind of training it shows.
-        script: the path of the script from `folder`, or the name of a module.
+        script: the path of the script from `folder`, or the name of a module; `{packages}` is the folder of the installed packages.
         arguments: its arguments.
         folder: the folder in which it runs, from the repository's root.
         is_module: whether `script` is the name of a module.
@@ -124,10 +126,11 @@ class Campaign:
     def from_list(cls, folder: Path) -> Campaign:
         """Read the list of the scripts."""
         content = tomllib.loads(LIST.read_text(encoding="utf-8"))
+        repositories = [Repository(**each) for each in content["repository"]]
         return cls(
             folder.resolve(),
-            content["packages"],
-            [Repository(**each) for each in content["repository"]],
+            [*content["packages"], *(each.package for each in repositories if each.package)],
+            repositories,
             [PublicScript(**each) for each in content["script"]],
         )
 
@@ -137,7 +140,7 @@ class Campaign:
         for each in self.repositories:
             clone = self.folder / each.name
             has_commit = clone.is_dir() and _succeeds("git", "-C", str(clone), "cat-file", "-e", f"{each.commit}^{{commit}}")
-            if each.name in names and not has_commit:
+            if each.name in names and each.commit and not has_commit:
                 at = shlex.quote(str(clone))
                 commands += [] if clone.is_dir() else [f"git clone {each.url} {at}"]
                 commands.append(f"git -C {at} checkout {each.commit}")
@@ -172,11 +175,12 @@ class Campaign:
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         repository = next(each for each in self.repositories if each.name == script.repository)
-        clone = str(self.folder / repository.name)
-        archive = subprocess.run(
-            ["git", "-C", clone, "archive", repository.commit, *script.take], capture_output=True, check=True
-        ).stdout
-        subprocess.run(["tar", "-x", "-C", str(root)], input=archive, check=True)
+        if repository.commit:
+            clone = str(self.folder / repository.name)
+            archive = subprocess.run(
+                ["git", "-C", clone, "archive", repository.commit, *script.take], capture_output=True, check=True
+            ).stdout
+            subprocess.run(["tar", "-x", "-C", str(root)], input=archive, check=True)
         for recipe, place in script.data.items():
             source = self.folder / "data" / recipe
             if not source.is_dir():
@@ -193,7 +197,7 @@ class Campaign:
         recorder = self.folder / "recorder"
         recorder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "public_scripts_recorder.py", recorder / "sitecustomize.py")
-        paths = [str(recorder), *([own.pop("PYTHONPATH")] if "PYTHONPATH" in own else [])]
+        paths = [str(recorder), str(HERE.parent / "src"), *([own.pop("PYTHONPATH")] if "PYTHONPATH" in own else [])]
         hubs = {"HF_HOME": str(self.folder / "hub"), "PYTHONPATH": os.pathsep.join(paths)}
         return {**os.environ, **_OFFLINE, **hubs, "PUBLIC_SCRIPTS_RECORDS": str(records), **own}
 
@@ -209,7 +213,8 @@ class Campaign:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(script.ranks)]
         ours = ["callsheet.exec", "--run_name", "a", "--runs_folder", str(output / "runs"), "--log_interval", "1"]
         observer = ["-m", *ours] if variant == "observed" else []
-        target = ["-m", script.script] if script.is_module else [script.script]
+        packages = next((self.folder / "venv" / "lib").glob("python*/site-packages"))
+        target = ["-m", script.script] if script.is_module else [script.script.format(packages=packages)]
         command = [str(python), *launcher, *observer, *target, *shlex.split(script.arguments)]
         began = time.perf_counter()
         with open(output / "stdout.txt", "wb") as stdout, open(output / "stderr.txt", "wb") as stderr:
@@ -253,10 +258,11 @@ class Campaign:
         output = self.results_of(script).with_suffix("") / variant
         records = [json.loads(path.read_text()) for path in sorted((output / "records").glob("*.json"))]
         root = str(self._root(script))
+        lines = normalized((output / "stdout.txt").read_text(errors="replace").replace(root, "ROOT"), script.times)
         return {
             **found,
             "processes": sorted(records, key=lambda record: (record["rank"], str(record["weights"]))),
-            "stdout": normalized((output / "stdout.txt").read_text(errors="replace").replace(root, "ROOT"), script.times),
+            "stdout": sorted(lines) if script.ranks else lines,  # ranks write their lines in any order
             "errors": (output / "stderr.txt").read_text(errors="replace").count("Traceback (most recent call last)"),
         }
 

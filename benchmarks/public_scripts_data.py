@@ -6,6 +6,7 @@ Images and texts are random but have a pattern that a model can learn. Models ar
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import pickle
 import struct
@@ -54,13 +55,13 @@ def mnist_of_lightning(folder: Path) -> None:
 
 
 def image_folders(folder: Path) -> None:
-    """Write the folders `train` and `val`, with a folder of images for each of four classes."""
+    """Write the folders `train` and `val`, with a folder of images for each of five classes."""
     from PIL import Image
 
     for part, count in (("train", 48), ("val", 16)):
         images, labels = _digits(count, 80, 3)
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-            place = folder / part / f"class_{label % 4}"
+            place = folder / part / f"class_{label % 5}"
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image.transpose(1, 2, 0)).save(place / f"{number}.png")
 
@@ -83,6 +84,22 @@ def bsds300(folder: Path) -> None:
         images, _ = _digits(count, 321, 3)
         for number, image in enumerate(images):
             Image.fromarray(image.transpose(1, 2, 0)).save(folder / part / f"{number}.jpg")
+
+
+def voc2012(folder: Path) -> None:
+    """Write images in the folders of Pascal VOC 2012, with masks in which a bright square is class 1."""
+    from PIL import Image
+
+    for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (folder / name).mkdir(parents=True)
+    for part, count in (("train", 12), ("val", 2)):
+        images, _ = _digits(count, 240, 3)
+        names = [f"{part}_{number}" for number in range(count)]
+        for name, image in zip(names, images, strict=True):
+            Image.fromarray(image.transpose(1, 2, 0)).save(folder / "JPEGImages" / f"{name}.jpg")
+            mask = (image.min(axis=0) >= 100).astype(np.uint8)
+            Image.fromarray(mask).save(folder / "SegmentationClass" / f"{name}.png")
+        (folder / "ImageSets" / "Segmentation" / f"{part}.txt").write_text("\n".join(names) + "\n")
 
 
 def text(folder: Path) -> None:
@@ -213,15 +230,25 @@ def glue(folder: Path) -> None:
     )
 
 
-def glue_metric(folder: Path) -> None:
+def _write_accuracy(path: Path) -> None:
     """Write a module of the package `evaluate` that computes the accuracy."""
-    (folder / "glue.py").write_text(
-        "import datasets\nimport evaluate\n\n\nclass Glue(evaluate.Metric):\n    def _info(self):\n"
+    path.write_text(
+        "import datasets\nimport evaluate\n\n\nclass Accuracy(evaluate.Metric):\n    def _info(self):\n"
         "        features = datasets.Features({'predictions': datasets.Value('int64'), 'references': datasets.Value('int64')})\n"
         "        return evaluate.MetricInfo(description='', citation='', inputs_description='', features=features)\n\n"
         "    def _compute(self, predictions, references):\n"
         "        return {'accuracy': sum(a == b for a, b in zip(predictions, references)) / len(references)}\n"
     )
+
+
+def glue_metric(folder: Path) -> None:
+    """Write the metric `glue`, as the accuracy."""
+    _write_accuracy(folder / "glue.py")
+
+
+def accuracy_metric(folder: Path) -> None:
+    """Write the metric `accuracy`."""
+    _write_accuracy(folder / "accuracy.py")
 
 
 def conversations(folder: Path) -> None:
@@ -245,15 +272,34 @@ def reward(folder: Path) -> None:
     )
 
 
-def stsb(folder: Path) -> None:
-    """Write pairs of sentences with a score of their similarity."""
-    for part, count in (("train", 1280), ("validation", 32), ("test", 32)):
-        rows = []
-        for one, other in zip(sentences(count), sentences(count), strict=True):
+def wikipedia_and_sts(folder: Path) -> None:
+    """Write sentences, and pairs of sentences with a score of their similarity, in the files of the STS benchmark."""
+    (folder / "wiki1m_for_simcse.txt").write_text("\n".join(sentences(320)) + "\n")
+    lines = ["split\tscore\tsentence1\tsentence2"]
+    for part in ("dev", "test"):
+        for one, other in zip(sentences(32), sentences(32), strict=True):
             kept = int(RANDOM.integers(0, 9))
             mixed = " ".join([*one.split()[:kept], *other.split()[kept:]])
-            rows.append({"sentence1": one, "sentence2": mixed, "score": kept / 8})
-        _write_json_lines(folder / f"{part}.jsonl", rows)
+            lines.append(f"{part}\t{kept / 8 * 5}\t{one}\t{mixed}")
+    (folder / "stsbenchmark").mkdir()
+    with gzip.open(folder / "stsbenchmark" / "stsbenchmark.tsv.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def yolo(folder: Path) -> None:
+    """Write images with a bright square, and the class and the place of the square, in the format of Ultralytics."""
+    from PIL import Image
+
+    for part, count in (("train", 48), ("val", 8)):
+        (folder / "images" / part).mkdir(parents=True)
+        (folder / "labels" / part).mkdir(parents=True)
+        images, labels = _digits(count, 80, 3)
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            row, column = divmod(int(label), 5)
+            Image.fromarray(image.transpose(1, 2, 0)).save(folder / "images" / part / f"{number}.png")
+            place = f"{label % 2} {(column + 0.5) / 5} {(2 * row + 0.5) / 5} 0.2 0.2\n"
+            (folder / "labels" / part / f"{number}.txt").write_text(place)
+    (folder / "data.yaml").write_text("train: images/train\nval: images/val\nnames: {0: even, 1: odd}\n")
 
 
 def nanochat(folder: Path) -> None:
@@ -290,6 +336,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
         image_folders,
         pets,
         bsds300,
+        voc2012,
         text,
         characters,
         sine_waves,
@@ -298,9 +345,11 @@ RECIPES: dict[str, Callable[[Path], None]] = {
         llama,
         glue,
         glue_metric,
+        accuracy_metric,
         conversations,
         reward,
-        stsb,
+        wikipedia_and_sts,
+        yolo,
         nanochat,
     )
 }

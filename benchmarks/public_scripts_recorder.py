@@ -1,9 +1,10 @@
 """What `public_scripts.py` adds to every Python process of a public script, in the same way in both variants.
 
 `public_scripts.py` puts a copy of this file, called `sitecustomize.py`, on `PYTHONPATH`, so Python imports it at its start. It
-does not use callsheet. It sets the seeds when torch is imported, accepts stand-in data for torchvision's CIFAR10, and records
-what the script does with torch: each loss whose `backward` is called, the optimizers that got gradients from it, `zero_grad`, the
-optimizers' steps, and at the end of the process hashes of the optimizers' parameters and of torch's random state.
+does not use callsheet. It sets the seeds when torch is imported, accepts stand-in data for torchvision's CIFAR10, adds a name that
+accelerate has removed, and records what the script does with torch: each loss whose `backward` is called, the optimizers that got
+gradients from it, `zero_grad`, the optimizers' steps, and at the end of the process hashes of the optimizers' parameters and of
+torch's random state.
 """
 
 from __future__ import annotations
@@ -182,11 +183,17 @@ def _after_torchvision_utils(utils: ModuleType) -> None:
     utils.__dict__["check_integrity"] = lambda fpath, md5=None: os.path.isfile(fpath)
 
 
+def _after_accelerate(dataclasses: ModuleType) -> None:
+    """Add the name that accelerate removed in version 1.0. `run_clm_no_trainer.py` of transformers compares with it."""
+    dataclasses.__dict__["DistributedType"].TPU = "TPU"
+
+
 Action = Callable[[ModuleType], None]
 
 BEFORE: dict[str, Action] = {"torchvision": _before_torchvision}
 AFTER: dict[str, Action] = {
     "torch": _after_torch,
+    "accelerate.utils.dataclasses": _after_accelerate,
     "torchvision.datasets.utils": _after_torchvision_utils,
 }
 

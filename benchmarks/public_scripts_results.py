@@ -11,7 +11,7 @@ from typing import Any
 _TIMES = (
     r"\d+([:_-])\d\d\1\d\d([.,]\d+)?",
     r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|sec|secs|seconds|minutes|it/s|s/it)\b",
-    r"(?i)(\b|_)(time|took|elapsed|SPS|ms/batch|seconds|images/sec|dt|tok/sec|per_second|runtime)\b\W{0,4}\d+(\.\d+)?(e-?\d+)?",
+    r"(?i)(\b|_)(time|took|elapsed|SPS|ms/batch|seconds|images/sec|dt|tok/sec|per_second|runtime)\b[^\w\n]*\d+(\.\d+)?(e-?\d+)?",
     r"0x[0-9a-f]{6,}",
 )
 """Patterns of times, rates and addresses, which differ in every run."""
@@ -69,11 +69,12 @@ def observation_of(output: Path, observed: Mapping[str, Any]) -> dict[str, Any]:
     from callsheet.report import RunFolder
 
     lines = (output / "stderr.txt").read_text(errors="replace").splitlines()
-    said = [line.removeprefix("callsheet: ") for line in lines if line.startswith("callsheet: ")]
+    said = [message for line in lines if (message := line.partition("callsheet: ")[2])]  # a progress bar may come first
     said += [line for line in lines if line.startswith("callsheet exec: ") or " does not call " in line]
     runs = [RunFolder.read(path) for path in sorted((output / "runs").iterdir())] if (output / "runs").is_dir() else []
-    process = next((each for each in observed["processes"] if each["rank"] == 0), None)
-    return {"said": said, "runs": [_described(run, process, _is_by_hand(said, run)) for run in runs]}
+    ranks = {each["rank"]: each for each in reversed(observed["processes"])}
+    losses = _losses_of_ranks([ranks[rank] for rank in sorted(ranks)])
+    return {"said": said, "runs": [_described(run, losses, _is_by_hand(said, run)) for run in runs]}
 
 
 def _is_by_hand(said: Sequence[str], run: Any) -> bool:
@@ -89,7 +90,7 @@ _SHORTEST = 1.5e-5
 """The start and end of a part that is not observed are fired one right after the other, in fewer seconds than this."""
 
 
-def _described(run: Any, process: Mapping[str, Any] | None, is_by_hand: bool) -> dict[str, Any]:
+def _described(run: Any, losses: Sequence[Sequence[float | None]], is_by_hand: bool) -> dict[str, Any]:
     steps = [0, *sorted({record.step for record in run.records})]
     before = dict(zip(steps[1:], steps, strict=False))
     logged = {
@@ -106,12 +107,12 @@ def _described(run: Any, process: Mapping[str, Any] | None, is_by_hand: bool) ->
     parts = {name: sum(name in names for names in timed.values()) for name in ("fetch", "forward", "backward", "optimizer_step")}
     best = max(
         (
-            _matched(logged, expected, number, skipped)
-            for number, expected in enumerate(losses_of(process))
+            _matched(logged, expected, skipped)
+            for expected in losses
             for skipped in {0, max(0, len(expected) - run.last_step)}  # the observation of a later loop begins after some steps
         ),
         key=lambda match: (match["equal"], -abs(match["steps"] - run.last_step)),
-        default={"equal": 0, "compared": 0, "steps": 0, "optimizer": -1, "worst": ""},
+        default={"equal": 0, "compared": 0, "steps": 0, "worst": ""},
     )
     return {
         "is_by_hand": is_by_hand,
@@ -131,13 +132,18 @@ def _described(run: Any, process: Mapping[str, Any] | None, is_by_hand: bool) ->
     }
 
 
-def losses_of(process: Mapping[str, Any] | None) -> list[list[float | None]]:
+def _losses_of_ranks(processes: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Return the losses of the first rank's optimizers, and the means of the losses over the ranks, which a framework may log."""
+    of_ranks = [losses_of(process) for process in processes]
+    means = [[_mean(of_step) for of_step in zip(*of_optimizer, strict=False)] for of_optimizer in zip(*of_ranks, strict=False)]
+    return [*of_ranks[0], *means] if of_ranks else []
+
+
+def losses_of(process: Mapping[str, Any]) -> list[list[float | None]]:
     """Return the loss of each step by optimizer: the sum of the losses that gave it gradients since its gradients were last discarded.
 
     If the optimizer evaluates a closure several times, it is the loss of the last evaluation.
     """
-    if process is None:
-        return []
     found: list[list[float | None]] = [[] for _ in process["optimizers"]]
     for number, losses in enumerate(found):
         total: float | None = None
@@ -155,9 +161,7 @@ def losses_of(process: Mapping[str, Any] | None) -> list[list[float | None]]:
     return found
 
 
-def _matched(
-    logged: Mapping[tuple[int, int], float], losses: Sequence[float | None], number: int, skipped: int
-) -> dict[str, Any]:
+def _matched(logged: Mapping[tuple[int, int], float], losses: Sequence[float | None], skipped: int) -> dict[str, Any]:
     """Return how many logged losses equal those that were recorded for one optimizer, without its first `skipped` steps.
 
     A logged loss has the steps of the records before it and of its own, and is the mean over the steps after the former.
@@ -172,7 +176,6 @@ def _matched(
         "equal": len(pairs) - len(wrong),
         "compared": len(logged),
         "steps": len(expected),
-        "optimizer": number,
         "worst": worst,
     }
 

@@ -26,29 +26,33 @@ class Cloned(Protocol):
     def url(self) -> str: ...
     @property
     def commit(self) -> str: ...
+    @property
+    def package(self) -> str: ...
 
 
 _BEGIN = """\
 # Public training scripts under `callsheet exec`
 
-Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, and runs
-unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one thread of a CPU, with few steps and with
-stand-in data or tiny models, because no hub is reached.
+Made by `make public-scripts PUBLIC=FOLDER`. Each script is a file of a public repository at the commit that is listed in the second table, or the
+command of a public package, and runs unchanged: alone with `python`, and observed with `python -m callsheet.exec --log_interval 1`. It runs on one
+thread of a CPU, with few steps and with stand-in data or tiny models, because no hub is reached.
 
-In both variants, a recorder is imported when Python starts (a `sitecustomize` on `PYTHONPATH`). The recorder sets the seeds of `random`, numpy and torch, wraps
-`Tensor.backward` and `zero_grad`, and registers hooks for the optimizers' steps. It lets torchvision accept stand-in files for CIFAR10 without their
-MD5 sums, and declares two operators of torchvision if its compiled library does not go with the installed torch. At the end of each
-process, the recorder hashes the parameters of the optimizers that have stepped, and torch's random state.
+In both variants, a recorder is imported when Python starts (a `sitecustomize` on `PYTHONPATH`). The recorder sets the seeds of `random`, numpy and
+torch, wraps `Tensor.backward` and `zero_grad`, and registers hooks for the optimizers' steps. It lets torchvision accept stand-in files for CIFAR10
+without their MD5 sums, and declares two operators of torchvision if its compiled library does not go with the installed torch. It adds the name
+`DistributedType.TPU`, which accelerate removed in version 1.0 and transformers' `run_clm_no_trainer.py` still reads. At the end of each process, the
+recorder hashes the parameters of the optimizers that have stepped, and torch's random state.
 
 - **Recognized**: the host, or the model and the optimizer of a loop that is written by hand.
 - **Steps**: the steps of the observed run, and of how many steps the recorder knows for the same optimizer. **Epochs** are those of the observed run.
 - **Parts**: the parts of the step that are in every timed step after the first: fetch, forward pass (fwd), backward pass (bwd), optimizer step (opt).
-  A fetch is observed only in loops that are written by hand and have a `DataLoader`, and in Lightning. A part of less than 15 microseconds counts
-  as not observed.
+  A fetch is observed only in loops that are written by hand and have a `DataLoader`, and in Lightning and Ultralytics. A part of less than 15
+  microseconds counts as not observed.
 - **Losses**: how many logged values of `train/loss` equal, within 2e-6 of their value, the sum of the values whose `backward` gave gradients to the
-  optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared.
+  optimizer in that step. If a framework logs more rarely than at each step, the mean over the steps since its last record is compared. With
+  several ranks, the values are those of the first rank, or their means over the ranks if the framework logs these.
 - **Weights** and **random state**: whether their hashes are equal in both variants. *varies*: they also differ between two runs alone.
-- **Output**: whether standard output is equal, apart from times and rates.
+- **Output**: whether standard output is equal, apart from times and rates, and with several ranks apart from the order of the lines.
 - **Exit**: the exit status, of both variants if they differ. None: the process reached the time limit of its script and was ended, so the rest of
   its row means nothing.
 - **Time**: the wall time of the observed process divided by that of the process alone, and the same ratio for the time from the first to the last
@@ -80,9 +84,8 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
     commits = ", ".join(sorted({str(result["commit"]) for _, result in results}))
     versions = sorted({f"Python {result['versions']['python']}, torch {result['versions']['torch']}" for _, result in results})
     summary = (
-        f"{len(results)} scripts, of which {whole} are observed with forward pass, backward pass and optimizer step, and all logged losses equal. "
-        f"{sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts end with weights that the observation has changed. "
-        f"callsheet at {commits}; {'; '.join(versions)}."
+        f"Of {len(results)} scripts, {whole} are observed with forward pass, backward pass and optimizer step, and with all logged losses equal. "
+        f"The observation changed the final weights of {sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts."
     )
     notes = [f"- **{script.name}**: {note}" for script, result in results if (note := _note(script, result))]
     used = sorted({script.repository for script, _ in results})
@@ -90,6 +93,8 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
         [
             _BEGIN,
             summary,
+            "",
+            f"callsheet at {commits}; {'; '.join(versions)}.",
             "",
             _line(_COLUMNS),
             _line(["---"] * len(_COLUMNS)),
@@ -101,7 +106,7 @@ def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositorie
             "",
             _line(("repository", "commit")),
             _line(("---", "---")),
-            *(_line((repositories[name].url, repositories[name].commit)) for name in used),
+            *(_line((repositories[name].url, repositories[name].commit or repositories[name].package)) for name in used),
             "",
         ]
     )
@@ -133,7 +138,8 @@ def _row(script: Described, result: Mapping[str, Any]) -> list[str]:
 
 def _recognized(run: Mapping[str, Any], kind: str) -> str:
     found = " and ".join(name for name in (run["model"], run["optimizer"]) if name)
-    return found if run["is_by_hand"] else f"host of {'Lightning' if 'Lightning' in kind else 'Hugging Face'}: {found}"
+    host = next((name for name in ("Lightning", "Ultralytics") if name in kind), "Hugging Face")
+    return found if run["is_by_hand"] else f"host of {host}: {found}"
 
 
 def _parts(run: Mapping[str, Any]) -> str:

@@ -94,6 +94,12 @@ def figures(name: str) -> Callable[[], list[str]]:
     return lines
 
 
+def public_scripts() -> list[str]:
+    """Return the line of the results of `make public-scripts` that counts the scripts."""
+    path = ROOT / "benchmarks" / "results" / "public-scripts.md"
+    return [line for line in path.read_text().splitlines() if line.startswith("Of ")]
+
+
 def source_of(module: str) -> ast.Module:
     path = ROOT / "src" / module.replace(".", "/")
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
@@ -184,6 +190,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "matrix": matrix.markdown,
     "matrix-built-on": matrix.markdown_of_derived,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
+    "public-scripts": public_scripts,
     **{f"figures-cuda-{name}": figures(f"cuda/{name}") for name in ("pretraining", "monitors", "trainer")},
     **{
         f"figures-{name}": figures(name)
