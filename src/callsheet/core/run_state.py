@@ -34,8 +34,9 @@ class RunInfo:
     `checkpoints` is the folder or URL of its checkpoints, by default the folder `checkpoints` in `folder`. `outcome` and
     `outcome_reason` are set at the run's end; the reason is one line, such as "stopped by EarlyStopper: ...", "reached
     max_duration, 2ep", "signal SIGTERM" or "ValueError: ...". `failures` is set at the run's end too: the callbacks of this
-    process that failed or whose lanes lost events. `has_lost_folder` says that another process has taken over the folder, so that
-    nothing may be written there any more; `may_write(path)` also asks whether a path is in the folder.
+    process that failed or whose lanes lost events. `inexact_counts` is empty unless callsheet has counted other steps or epochs than
+    the framework in whose loop it runs; then it is one line with both counts. `has_lost_folder` says that another process has taken
+    over the folder, so that nothing may be written there any more; `may_write(path)` also asks whether a path is in the folder.
     """
 
     name: str
@@ -48,6 +49,7 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
+    inexact_counts: str = ""
     # This is a list, so that copies for callbacks in other threads share it.
     _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 

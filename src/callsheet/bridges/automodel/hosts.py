@@ -16,6 +16,7 @@ from torch import Tensor
 from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -85,6 +86,8 @@ class _HostRequests:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self.is_looping = False
+        """Whether AutoModel iterates over the steps. It then counts a step only after all hooks of the step."""
         self._changed: dict[str, Any] = {}  # the original values of the scheduler's intervals that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
@@ -99,6 +102,11 @@ class _HostRequests:
         """Stop after the current step, as if it were the last one. With `now`, stop before the step ends."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
+
+    def counted(self) -> Counts:
+        """Return the steps that AutoModel has completed, and the epochs if their length is known."""
+        steps, length = self._scheduler.step + self.is_looping, getattr(self._scheduler, "epoch_len", None)
+        return Counts(steps, steps // length if length else None)
 
     def restore(self) -> bool:
         """Restore the intervals after a step. Return whether they had been changed."""
@@ -181,6 +189,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
+        run.counts.follow(requests.counted)
+        requests.is_looping = True
         run.driver.start("round")
         if run.control.stop_requested is not None:
             requests.stop(now=True)
@@ -188,8 +198,13 @@ class AutoModelHost(HostBase, AutoModelCallback):
     @in_a_run
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
+        self._requests.is_looping = False
         if run.driver.is_open("epoch"):  # the length of the data is not known, so its last batch was not recognized
-            run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
+            scheduler = recipe.step_scheduler
+            is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
+            if length := getattr(scheduler, "epoch_len", None):  # AutoModel has not reported the end of the last step
+                is_whole = scheduler.step % length == 0
+            run.end_epoch(is_whole=is_whole)
         self._publish(run)
         if _is_leaving(recipe):
             _preempt(run)
