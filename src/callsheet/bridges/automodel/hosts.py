@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -86,8 +87,6 @@ class _HostRequests:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self.is_looping = False
-        """Whether AutoModel iterates over the steps. It then counts a step only after all hooks of the step."""
         self._changed: dict[str, Any] = {}  # the original values of the scheduler's intervals that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
@@ -102,11 +101,6 @@ class _HostRequests:
         """Stop after the current step, as if it were the last one. With `now`, stop before the step ends."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
-
-    def counted(self) -> Counts:
-        """Return the steps that AutoModel has completed, and the epochs if their length is known."""
-        steps, length = self._scheduler.step + self.is_looping, getattr(self._scheduler, "epoch_len", None)
-        return Counts(steps, steps // length if length else None)
 
     def restore(self) -> bool:
         """Restore the intervals after a step. Return whether they had been changed."""
@@ -140,6 +134,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests: Any = None  # the _HostRequests, set once a run has begun
+        self._is_over = True  # whether AutoModel is not iterating over steps
         self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
@@ -189,8 +184,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
-        run.counts.follow(requests.counted)
-        requests.is_looping = True
+        self._is_over = True
+        run.counts.follow(partial(_counted, weakref.proxy(self), scheduler))
+        self._is_over = False
         run.driver.start("round")
         if run.control.stop_requested is not None:
             requests.stop(now=True)
@@ -198,7 +194,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     @in_a_run
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
-        self._requests.is_looping = False
+        self._is_over = True
         if run.driver.is_open("epoch"):  # the length of the data is not known, so its last batch was not recognized
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
@@ -335,6 +331,16 @@ class AutoModelHost(HostBase, AutoModelCallback):
         info, self._being_written = self._being_written, None
         if info is not None:
             run.publish(info)
+
+
+def _counted(host: AutoModelHost, scheduler: Any) -> Counts:
+    """Return the steps that AutoModel has completed, and the epochs if their length is known.
+
+    AutoModel counts a step only after all hooks of the step.
+    """
+    is_in_hook = host._called.is_inert and not host._is_over
+    steps, length = scheduler.step + is_in_hook, getattr(scheduler, "epoch_len", None)
+    return Counts(steps, steps // length if length else None)
 
 
 def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:

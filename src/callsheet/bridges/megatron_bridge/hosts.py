@@ -171,8 +171,7 @@ class MegatronBridgeHost(HostBase):
         settings.restore()
         settings.is_training = False
         self._forward.listen(False)
-        if settings.get("train.iterations_to_skip") and (step := settings.step) is not None:
-            move(run, step)  # the last iterations may have been skipped
+        self._skip_iterations(run)
         run.finish_training()
         if settings.is_last("do_valid", "do_test"):
             self._release()
@@ -206,7 +205,9 @@ class MegatronBridgeHost(HostBase):
             settings.restore_interval()
             settings.loss = None
             if step is not None and step != run.state.timestamp.batch:
-                self._go_to(run, step)
+                driver.end("train_step")  # Megatron may not have reported the end of the step before
+                self._skip_iterations(run)
+                run.counts.check()
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
                 # Copy the states for the checkpoint of this step, which Megatron is writing in the background.
                 self._states[step] = copy.deepcopy(own_state(run))
@@ -223,12 +224,10 @@ class MegatronBridgeHost(HostBase):
         except BaseException as error:
             self._leave(error)
 
-    def _go_to(self, run: HostedRun, step: int) -> None:
-        """Go to the step that Megatron has reached, perhaps because it skips iterations, as its configuration can demand."""
-        if not self._settings.get("train.iterations_to_skip"):
-            run.driver.end("train_step")  # Megatron has not reported the end of the step before
-            run.counts.check()
-        if step != run.state.timestamp.batch:
+    def _skip_iterations(self, run: HostedRun) -> None:
+        """Count the iterations that Megatron skips because of its configuration, without reporting them."""
+        skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
+        if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
             move(run, step)
 
     def on_train_step_end(self, context: Any) -> None:
