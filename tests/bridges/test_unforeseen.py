@@ -40,7 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import RandomFaults
+from .faults import RandomFaults, Watched, counts_held
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -217,34 +217,6 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
 
 OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
 SEEDS = range(12)
-
-
-class Watched(Recorder):
-    """Records every event, and how many steps and epochs the run has counted at its end."""
-
-    counted = (-1, -1)
-    inexact = ""
-
-    def on_event(self, ctx: Context) -> None:
-        super().on_event(ctx)
-        if ctx.event == "on_run_end":
-            self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
-
-
-def counts_held(
-    recorder: Watched, steps: int, epochs: int, caplog: pytest.LogCaptureFixture, *, is_corrected: bool = True
-) -> None:
-    """Check that callsheet has counted what the framework has, or has logged and recorded once that it had not.
-
-    If `is_corrected`, the counts are equal at the end even then.
-    """
-    logged = [record.message for record in caplog.records if "has counted" in record.message]
-    assert len(logged) == bool(recorder.inexact)
-    assert all(recorder.inexact in message for message in logged)
-    is_exact = recorder.counted == (steps, epochs)
-    assert (is_exact and recorder.events.count("on_train_step_end") == steps) or logged
-    assert is_exact or not is_corrected
-    assert "cannot follow" not in caplog.text
 
 
 def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
