@@ -56,7 +56,9 @@ def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, cap
     run.finish()
     said = "The loop has counted 2 steps, and callsheet 1"
     assert [record.message.startswith(said) for record in caplog.records] == [True]
-    (end,) = [line for line in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if line["event"] == "run_end"]
+    (end,) = [
+        line for line in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if line["event"] == "run_end"
+    ]
     assert end["inexact_counts"].startswith(said)
     assert end["inexact_counts"].endswith("from step 1 on")
     (problem,) = [each for each in problems(RunFolder.read(tmp_path / "run")) if "counts" in each.title]

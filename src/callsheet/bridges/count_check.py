@@ -76,9 +76,7 @@ class CountCheck:
                 f"{self._host} has counted {theirs}, and callsheet {ours}, because events were missing, repeated or in another order; "
                 f"figures per step or epoch may be wrong from step {self._last_equal_step + 1} on"
             )
-            logger.warning(
-                "%s. callsheet continues with the count of %s. Training continues", ctx.run.inexact_counts, self._host
-            )
+            logger.warning("%s. callsheet continues with the count of %s. Training continues", ctx.run.inexact_counts, self._host)
         ctx.state.timestamp = now._replace(
             batch=steps,
             batch_in_epoch=max(0, now.batch_in_epoch + steps - now.batch),

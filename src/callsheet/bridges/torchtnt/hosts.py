@@ -27,7 +27,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
-from callsheet.errors import CheckpointError, NotSupported
+from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -277,9 +277,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return
         try:
             driver, ctx, watch = run.driver, run.ctx, self._watch
-            if not ctx.has("batch"):  # torchtnt has reported the start of this step before
+            try:
+                counted = counts_of(ctx.batch)
+            except FieldNotAvailable:  # torchtnt has reported the start of this step before
                 return
-            counted = counts_of(ctx.batch)
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
             else:
