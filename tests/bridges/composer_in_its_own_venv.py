@@ -27,6 +27,7 @@ from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
+from .faults import RandomFaults, Watched, counts_held
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
@@ -118,6 +119,28 @@ def test_a_failing_host_disables_itself_and_training_continues(
     assert ends.outcomes == ["failed"]
     assert "callsheet cannot follow Composer's Trainer" in caplog.text
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(failing), strict=True))
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)])
+def test_composer_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Watched()
+    observers = [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder]
+    faulty = made(POINTS, tmp_path / "faulty", observers, strict=False, epochs=3, device_train_microbatch_size=2)
+    (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
+    faults, tables = RandomFaults(hosted, (), seed), hosted._tables
+    for table in (tables.training, tables._optional, tables._outside, tables._of_closure):
+        for event, handler in list(table.items()):
+            if event not in ("fit_start", "fit_end", "after_load"):
+                table[event] = faults.around(handler)
+    hosted._handlers = tables.training
+    faulty.fit()
+    faulty.close()
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, device_train_microbatch_size=2)
+    check_events(recorder.events)
+    assert recorder.events[-1] == "on_run_end"
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(faulty), strict=True))
+    counts_held(recorder, 18, 3, caplog)
 
 
 def test_the_forty_events_are_composer_s_in_its_order() -> None:

@@ -1,6 +1,7 @@
 """Fixtures of the tests of bridges."""
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,34 @@ def _nothing_is_left_in_torch() -> Iterator[None]:
     ):  # a garbage collection visits all objects of the frameworks and takes half a second
         gc.collect()
     assert Tensor.backward.__qualname__ == "Tensor.backward"
+
+
+@pytest.fixture
+def counts_may_differ() -> None:
+    """Allow a test to make a framework and callsheet count differently."""
+
+
+class _Keeps(logging.Handler):
+    """Keeps the messages that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _counts_are_equal(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check in each test that no host warns of other counts than the framework's, except where a test makes them differ."""
+    kept = _Keeps("has counted")
+    logging.getLogger("callsheet").addHandler(kept)
+    yield
+    logging.getLogger("callsheet").removeHandler(kept)
+    assert not kept.messages or "counts_may_differ" in request.fixturenames, kept.messages
 
 
 @pytest.fixture

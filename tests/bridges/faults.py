@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from callsheet import Callback, Context
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.testing import Recorder
 
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
@@ -68,3 +71,37 @@ class FailsInSpan(Callback):
         if self.span == "train_step":  # the driver's shortcuts for this span
             name = f"{self.edge}_step"
             setattr(driver, name, lambda: called("train_step"))
+
+
+class Watched(Recorder):
+    """Records every event, and how many steps and epochs the run has counted at its end."""
+
+    counted = (-1, -1)
+    inexact = ""
+
+    def on_event(self, ctx: Context) -> None:
+        super().on_event(ctx)
+        if ctx.event == "on_run_end":
+            self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
+
+
+def counts_held(
+    recorder: Watched,
+    steps: int,
+    epochs: int,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_corrected: bool = True,
+    drops_steps: bool = False,
+) -> None:
+    """Check that callsheet has counted what the framework has, or has logged and recorded once that it had not.
+
+    If `is_corrected`, the counts are equal at the end even then. With `drops_steps`, some steps have events and are not counted.
+    """
+    logged = [record.message for record in caplog.records if "has counted" in record.message]
+    assert len(logged) == bool(recorder.inexact)
+    assert all(recorder.inexact in message for message in logged)
+    is_exact = recorder.counted == (steps, epochs)
+    assert logged or (is_exact and (drops_steps or recorder.events.count("on_train_step_end") == steps))
+    assert is_exact or not is_corrected
+    assert "cannot follow" not in caplog.text

@@ -298,6 +298,7 @@ class Overflows(Optimizer):
 def test_skipped_iterations_are_counted() -> None:
     recorder = Recorder(fields=("step",))
     trained = loop(None, host([recorder]))
+    trained.cfg.train.iterations_to_skip = [3, 4]
     fire = trained.fire
 
     def leave_out(event: str, **fields: Any) -> None:

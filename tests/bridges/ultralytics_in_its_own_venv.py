@@ -32,7 +32,7 @@ from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
-from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults
+from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults, Watched, counts_held
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
@@ -539,6 +539,7 @@ def test_a_fault_in_a_span_of_a_step(
         assert breaks.faults
 
 
+@pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
 def test_ultralytics_with_random_faults(
     seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -550,14 +551,14 @@ def test_ultralytics_with_random_faults(
         return attach(self, model)
 
     monkeypatch.setattr(UltralyticsHost, "attach", with_faults)
-    recorder = Recorder()
+    recorder = Watched()
     settings: Any = {"epochs": 3, "nbs": 8}
     given: Any = {"strict": False}
     observed = Trained(folder, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder], given=given, **settings)
     assert_same(observed, Trained(folder, None, **settings))
     check_events(recorder.events)
     assert recorder.events[-1] == "on_run_end"
-    assert "cannot follow" not in caplog.text
+    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
 
 
 # --- DDP workers ---

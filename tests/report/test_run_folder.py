@@ -356,6 +356,7 @@ anything = st.recursive(
 KEYS = (
     "step time values event run checkpoint results costs failures slices first_step last_step began seconds name files columns rows records "
     "resumed_from_step process outcome reason type message span mode steps window_steps window_seconds path val_losses resumed_from lines_lost"
+    " inexact_counts"
 )
 
 

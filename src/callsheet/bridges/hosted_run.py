@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callsheet.bridges.count_check import CountCheck
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.eval_events import EvalEvents
@@ -145,6 +146,8 @@ class HostedRun(Run):
             is_busy=lambda _: self.is_busy(),
         )
         ctx = self.ctx
+        self.counts = CountCheck(host, ctx)
+        """Compares the counts of steps and epochs with the framework's, if the host has called `follow`."""
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.log_ranks.start()
@@ -280,6 +283,8 @@ class HostedRun(Run):
         self._leave_evaluation()
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
+        self.driver.end("train_step")
+        self.counts.check()
         self.driver.end("train")
         self.manager.flush_lanes(self.ctx)
         self.records.fire_log(self.ctx)
@@ -353,6 +358,9 @@ class HostedRun(Run):
         self.records.tally.update_timestamp(self.state)
         if is_whole:
             self.state.timestamp = self.state.timestamp.next_epoch()
+        else:
+            self.counts.leave_epoch()
+        self.counts.check()
         if self.ctx.has("batch"):
             del self.ctx.batch
         self.driver.end("epoch")
@@ -378,6 +386,8 @@ class HostedRun(Run):
             is_durable: whether everything in it is on the disk. If not, `publish` must be called as soon as it is.
             step: the step of the checkpoint. None: the last step.
         """
+        if not self.driver.is_open("train_step"):
+            self.counts.check(epochs=False)
         ctx, checkpoints = self.ctx, self.checkpoints
         requests, checkpoints.requests = checkpoints.requests, ()
         kinds = [request.kind for request in requests]

@@ -43,6 +43,8 @@ class RunInfo:
             "ValueError: ..."; empty until the run's end.
         checkpoints: the folder or URL of the checkpoints, by default the folder `checkpoints` in `folder`.
         failures: the callbacks of this process that failed or whose lanes lost events; set at the run's end.
+        inexact_counts: empty, unless callsheet has counted other steps or epochs than the framework in whose loop it runs; then one
+            line with both counts.
     """
 
     name: str
@@ -55,6 +57,7 @@ class RunInfo:
     outcome_reason: str = ""
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
+    inexact_counts: str = ""
     # This is a list, so that copies for callbacks in other threads share it.
     _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 

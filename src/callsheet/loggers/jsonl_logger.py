@@ -40,7 +40,8 @@ class JSONLLogger(Logger):
     - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a
       line with `resumed_from_step` and `records`, the number of earlier records that are still valid. `read_metrics` reads the
       file.
-    - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end.
+    - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end. Once
+      `ctx.run.inexact_counts` is set, lines have it too.
     - `hyperparameters.json` holds the hyperparameters.
     - `settings.json` holds the model, the optimizer, the scheduler, the callbacks and their options, without what looks like a credential.
     - `environment.json` holds what the run was started with: the command, the git commit with uncommitted changes, the installed packages
@@ -237,6 +238,8 @@ class JSONLLogger(Logger):
         self._append(METRICS, {"resumed_from_step": self._valid.step, "records": self._records, "time": time.time()})
 
     def _event(self, ctx: Context, event: str, *, flush: bool = False, **facts: Any) -> None:
+        if ctx.run.inexact_counts:
+            facts["inexact_counts"] = ctx.run.inexact_counts
         self._append("events.jsonl", {"time": time.time(), "event": event, "step": ctx.step, "epoch": ctx.epoch, **facts})
         if flush:
             self._flush()

@@ -37,6 +37,7 @@ def problems(run: RunFolder) -> list[Problem]:
     found = [
         *_endings(run),
         *_failures(run),
+        *_counts(run),
         *_not_finite(run),
         *_memory(run),
         *_resumes(run),
@@ -91,6 +92,11 @@ def _failures(run: RunFolder) -> Iterator[Problem]:
         if (undelivered := sum(each.undelivered for each in failures)) > 0:
             detail = "It was still busy, or stuck, when the time limit was reached."
             yield Problem("warning", f"The lane of {name} had not delivered {_several(undelivered, 'event')} at the end", detail)
+
+
+def _counts(run: RunFolder) -> Iterator[Problem]:
+    for text in dict.fromkeys(str(event["inexact_counts"]) for event in run.events if event.get("inexact_counts")):
+        yield Problem("warning", "The counts of steps or epochs may be wrong", _cut(text))
 
 
 def _not_finite(run: RunFolder) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -135,6 +137,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests: Any = None  # the _HostRequests, set once a run has begun
+        self._is_over = True  # whether AutoModel is not iterating over steps
         self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
@@ -184,6 +187,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
+        self._is_over = True
+        run.counts.follow(partial(_counted, weakref.proxy(self), scheduler))
+        self._is_over = False
         run.driver.start("round")
         if run.control.stop_requested is not None:
             requests.stop(now=True)
@@ -191,8 +197,13 @@ class AutoModelHost(HostBase, AutoModelCallback):
     @in_a_run
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
+        self._is_over = True
         if run.driver.is_open("epoch"):  # the length of the data is not known, so its last batch was not recognized
-            run.end_epoch(is_whole=not _is_leaving(recipe) and recipe.step_scheduler.step < recipe.step_scheduler.max_steps)
+            scheduler = recipe.step_scheduler
+            is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
+            if length := getattr(scheduler, "epoch_len", None):  # AutoModel has not reported the end of the last step
+                is_whole = scheduler.step % length == 0
+            run.end_epoch(is_whole=is_whole)
         self._publish(run)
         if _is_leaving(recipe):
             _preempt(run)
@@ -323,6 +334,16 @@ class AutoModelHost(HostBase, AutoModelCallback):
         info, self._being_written = self._being_written, None
         if info is not None:
             run.publish(info)
+
+
+def _counted(host: AutoModelHost, scheduler: Any) -> Counts:
+    """Return the steps that AutoModel has completed, and the epochs if their length is known.
+
+    AutoModel counts a step only after all hooks of the step.
+    """
+    is_in_hook = host._called.is_inert and not host._is_over
+    steps, length = scheduler.step + is_in_hook, getattr(scheduler, "epoch_len", None)
+    return Counts(steps, steps // length if length else None)
 
 
 def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:

@@ -22,6 +22,7 @@ from callsheet.bridges.composer.host_parts import (
     trained_on,
 )
 from callsheet.bridges.composer.internals import HOST, PACKAGE
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -167,6 +168,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if state.evaluators:
             run.control.able.add("evaluate")
             self._evaluation_requests.install(state.evaluators)
+        run.counts.follow(lambda: Counts(int(state.timestamp.batch), int(state.timestamp.epoch)))
         run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
@@ -208,6 +210,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
+        run.driver.end("microbatch")  # Composer may not have reported its end, which closes `ctx.microbatch`
         run.ctx.microbatch = state.batch
         run.driver.start("microbatch")
         state.batch = run.ctx.microbatch
@@ -341,6 +344,8 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
+        if label not in state.eval_metrics:  # Composer trains now, and does not evaluate
+            return
         found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
         self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn import Module
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import length_of
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
@@ -211,6 +212,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         if state.global_step:
             self._resume(args, state)
+        # Without a known length, the Trainer's `epoch` is no count of epochs.
+        run.counts.follow(lambda: Counts(state.global_step, int(state.epoch or 0) if length is not None else None))
         self._requests.control = control
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")

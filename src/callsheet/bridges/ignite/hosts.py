@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.bare import check_accumulation, check_model, torch_optimizer
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -153,6 +154,7 @@ class IgniteHost(HostBase):
     def _reset(self) -> None:
         self._listens_to_microbatch = False
         self._microbatches = 0  # number of microbatches in the current step
+        self._steps_left = 0  # number of steps that were left before their last microbatch
         self._in_epoch = False
         self._evaluations = _Evaluations()
         self._is_due_fired = False  # whether on_checkpoint_due was fired at this boundary, for a save that follows
@@ -221,7 +223,15 @@ class IgniteHost(HostBase):
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
         self._begin_run(run, hooks, never)  # training starts later: an evaluation before the first epoch is not part of it
+        run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
+
+    def _counted(self) -> Counts:
+        """Return the steps and epochs that Ignite has counted, without an epoch in which the engine was terminated."""
+        trainer = self._trainer
+        assert trainer is not None
+        steps = trainer.state.iteration // self._iterations_per_step + self._steps_left
+        return Counts(steps, trainer.state.epoch - bool(trainer.should_terminate and self._in_epoch))
 
     def _duration(self, trainer: Engine) -> str | None:
         state, batches = trainer.state, self._iterations_per_step
@@ -345,6 +355,8 @@ class IgniteHost(HostBase):
                 samples, tokens = counts_of(batch)
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
             if self._listens_to_microbatch:
+                if driver.parts["microbatch"].is_open:  # the engine has not reported its end, which closes `ctx.microbatch`
+                    driver.end("microbatch")
                 ctx.microbatch = batch
                 driver.start("microbatch")
                 if driver.parts["microbatch"].is_open and ctx.microbatch is not batch:
@@ -406,6 +418,8 @@ class IgniteHost(HostBase):
         """
         if self._microbatches:
             self._microbatches, self._watch.is_on = 0, False
+            assert self._trainer is not None
+            self._steps_left += self._trainer.state.iteration % self._iterations_per_step != 0
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:

@@ -277,10 +277,7 @@ class InstructLabHost(HostBase):
     @in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
         """End the epoch, and fire the events of a checkpoint that was written at its end."""
-        if run.driver.is_open("epoch"):
-            run.driver.end("train_step")  # end the last step if InstructLab has not reported its end
-            run.state.timestamp = run.state.timestamp.next_epoch()
-            run.driver.end("epoch")
+        run.end_epoch(context)
         saved, self._saved = self._saved, None
         if saved is not None:
             run.fire_checkpoint(saved, "epoch")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from callsheet.bridges.boundary_order import BoundaryOrder
+from callsheet.bridges.count_check import CountCheck, Counts
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
@@ -94,6 +95,8 @@ class HookedRun(Run):
         )
         self.log_ranks.start()
         self._metrics = self.records.metrics
+        self.counts = CountCheck(HOST, self.ctx)
+        self._counted = Counts()  # what InstructLab had counted at its latest hook that shows this
         self.eval_ctx = self.ctx.sibling()
         self.driver = LifecycleDriver(
             self.spans,
@@ -149,6 +152,7 @@ class HookedRun(Run):
         if is_writing:
             self.guard.begin()
         self.manager.between_steps(ctx.step)
+        self.counts.follow(lambda: self._counted)
         self.driver.start("round")
 
     def finish(self, context: TrainingContext) -> None:
@@ -157,6 +161,8 @@ class HookedRun(Run):
         If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
         """
         driver = self.driver
+        if driver.is_open("epoch") and not driver.is_open("train_step"):  # a preemption ends training within a step
+            self.end_epoch(context)
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:
             driver.end_step()
@@ -165,8 +171,24 @@ class HookedRun(Run):
             self.ctx.exception, self.ctx.span = InterruptedError(f"{HOST} was preempted during a step"), "train_step"
             self.manager.fire("on_exception", self.ctx)
         else:
+            if not driver.is_open("epoch"):
+                self._check(context.step, context.epoch + 1)
             driver.end("train")
         self.lifetime.end()
+
+    def end_epoch(self, context: TrainingContext) -> None:
+        """End the epoch, and a step whose end InstructLab has not reported."""
+        self.driver.end("train_step")
+        if self.driver.is_open("epoch"):
+            self.state.timestamp = self.state.timestamp.next_epoch()
+        self._check(context.step, context.epoch + 1)
+        self.driver.end("epoch")
+
+    def _check(self, steps: int, epochs: int | None = None) -> None:
+        """Compare the counts with InstructLab's, if training has begun."""
+        if self.state.timestamp.batch != self.state.baseline.batch:
+            self._counted = Counts(steps, epochs)
+            self.counts.check()
 
     def fail(self, error: BaseException) -> None:
         """End the run because of a callback's error. InstructLab's training continues."""
@@ -184,10 +206,15 @@ class HookedRun(Run):
         """
         self.guard.raise_if_lost()
         ctx, now = self.ctx, self.state.timestamp
-        ctx.epoch = context.epoch + 1
+        is_step = context.hook_name == "on_step_begin"
+        if context.epoch != now.epoch or (is_step and context.step != now.batch + 1):
+            self.driver.end("train_step")
+            self._check(context.step - is_step, context.epoch)
+            now = self.state.timestamp
         if context.epoch != now.epoch:
             self.state.timestamp = self.state.baseline = now = now._replace(epoch=context.epoch)
-        if context.hook_name == "on_step_begin":
+        ctx.epoch = context.epoch + 1
+        if is_step:
             if context.step != now.batch + 1:
                 self.state.timestamp = self.state.baseline = now._replace(batch=context.step - 1)
             ctx.step = context.step

@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
         f"Keras cannot be imported: {error}. callsheet.bridges.keras needs Keras on torch: set KERAS_BACKEND=torch before keras is imported"
     ) from None
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
@@ -171,16 +172,20 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             self._steps = Steps(run, optimizer)
             hooks.append(self._steps)
         run.losses = watch.reader
-        self._is_epoch_open = False
+        self._is_epoch_open = self._is_whole = self._has_evaluated = False
+        self._evaluation: _PatchedFunction | None = None  # the patched `test_function` during an evaluation
+        self._epochs: int | None = None  # Keras's count of epochs, which is known from the first epoch on
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
         return run
 
-    def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> None:
+    def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> _PatchedFunction:
         """Patch `model.train_function`, or another function that Keras calls with a batch.
 
         The patch is needed because Keras's callbacks do not receive the batch.
         """
-        self._hooks.append(_PatchedFunction(self.model, name, before, after))
+        patched = _PatchedFunction(self.model, name, before, after)
+        self._hooks.append(patched)
+        return patched
 
     # --- training ---
 
@@ -193,6 +198,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         run.driver.start("round")
         if run.state.timestamp.epoch:
             self.model._initial_epoch = run.state.timestamp.epoch  # continue at this epoch, as Keras's own BackupAndRestore does
+        me = weakref.proxy(self)
+        run.counts.follow(lambda: Counts(None, me._epochs))
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -205,9 +212,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
         """Fire the start of an epoch."""
-        now = run.state.timestamp
-        if epoch != now.epoch:  # the user has called fit(initial_epoch=...)
+        now, self._epochs = run.state.timestamp, epoch
+        if epoch != now.epoch and now.batch == run.state.baseline.batch:  # the user has called fit(initial_epoch=...)
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
+        run.counts.check()
         self._place.begin()
         self._is_epoch_open, self._has_evaluated = True, False
         run.driver.start("epoch")
@@ -252,6 +260,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def _close_epoch(self, run: HostedRun) -> None:
         if self._is_epoch_open:
             self._is_epoch_open = False
+            self._epochs = None if self._epochs is None else self._epochs + 1
             self._is_whole = not self.model.stop_training or self._place.taken == self.params.get("steps")
             self._place.end()
             run.close_epoch(is_whole=self._is_whole)
@@ -260,6 +269,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
         self._close_epoch(run)
+        self._epochs = epoch + 1
         found = {
             f"keras/{name}": float(value)
             for name, value in (logs or {}).items()
@@ -280,6 +290,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def on_train_end(self, logs: Any = None) -> None:
         self._is_in_fit = False
         self.model._initial_epoch = None
+        if self._run is not None and self._epochs is not None and not self.model.stop_training:
+            self._epochs = self.params["epochs"]  # Keras has trained all of them
         self._finish()
 
     # --- evaluation and prediction ---
@@ -296,7 +308,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             self._close_epoch(run)
         run.eval.begin(EVALUATED, standalone=not run.driver.is_open("train"))
         self._eval_hooks.listen(True)
-        self._patch("test_function", self._begin_eval_step, self._end_eval_step)
+        if self._evaluation is None:
+            self._evaluation = self._patch("test_function", self._begin_eval_step, self._end_eval_step)
 
     def _begin_eval_step(self, run: HostedRun, data: Any) -> Any:
         (run.eval.ctx.batch,) = data
@@ -310,7 +323,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
         """End the evaluation. `logs` has its losses and metrics."""
         self._eval_hooks.listen(False)
-        self._hooks.pop().remove()
+        if self._evaluation is not None:
+            self._hooks.remove(self._evaluation)
+            self._evaluation.remove()
+            self._evaluation = None
         run.eval.end_dataset(EVALUATED, logs or {})
         run.eval.end()
         self._has_evaluated = True

@@ -4,8 +4,10 @@ callsheet's loop.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from callsheet.bridges.lightning.parts import (
     ClosureWatch,
     Saves,
     StepHooks,
+    counted,
     dataset_names,
     duration_of,
     plain_name,
@@ -121,6 +124,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         )
         self._steps = StepHooks(run.eval.driver, run.eval.ctx, module, mode)
         self._is_first_eval_step = True
+        self._names: list[str] = []  # the names of the datasets of the current evaluation; empty between evaluations
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
         self._begin_run(run, [self._steps], NOT_FIRED)
         return run
@@ -198,6 +202,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
         self._resume(trainer, run)
+        while run.state.timestamp.epoch < trainer.current_epoch:  # count the epoch: the checkpoint was written at its last step
+            run.state.timestamp = run.state.timestamp.next_epoch()
+        run.counts.follow(functools.partial(counted, weakref.proxy(trainer)))
         batches = trainer.num_training_batches
         self._length = int(batches) if batches != float("inf") else None
         self._set_epoch_length(trainer)
@@ -215,9 +222,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
-        state, control = run.state, run.control
-        while state.timestamp.epoch < trainer.current_epoch:  # count the epoch: the checkpoint was written at its last step
-            state.timestamp = state.timestamp.next_epoch()
+        control = run.control
         run.driver.start("epoch")
         if control.accumulation is not None:  # set it here, since Lightning can change it only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
@@ -253,6 +258,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             watch.is_on, watch.before = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
+                if parts["microbatch"].is_open:  # Lightning has not reported its end, which closes `ctx.microbatch`
+                    driver.end("microbatch")
                 ctx.microbatch = given
                 driver.start("microbatch")
                 given = ctx.microbatch
@@ -388,7 +395,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     ) -> None:
         """Start a step of an evaluation. At the first batch of a further dataset, end the previous dataset first."""
         run = self._run
-        if trainer.sanity_checking or run is None:
+        if trainer.sanity_checking or run is None or not self._names:
             return
         if dataloader_idx != self._dataset:
             run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
@@ -419,7 +426,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run = self._run
         if trainer.sanity_checking or run is None:
             return
-        run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+        if self._names:
+            run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+        self._names = []
         run.eval.end()
         self._steps.remove()
         run.fire_record()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mode, start_forward
 from callsheet.core.context import Context
@@ -213,6 +214,17 @@ def duration_of(trainer: Any) -> str | None:
     elif steps >= 0:
         has_epochs = False
     return f"{epochs}ep" if has_epochs else f"{steps}ba" if steps >= 0 else None
+
+
+def counted(trainer: Any) -> Counts:
+    """Return the steps and epochs that Lightning has counted.
+
+    With manual optimization, `global_step` counts the steps of all optimizers, so each batch is a step, as in the host.
+    """
+    loop = trainer.fit_loop
+    is_automatic = trainer.lightning_module.automatic_optimization
+    steps = trainer.global_step if is_automatic else loop.epoch_loop.batch_progress.total.processed
+    return Counts(steps, loop.epoch_progress.current.processed)  # `current_epoch` does not include an epoch that is just ending
 
 
 def dataset_names(loaders: Any) -> list[str]:

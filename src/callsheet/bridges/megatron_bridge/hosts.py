@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -135,6 +136,7 @@ class MegatronBridgeHost(HostBase):
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
         end = functools.partial(_end, settings)
         self._begin_run(run, [self._steps, self._forward], _not_fired(), end=end, data_is_made=data_is_made)
+        run.counts.follow(lambda: Counts(settings.step))
         return run
 
     @observing
@@ -172,6 +174,7 @@ class MegatronBridgeHost(HostBase):
         settings.restore()
         settings.is_training = False
         self._forward.listen(False)
+        self._skip_iterations(run)
         run.finish_training()
         if settings.is_last("do_valid", "do_test"):
             self._release()
@@ -205,7 +208,9 @@ class MegatronBridgeHost(HostBase):
             settings.restore_interval()
             settings.loss = None
             if step is not None and step != run.state.timestamp.batch:
-                move(run, step)  # go to the step that Megatron has reached by skipping iterations
+                driver.end("train_step")  # Megatron may not have reported the end of the step before
+                self._skip_iterations(run)
+                run.counts.check()
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
                 # Copy the states for the checkpoint of this step, which Megatron is writing in the background.
                 self._states[step] = copy.deepcopy(own_state(run))
@@ -221,6 +226,12 @@ class MegatronBridgeHost(HostBase):
                 driver.start("optimizer_step")  # started here, to record the learning rate that the step will use
         except BaseException as error:
             self._leave(error)
+
+    def _skip_iterations(self, run: HostedRun) -> None:
+        """Count the iterations that Megatron skips because of its configuration, without reporting them."""
+        skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
+        if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
+            move(run, step)
 
     def on_train_step_end(self, context: Any) -> None:
         """End the step: optimizer and scheduler have stepped."""
@@ -351,6 +362,7 @@ class MegatronBridgeHost(HostBase):
         """
         settings = self._settings
         settings.restore_interval()
+        run.counts.check()
         now = run.state.timestamp.batch
         step = run.world.of_rank_zero(settings.saved_step() or now)
         if not self._is_due_fired:

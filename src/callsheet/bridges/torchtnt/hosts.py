@@ -15,6 +15,7 @@ from torchtnt.framework.evaluate import evaluate
 from torchtnt.framework.state import EntryPoint, State
 from torchtnt.utils.progress import estimated_steps_in_epoch
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition, warn_if_not_restored
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
@@ -26,7 +27,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
-from callsheet.errors import CheckpointError, NotSupported
+from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -134,6 +135,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         inside = module.module if type(module).__name__ == "DistributedDataParallel" else module
         self._scaler = getattr(unit, "grad_scaler", None)
         self._accumulate = getattr(unit, "gradient_accumulation_steps", 1)
+        self._accumulates = self._accumulate > 1  # whether a step has had several batches
         me = weakref.ref(self)
         self._run = run = HostedRun(
             self.manager,
@@ -166,7 +168,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
         self._waiting = ""  # "step" or "epoch" while what is due after it waits for torchtnt's evaluation
-        self._is_exhausted = False
+        self._is_exhausted = self._fires_eval = False
+        self._losses = MeanLosses()
         self._batch: Any = None
         self._listens_to_forward = True
         self._progress: Any = getattr(unit, "train_progress", None)  # cached, because the attribute lookup of a unit is slow
@@ -174,7 +177,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
             self._load_restored(run, unit)
+        if is_training and self._progress is not None:
+            run.counts.follow(lambda: me()._counted())  # type: ignore[union-attr]
         return run
+
+    def _counted(self) -> Counts:
+        """Return the batches and epochs that torchtnt has counted. Batches are steps only if the unit does not accumulate gradients."""
+        progress = self._progress
+        return Counts(None if self._accumulates else progress.num_steps_completed, progress.num_epochs_completed)
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         """End the run of callsheet's callbacks as failed, because an exception has left torchtnt's loop."""
@@ -270,7 +280,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return
         try:
             driver, ctx, watch = run.driver, run.ctx, self._watch
-            counted = counts_of(ctx.batch)
+            try:
+                counted = counts_of(ctx.batch)
+            except FieldNotAvailable:  # torchtnt has reported the start of this step before
+                return
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
             else:
@@ -298,6 +311,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             if hooks is not None and not hooks.has_stepped:
                 would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
                 if not would:
+                    self._accumulates |= run.driver.parts["train_step"].is_open
                     run.driver.end("microbatch")
                     return
             run.step_skipped = hooks is not None and not hooks.has_stepped
@@ -326,7 +340,9 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
         )
-        is_whole = self._is_exhausted or place.taken >= length
+        progress = unit.train_progress
+        is_stopped = state.should_stop or (train.max_steps is not None and progress.num_steps_completed >= train.max_steps)
+        is_whole = self._is_exhausted or place.taken >= length or not is_stopped
         place.end()
         run.close_epoch(is_whole=is_whole)
         every = state.eval_state.evaluate_every_n_epochs if state.eval_state is not None else None

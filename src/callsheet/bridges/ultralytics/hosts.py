@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
+from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -200,9 +202,16 @@ class UltralyticsHost(HostBase):
         # The loss and the counts of batches after the last step of an epoch; they belong to the first step of the next epoch.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
+        self._epochs: int | None = None  # how many epochs are over by Ultralytics' count; None before the first one
         self._begin_run(run, hooks, NOT_FIRED)
+        run.counts.follow(self._counts_of(trainer))
         run.driver.start("round")
         self._stop_if_asked(run, trainer)
+
+    def _counts_of(self, trainer: Any) -> Callable[[], Counts]:
+        """Return a function that returns the steps and epochs that Ultralytics has counted: its weight average is updated once a step."""
+        me, ema = weakref.proxy(self), trainer.ema if trainer.ema and trainer.ema.enabled else None
+        return lambda: Counts(ema.updates if ema is not None else None, me._epochs)
 
     @observing
     def teardown(self, trainer: Any) -> None:
@@ -216,6 +225,8 @@ class UltralyticsHost(HostBase):
         if run.control.stop_requested is None and not trainer.args.time and trainer.epoch + 1 < trainer.epochs:
             why = f"it stopped after epoch {trainer.epoch + 1} of {trainer.epochs}"
             run.control.agree(Request("stop", why, "Ultralytics"))
+        if self._epochs is not None:
+            self._epochs = trainer.epoch + 1
         self._finish()
 
     def _stop(self, loop: Any) -> None:
@@ -232,7 +243,11 @@ class UltralyticsHost(HostBase):
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch, perhaps one that Ultralytics repeats."""
-        if run.driver.is_open("epoch"):  # memory ran out, and Ultralytics begins the epoch again with smaller batches
+        is_open = run.driver.is_open("epoch")
+        is_repeated = self._epochs == trainer.epoch + (not is_open)
+        if is_open and not is_repeated:  # Ultralytics has not reported the end of the epoch before
+            self._close_epoch(run, trainer)
+        elif is_open:  # memory ran out, and Ultralytics begins the epoch again with smaller batches
             self._watch.is_on = False
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
@@ -241,6 +256,10 @@ class UltralyticsHost(HostBase):
         # last.pt after a loss that was not finite.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
+        self._epochs = trainer.epoch
+        if is_repeated:  # callsheet counts the steps of a repeated epoch again, and Ultralytics may not
+            run.counts.follow(self._counts_of(trainer))
+        run.counts.check()
         run.driver.start("epoch")
         self._begin_fetch(run)
 
@@ -250,6 +269,10 @@ class UltralyticsHost(HostBase):
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
         """End the epoch. What is due after it, such as a save, waits for Ultralytics' validation."""
+        self._epochs = trainer.epoch + 1
+        self._close_epoch(run, trainer)
+
+    def _close_epoch(self, run: HostedRun, trainer: Any) -> None:
         self._watch.is_on = False
         if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # the time limit ended the epoch at this step
             self._batches += 1
@@ -259,7 +282,7 @@ class UltralyticsHost(HostBase):
             self._from_last_epoch = self._watch.total, run.counted
             run.drop_step()
         after = self._after_epoch
-        after.is_waiting, after.is_whole = True, self._batches >= self._epoch_length
+        after.is_waiting, after.is_whole = True, self._batches >= self._epoch_length or not trainer.stop
         run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:

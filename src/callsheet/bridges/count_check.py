@@ -1,0 +1,88 @@
+"""Compares callsheet's counts of steps and epochs with those that another framework keeps itself, and corrects callsheet's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from callsheet.core.context import Context
+
+logger = logging.getLogger("callsheet")
+
+
+class Counts(NamedTuple):
+    """How many steps and epochs the framework has completed, by its own count.
+
+    None: the framework does not count them, or not in a way that can be compared.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+
+
+class CountCheck:
+    """Compares callsheet's counts with the framework's, at the ends of epochs, at checkpoints and at the end of training.
+
+    If the framework has not fired its events as the host expects, callsheet may have counted other steps or epochs. The first time
+    that the counts differ, this logs a warning and records it in `ctx.run.inexact_counts`. Each time, callsheet's counts are set to
+    the framework's.
+
+    Args:
+        host: the name of the framework in messages.
+        ctx: the context of the training.
+    """
+
+    def __init__(self, host: str, ctx: Context) -> None:
+        self._host = host
+        self._ctx = ctx
+        self._counted: Callable[[], Counts] = Counts
+        self._ahead = Counts(0, 0)
+        self._partial_epochs = 0
+        self._last_equal_step = 0
+
+    def follow(self, counted: Callable[[], Counts]) -> None:
+        """Compare callsheet's counts with those that `counted` returns, from now on.
+
+        The difference between the two counts now is accepted, because the framework may have trained before this run. A count that is
+        None now is accepted to begin at callsheet's count.
+
+        Args:
+            counted: returns the counts of the framework. At the end of an epoch it includes this epoch. It must not keep the host or
+                the framework's trainer alive.
+        """
+        now, (steps, epochs) = self._ctx.state.timestamp, counted()
+        self._counted = counted
+        self._ahead = Counts(0 if steps is None else steps - now.batch, 0 if epochs is None else epochs - now.epoch)
+        self._partial_epochs, self._last_equal_step = 0, now.batch
+
+    def leave_epoch(self) -> None:
+        """Record that an epoch was left before its end. callsheet does not count it; the framework may do so or not."""
+        self._partial_epochs += 1
+
+    def check(self, *, epochs: bool = True) -> None:
+        """Compare the counts, and set callsheet's to the framework's if they differ. Between two epochs, `epochs` is False."""
+        ctx, now, counted = self._ctx, self._ctx.state.timestamp, self._counted()
+        steps = now.batch if counted.steps is None else counted.steps - (self._ahead.steps or 0)
+        done = now.epoch if counted.epochs is None or not epochs else counted.epochs - (self._ahead.epochs or 0)
+        if now.epoch < done <= now.epoch + self._partial_epochs:
+            done = now.epoch
+        if steps == now.batch and done == now.epoch:
+            self._last_equal_step = steps
+            return
+        if not ctx.run.inexact_counts:
+            theirs, ours = (f"{steps} steps", now.batch) if steps != now.batch else (f"{done} epochs", now.epoch)
+            ctx.run.inexact_counts = (
+                f"{self._host} has counted {theirs}, and callsheet {ours}, because events were missing, repeated or in another order; "
+                f"figures per step or epoch may be wrong from step {self._last_equal_step + 1} on"
+            )
+            logger.warning("%s. callsheet continues with the count of %s. Training continues", ctx.run.inexact_counts, self._host)
+        ctx.state.timestamp = now._replace(
+            batch=steps,
+            batch_in_epoch=max(0, now.batch_in_epoch + steps - now.batch),
+            epoch=done,
+            epoch_in_round=max(0, now.epoch_in_round + done - now.epoch),
+        )
+        ctx.step, self._last_equal_step = steps, steps
+        if done != now.epoch:
+            ctx.epoch = done
