@@ -281,7 +281,58 @@ def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> No
     check_events(recorder.events)
     assert history["validation/loss"][:2] == [0.0, 1.0]
     assert run.ctx.run.outcome == "stopped"
-    assert recorder.recorded[-1].epoch < 5
+    assert run.ctx.step == 2 * BATCHES  # the second evaluation stops the run, and no further step is trained
+
+
+def stops_at_evaluation(rank: int, stop_on: int, folder: str) -> tuple[int, str]:
+    class One(Callback):
+        def on_eval_all_end(self, ctx: Context) -> None:
+            if rank == stop_on:
+                ctx.control.stop("good enough")
+
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=One(), run_name="run", runs_folder=folder) as run:
+        for epoch in run.epochs(3):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+            run.evaluated({"validation": {"loss": float(epoch)}})
+    return run.ctx.step, str(run.ctx.run.outcome)
+
+
+def ranks_that_stop_at_an_evaluation(folder: str) -> tuple[int, str]:
+    torch.distributed.init_process_group("gloo")
+    found = stops_at_evaluation(torch.distributed.get_rank(), 1, folder)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_a_stop_at_an_evaluation_between_epochs_acts_at_once_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(ranks_that_stop_at_an_evaluation, 2, str(tmp_path)) == [(BATCHES, "stopped")] * 2
+
+
+def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further_step(tmp_path: Path) -> None:
+    def train(epochs: int, *, is_cut: bool = False, resume: str | None = None) -> tuple[nn.Module, AttachedRun]:
+        model, optimizer, data = parts()
+        with attach(
+            model=model, optimizer=optimizer, callbacks=CheckpointSaver(), run_name="run", runs_folder=tmp_path, resume=resume
+        ) as run:
+            for _ in run.epochs(epochs):
+                for inputs, targets in run.steps(data):
+                    nn.functional.mse_loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if is_cut:
+                    signal.raise_signal(signal.SIGTERM)
+                run.evaluated({"validation": {"loss": 1.0}})
+        return model, run
+
+    _, cut = train(3, is_cut=True)
+    assert cut.preempted
+    assert cut.ctx.step == BATCHES
+    model, resumed = train(3, resume="auto")
+    assert resumed.ctx.step == 3 * BATCHES
+    assert same(model, bare(3)[0])
 
 
 def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:

@@ -281,7 +281,7 @@ class AttachedRun:
             return
         try:
             self._close_epoch(continues=True)
-            self._run.evaluated(results)
+            self._is_over |= self._run.evaluated(results)
         except Exception as error:
             self._give_up(error)
 

@@ -417,14 +417,14 @@ class HostedRun(Run):
         self.records.tally.update_timestamp(self.state)
         self.records.fire_log(self.ctx)
 
-    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> bool:
         """Fire the events of an evaluation that the loop has carried out between two epochs, or outside training.
 
-        A metrics record and a checkpoint may follow.
+        A metrics record and a checkpoint may follow. Return whether training must end.
         """
         self.records.tally.update_timestamp(self.state)
         self._fire_evaluations([results])
-        self.boundaries.fire_checkpoint_due("epoch")
+        return self.boundaries.leave_evaluation()
 
     def _fire_evaluations(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
         for results in made:

@@ -185,8 +185,6 @@ class AcceleratedRun(AttachedRun):
         """
         super().evaluated(results)
         self._may_fire_save = True
-        if not self._is_iterating:  # inside an epoch, a stop is checked at the end of the step instead
-            self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch. After a resume, `Accelerator.skip_first_batches` skips those already trained on.
