@@ -335,6 +335,79 @@ def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further
     assert same(model, bare(3)[0])
 
 
+def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options: Any) -> AttachedRun:
+    """Train with `for epoch in range(epochs)`, which a stop does not end, and an evaluation after each epoch."""
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, **options) as run:
+        for epoch in range(epochs):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+            run.evaluated({"validation": {"loss": float(epoch)}})
+    return run
+
+
+def test_a_loop_that_counts_its_epochs_itself_is_told_once_what_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = loop_of_range(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
+    assert run.ctx.step == BATCHES + 2
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"training has ended at step {BATCHES + 2} (stopped by Stopper: enough)")
+    assert "Write `for epoch in run.epochs(n):` instead of `for epoch in range(n):`" in warning
+
+
+def test_a_resumed_loop_that_counts_its_epochs_itself_is_told_that_it_trains_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop_of_range(tmp_path, CheckpointSaver(), epochs=2)
+    assert not caplog.messages
+    loop_of_range(tmp_path, CheckpointSaver(), epochs=2, resume="auto")
+    (warning,) = caplog.messages
+    assert warning.startswith("the run was resumed after 2 complete epochs")
+    assert warning.endswith("write `for epoch in run.epochs(n):`")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({}, "all 2 epochs of run.epochs(2) are done"), ({"max_duration": "2ep"}, "it has reached max_duration, 2ep")],
+    ids=["epochs", "max_duration"],
+)
+def test_a_complete_run_that_is_started_again_says_so(
+    options: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached(2, CheckpointSaver(), folder=tmp_path, **options)
+    assert not caplog.messages
+    _, run = attached(2, CheckpointSaver(), folder=tmp_path, resume="auto", **options)
+    assert run.ctx.step == 2 * BATCHES
+    (warning,) = caplog.messages
+    assert f"is complete at step {2 * BATCHES}: {why}, and no further step is taken. To train longer, give" in warning
+    assert warning.endswith("To train from the start, leave out resume= and give another run_name")
+
+
+def test_two_evaluations_in_one_step_are_one_and_a_second_one_between_epochs_is_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder(fields=("eval_results",))
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=recorder) as run:
+        for inputs, _ in run.steps(data):
+            model(inputs).sum().backward()
+            optimizer.step()
+            if run.ctx.step == 2:
+                run.evaluated({"validation": {"loss": 1.0}})
+                run.evaluated({"validation": {"accuracy": 0.5}, "test": {"loss": 2.0}})
+        run.evaluated({"validation": {"loss": 3.0}})
+        run.evaluated({"test": {"loss": 4.0}})
+    first = {"validation": {"loss": 1.0, "accuracy": 0.5}, "test": {"loss": 2.0}}
+    second = {"validation": {"loss": 3.0}}
+    assert recorder.values["eval_results"] == [("on_eval_all_end", first), ("on_eval_all_end", second)]
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith("run.evaluated() was called a second time without a training step in between")
+
+
 def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     class Asks(Callback):
         def on_train_step_end(self, ctx: Context) -> None:

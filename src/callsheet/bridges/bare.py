@@ -31,6 +31,7 @@ from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, RequestRejected, mark_as_users, names_unknown
+from callsheet.run.lifetime import stop_reason
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -227,6 +228,8 @@ class AttachedRun:
         self._position = DataPosition()
         run.parts["place"] = self._position
         self._is_over = False
+        self._is_end_logged = False  # whether the log says that training has ended, or that the run was complete at its start
+        self._counts_epochs = False  # whether the loop uses `epochs`
         self._is_iterating = False
         self._is_checked = False
         self._listens_to_fetch = self._listens_to_microbatch = True
@@ -277,10 +280,15 @@ class AttachedRun:
         if self._has_given_up:
             return
         if self._is_iterating:
-            self._run.made.append(results)
+            made = self._run.made
+            for name, found in results.items():
+                made[name] = {**made.get(name, {}), **found}
             return
         try:
             self._close_epoch(continues=True)
+            if not self._run.eval.order.allows("E"):
+                self._reject_evaluation()
+                return
             self._is_over |= self._run.evaluated(results)
         except Exception as error:
             self._give_up(error)
@@ -290,11 +298,16 @@ class AttachedRun:
 
         A resumed run skips the epochs that are complete.
         """
-        while not self._is_over and self._run.state.timestamp.epoch < count:
-            epoch = self._run.state.timestamp.epoch
+        self._counts_epochs = True
+        state = self._run.state
+        is_resumed = self._epoch is None and state.baseline.batch > 0
+        if is_resumed and not self._is_over and state.timestamp.epoch >= count:
+            self._log_complete(f"all {count} epochs of run.epochs({count}) are done", f"run.epochs a number above {count}")
+        while not self._is_over and state.timestamp.epoch < count:
+            epoch = state.timestamp.epoch
             yield epoch
-            if self._run.state.timestamp.epoch == epoch:
-                if self._run.ctx.step == self._run.state.baseline.batch and not self._has_given_up:
+            if state.timestamp.epoch == epoch:
+                if self._run.ctx.step == state.baseline.batch and not self._has_given_up:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
@@ -312,8 +325,6 @@ class AttachedRun:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
         if not self._hooks and not self._has_given_up:
             raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
-        if self._is_over:
-            return
         if not self._begin_epoch():
             return
         run, driver, ctx, position, watch = self._run, self._run.driver, self._run.ctx, self._position, self._backward
@@ -374,6 +385,14 @@ class AttachedRun:
     def _begin_epoch(self) -> bool:
         """Begin the next epoch. Return False if training is over."""
         state = self._run.state
+        if self.is_over:
+            self._log_over()
+            return False
+        if self._epoch is None and state.baseline.epoch and not self._counts_epochs and state.max_duration is None:
+            self._warn(
+                f"the run was resumed after {state.baseline.epoch} complete epoch{'s' * (state.baseline.epoch > 1)}. A loop "
+                "`for epoch in range(n):` does not leave these out, and trains too long: write `for epoch in run.epochs(n):`"
+            )
         if not self._has_given_up:
             try:
                 self._close_epoch(continues=True)
@@ -386,6 +405,42 @@ class AttachedRun:
                 return False
         self._epoch = state.timestamp.epoch
         return True
+
+    def _log_complete(self, why: str, longer: str) -> None:
+        """Log that no step is taken, because the run was complete when it was started again."""
+        run, self._is_end_logged = self._run.ctx.run, True
+        self._warn(
+            f"{run.folder or run.name} is complete at step {self._run.ctx.step}: {why}, and no further step is taken. To train longer, give "
+            f"{longer}. To train from the start, leave out resume= and give another run_name"
+        )
+
+    def _log_over(self) -> None:
+        """Log that `steps` yields nothing because training has ended, unless the log says so already."""
+        if self._is_end_logged:
+            return
+        self._is_end_logged = True
+        run = self._run
+        stop, received = run.control.stop_requested, run.agreement.signal
+        if stop is not None:
+            why = stop_reason(stop)
+        else:
+            why = f"signal {received.name}" if received is not None else f"reached max_duration, {run.state.max_duration}"
+        self._warn(
+            f"training has ended at step {run.ctx.step} ({why}), so run.steps() yields no more batches, but the loop around it goes on. Write "
+            "`for epoch in run.epochs(n):` instead of `for epoch in range(n):`, or leave the loop if run.is_over"
+        )
+
+    def _reject_evaluation(self) -> None:
+        """Log that the results of an evaluation are ignored, unless the log already says that the loop goes on after the end."""
+        if not self._is_end_logged:
+            self._warn(
+                "run.evaluated() was called a second time without a training step in between, so its results are ignored. Give the results of "
+                "all datasets in one call: run.evaluated({'validation': {...}, 'test': {...}})"
+            )
+
+    def _warn(self, message: str) -> None:
+        if self._run.ctx.run.is_world_process_zero:
+            self._run.driver.warn_once(message)
 
     def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
         """Yield the epoch's remaining batches without firing events, after an error of callsheet has ended the run.
@@ -538,6 +593,10 @@ class AttachedRun:
             self._release()
             raise
         self._is_over = run.boundaries.is_over
+        if run.control.stop_requested is not None:
+            self._is_end_logged = True  # `Boundaries.begin` has logged which callback had stopped the run
+        elif run.state.is_complete and run.state.baseline.batch:
+            self._log_complete(f"it has reached max_duration, {run.state.max_duration}", "a longer max_duration")
         return self
 
     def _begin(self) -> None:
@@ -571,7 +630,7 @@ class AttachedRun:
 
     def _finish(self) -> None:
         if not self._has_given_up:
-            if self._epoch is None and not self._is_over:
+            if self._epoch is None and not (self._is_over or self._is_end_logged):
                 logger.warning(
                     "callsheet.attach has observed no step: take the batches from run.steps(dataloader) within the `with` block"
                 )

@@ -194,7 +194,7 @@ class AcceleratedRun(AttachedRun):
         """
         if self._is_iterating:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
-        if self._is_over or not self._begin_epoch():
+        if not self._begin_epoch():
             return
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
         self._is_iterating, is_whole = True, False
