@@ -18,20 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from callsheet import Callback, CallbackManager, Context, attach, every
+from callsheet import Callback, CallbackManager, Context, Trainer, attach, every
 from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import (
     CheckpointSaver,
     EarlyStopper,
     GradientAccumulationScheduler,
+    Heartbeat,
     History,
     Lambda,
     LRMonitor,
     OptimizerMonitor,
     SpeedMonitor,
 )
-from callsheet.errors import ConfigError, NotSupported, RequestRejected
-from callsheet.loggers import JSONLLogger
+from callsheet.errors import CheckpointError, ConfigError, NotSupported, RequestRejected
+from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger, TensorboardLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
 from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # the tests are not a package for mypy
@@ -1142,3 +1143,47 @@ def test_a_wrapper_around_a_dataloader_with_a_generator_is_named(tmp_path: Path,
 
     resumed_order(tmp_path, lambda epoch: Wrapper(), stop_after=5)
     assert "Wrapper wraps a DataLoader with a generator of its own" in caplog.text
+
+
+def train_in(folder: Path, loop: str, callbacks: list[Callback], **options: Any) -> int:
+    """Train in a run in `folder`, and return the number of steps."""
+    model, optimizer, data = parts()
+    if loop == "attach":
+        with attach(model=model, optimizer=optimizer, callbacks=callbacks, runs_folder=folder, **options) as run:
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+        return run.ctx.step
+    with Trainer(
+        model, nn.functional.mse_loss, train_dataloader=data, optimizer=optimizer, max_duration="1ep", callbacks=callbacks,
+        runs_folder=folder, **options,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    return trainer.state.timestamp.batch
+
+
+@pytest.mark.parametrize("loop", ["attach", "Trainer"])
+@pytest.mark.parametrize("options", [{}, {"run_name": "run"}], ids=["unnamed", "named"])
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger, FileLogger, TensorboardLogger, Heartbeat])
+def test_a_callback_that_may_not_write_is_switched_off_with_one_line(
+    loop: str, options: dict[str, Any], kind: type[Callback], read_only_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train_in(read_only_folder, loop, [kind()], **options) == BATCHES
+    (message,) = caplog.messages
+    assert message.startswith(f"Callback {kind.__name__} cannot write to {read_only_folder}/")
+    assert "(Permission denied), so it is switched off in this run; training continues. Make the folder writable" in message
+    assert caplog.records[0].exc_info is None
+
+
+@pytest.mark.parametrize("loop", ["attach", "Trainer"])
+def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(
+    loop: str, read_only_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    with pytest.raises(CheckpointError) as rejection:
+        train_in(read_only_folder, loop, [recorder, CheckpointSaver()], run_name="run")
+    assert str(rejection.value).startswith(
+        f"cannot write to {read_only_folder}/run/checkpoints ({read_only_folder}: Permission denied), where CheckpointSaver would"
+    )
+    assert "on_train_step_start" not in recorder.events
+    assert not caplog.messages

@@ -196,7 +196,12 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Stop a resumed run if a callback had stopped it before, and that callback's settings and the duration are unchanged."""
+        """Begin training: stop a resumed run if a callback had stopped it before, and its settings and the duration are unchanged.
+
+        Raises:
+            CheckpointError: callbacks request regular checkpoints, and they cannot be written.
+        """
+        self._checkpoints.check_writable()
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:
