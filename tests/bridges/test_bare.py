@@ -1023,6 +1023,45 @@ def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(g
         attach(**whole)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, r"optimizer= is the class SGD, .*, such as SGD\(model\.parameters\(\), lr=0\.1\)$"),
+        ({"model": nn.Linear}, r"model= is the class Linear, .*, such as Linear\(\.\.\.\)$"),
+        ({"resume": True}, "^resume=True: give 'auto', the path of a checkpoint, or None$"),
+        ({"resume": "auto"}, "^resume='auto' needs a run_name"),
+    ],
+)
+def test_mistaken_arguments_are_named_with_what_to_give(given: dict[str, Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(ConfigError, match=message):
+        attach(**{"model": model, "optimizer": optimizer, **given})
+
+
+def test_arguments_without_their_names_are_rejected_with_the_names() -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(
+        ConfigError, match=r"^attach takes no argument without its name: write attach\(model=\.\.\., optimizer=\.\.\.\)$"
+    ):
+        attach(model, optimizer)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.log("loss", 1.0), r"^log\('loss', 1\.0\): .* such as log\(\{'loss': 0\.5\}\)$"),
+        (lambda run: run.log("loss"), r"^log\('loss'\): give one dictionary"),
+        (lambda run: run.ctx.log("loss", 1.0), r"^log\('loss', 1\.0\): give one dictionary"),
+        (lambda run: run.evaluated(1.5), r"^evaluated\(1\.5\): give the results by dataset name"),
+        (lambda run: next(run.epochs("3")), r"^epochs\('3'\): give the number of epochs"),
+    ],
+)
+def test_mistaken_calls_are_named_with_what_to_write(call: Callable[[AttachedRun], Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[]) as run, pytest.raises(ConfigError, match=message):
+        call(run)
+
+
 def test_a_dataloader_without_a_length(tmp_path: Path) -> None:
     class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from itertools import chain
 from signal import Signals
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from callsheet.core.optional import needed_by
 
@@ -33,6 +33,7 @@ from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, RequestRejected, mark_as_users, names_unknown
 from callsheet.run.lifetime import stop_reason
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.run_names import check_run_name
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -129,6 +130,7 @@ def attach(
     manager.add(loggers or ())
     check_model(model)
     optimizer = torch_optimizer(optimizer)
+    check_run_name(run_name, resume)
     check_versions()
     return AttachedRun(
         HostedRun(
@@ -166,6 +168,10 @@ def check_model(model: Any) -> None:
     """Raise ConfigError if `model` is not a `torch.nn.Module`."""
     if isinstance(model, nn.Module):
         return
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model= is the class {model.__name__}, and not a model. Give the model that the loop trains, such as {model.__name__}(...)"
+        )
     if isinstance(model, (list, tuple, set, Mapping)):
         raise ConfigError(
             f"model= is a {type(model).__name__} of {len(model)}, and callbacks observe one model with one optimizer. Give the model whose "
@@ -184,6 +190,11 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
     Raises:
         ConfigError: there is no such optimizer, or several.
     """
+    if isinstance(optimizer, type):
+        made = f"{optimizer.__name__}(model.parameters(), lr=0.1)"
+        raise ConfigError(
+            f"optimizer= is the class {optimizer.__name__}, and not an optimizer. Give the optimizer that the loop steps, such as {made}"
+        )
     if hasattr(optimizer, "register_step_post_hook"):
         return optimizer  # type: ignore[no-any-return]
     if isinstance(optimizer, (list, tuple, set, Mapping)):
@@ -263,16 +274,20 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(self, values: Mapping[str, Any], **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], *misplaced: Never, **options: Any) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
-            self._run.ctx.log(values, **options)
+            self._run.ctx.log(values, *misplaced, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Fire the events of an evaluation that the loop has carried out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
+        if not isinstance(results, Mapping):
+            raise ConfigError(
+                f"evaluated({str(results)[:40]}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
+            )
         if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
             raise ConfigError(
                 f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
@@ -298,6 +313,8 @@ class AttachedRun:
 
         A resumed run skips the epochs that are complete.
         """
+        if not hasattr(count, "__index__"):
+            raise ConfigError(f"epochs({count!r}): give the number of epochs, a whole number")
         self._counts_epochs = True
         state = self._run.state
         is_resumed = self._epoch is None and state.baseline.batch > 0

@@ -32,6 +32,7 @@ from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, RequestRejected, mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.run_names import check_resume
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -93,6 +94,7 @@ def host(
             "FSDP, or without callsheet"
         )
     check_model(model)
+    check_resume(resume)
     optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
     accelerated = AcceleratedRun(
         HostedRun(
