@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -125,6 +125,12 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
             return f"; did you mean {each!r}?"
     near = difflib.get_close_matches(name.lower(), list(by_folded), n=1, cutoff=cutoff)
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
+
+
+def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
+    """Return a message for arguments of a command that it does not have, with the option that is most similar to the first one."""
+    wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
+    return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
