@@ -4,8 +4,10 @@ import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported; tests/gpu has the tests for CUDA
 
+import ctypes
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,24 @@ def folder_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         monkeypatch.setenv(name, value)
     return tmp_path
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which no file can be created. Root may write everywhere, so root gives up this right during the test."""
+    folder = tmp_path / "read-only"
+    folder.mkdir(mode=0o555)
+    if os.geteuid() != 0:
+        yield folder
+    elif sys.platform != "linux":
+        pytest.skip("only on Linux can root give up its right to write everywhere")
+    else:
+        libc = ctypes.CDLL(None, use_errno=True)
+        header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert libc.capget(header, rights) == 0
+        before = rights[0]
+        rights[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+        assert libc.capset(header, rights) == 0
+        yield folder
+        rights[0] = before
+        assert libc.capset(header, rights) == 0

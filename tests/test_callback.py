@@ -4,17 +4,18 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from callsheet import Callback, CallbackSpec, Context, RunInfo, at, every, local_rank_zero_only, rank_zero_only
+from callsheet.callbacks import CheckpointSaver, EarlyStopper
 from callsheet.core.callback import Marks, label_of, marks, ungated
 from callsheet.core.spec import import_path
 from callsheet.core.time import Interval, Time
-from callsheet.errors import ConfigError, NotACallbackError, RegistrationError
+from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownArgument
 
 
 class Plain(Callback):
@@ -367,3 +368,28 @@ def test_that_also_holds_for_a_property_with_the_name_of_another_frameworks_meth
 
     with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
         Broken().setup  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "options", "message"),
+    [
+        (CheckpointSaver, (), {"every": "1ep"}, "^CheckpointSaver has no argument 'every'; give save_interval=...$"),
+        (CheckpointSaver, (), {"save_intervall": "1ep"}, "has no argument 'save_intervall'; did you mean 'save_interval'[?]$"),
+        (
+            CheckpointSaver,
+            ("1ep",),
+            {},
+            r"^CheckpointSaver takes no argument without its name: write CheckpointSaver\(save_interval=",
+        ),
+        (EarlyStopper, (), {"metric": "loss"}, "^EarlyStopper has no argument 'metric'; give monitor=...$"),
+    ],
+)
+def test_a_mistaken_argument_of_a_callback_is_named_with_the_right_one(
+    kind: Callable[..., Callback], args: tuple[str, ...], options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UnknownArgument, match=message):
+        kind(*args, **options)
+
+
+def test_a_callback_whose_constructor_takes_any_argument_receives_it() -> None:
+    assert Open(1, every=3).all == {"first": 1, "every": 3}

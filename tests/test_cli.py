@@ -128,6 +128,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
     ("arguments", "said"),
     [
         (["train", "pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
+        (["train", "train.py"], "train.py is a Python script, not a recipe; run a training script with: callsheet exec train.py"),
         (["train", "tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'?"),
         (["train", "tiny.yaml", "--max_dur", "3ba"], "did you mean 'max_duration'?"),
         (["train", "tiny.yaml", "--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
@@ -618,6 +619,24 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for command in ("train", "show", "events", "runs", "import", "report", "watch", "evaluate", "predict", "export", "recipes"):
         assert f"    {command} " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian", "pretrain"], "callsheet: error: there is no command 'trian'; did you mean 'train'?"),
+        (["train.py"], "callsheet: error: there is no command 'train.py'; run a training script with: callsheet exec train.py"),
+        (["runs", "--jsn"], "callsheet runs: error: unknown arguments: --jsn; did you mean '--json'?"),
+        (["exec", "--runname", "x", "train.py"], "unknown arguments: --runname x; did you mean '--run_name'?"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_named_with_the_right_one(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["runs", "--jsn"], ["report", "tiny", "more"], ["events", "x"]])

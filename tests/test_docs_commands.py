@@ -448,6 +448,18 @@ def test_yaml_is_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["show", "page.yaml"]) == 0
 
 
+def test_the_complete_jobs_in_the_docs_record_what_a_report_needs() -> None:
+    """`callsheet report` rejects a run without the files of JSONLLogger."""
+    contents = [yaml.safe_load(block.text) for block in BLOCKS if block.kind == "yaml"]
+    jobs = [
+        content for content in contents if isinstance(content, dict) and {"recipe", "run_name", "callbacks"} <= content.keys()
+    ]
+    assert {"pretrain", "finetune", "finetune_vlm", "classify", "distill"} <= {job["recipe"] for job in jobs}
+    assert [
+        job["recipe"] for job in jobs if not any(each["class_path"].endswith("JSONLLogger") for each in job.get("loggers", []))
+    ] == []
+
+
 def test_yaml_with_a_misspelt_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = next(block for block in BLOCKS if block.kind == "yaml" and "sequence_length" in block.text)
     wrong = Block(block.page, block.line, "yaml", block.text.replace("sequence_length", "sequence_lenght"))

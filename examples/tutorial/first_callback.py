@@ -25,7 +25,8 @@ class LossCurve(Callback):
         print(f"step {ctx.step}  loss {loss:.4f}  {'#' * round(self.width * loss / self.losses[0])}")
 
     def on_run_end(self, ctx: Context) -> None:
-        print(f"{ctx.run.outcome} after {ctx.step} steps: loss {self.losses[-1]:.4f}")
+        last = f"{self.losses[-1]:.4f}" if self.losses else "not printed yet"
+        print(f"{ctx.run.outcome} after {ctx.step} steps: loss {last}")
 
 
 def main() -> None:

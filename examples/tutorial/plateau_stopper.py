@@ -26,6 +26,9 @@ class PlateauStopper(Callback):
         self.best = float("inf")
         self.waited = 0
 
+    def on_run_start(self, ctx: Context) -> None:
+        self.best, self.waited = float("inf"), 0
+
     def on_eval_all_end(self, ctx: Context) -> None:
         loss = ctx.eval_results["validation"]["loss"]
         if loss < self.best:

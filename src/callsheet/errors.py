@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -127,28 +127,63 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 
 
+def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
+    """Return a message for arguments of a command that it does not have, with the option that is most similar to the first one."""
+    wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
+    return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
+
+
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, for an unknown keyword argument.
+    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, for an argument that the function does not have.
 
     `familiar` returns hints by argument name, for arguments that other frameworks use.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = frozenset(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
         called = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in known:
-                    meant = familiar().get(name)
-                    hint = f"; give {meant}" if meant is not None else did_you_mean(name, known - {"self"}, cutoff=0.6)
-                    raise UnknownArgument(f"{called} has no argument {name!r}{hint}")
+            check_arguments(called, parameters, args, kwargs, familiar)
             return function(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def check_arguments(
+    called: str,
+    parameters: Mapping[str, inspect.Parameter],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    familiar: Callable[[], Mapping[str, str]],
+) -> None:
+    """Raise `UnknownArgument`, with a hint, if a function does not have a given argument, or takes it only by its name.
+
+    Args:
+        called: the function's name in the message.
+        parameters: the function's parameters by name, with `self` for a method.
+        args, kwargs: the arguments of a call.
+        familiar: returns hints by argument name, for arguments that other frameworks use.
+    """
+    kinds = {parameter.kind for parameter in parameters.values()}
+    by_name = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [name for name, parameter in parameters.items() if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in kwargs:
+            if name not in parameters:
+                meant = familiar().get(name)
+                known = [each for each in parameters if each != "self"]
+                hint = f"; give {meant}" if meant is not None else did_you_mean(name, known, cutoff=0.6)
+                raise UnknownArgument(f"{called} has no argument {name!r}{hint}")
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(by_place) and by_name:
+        misplaced = by_name[: len(args) - len(by_place)]
+        written = ", ".join([*(each for each in by_place if each != "self"), *(f"{name}=..." for name in misplaced)])
+        raise UnknownArgument(
+            f"{called} takes {'no' if set(by_place) <= {'self'} else 'no further'} argument without its name: write {called}({written})"
+        )
 
 
 def where(thing: object) -> str:

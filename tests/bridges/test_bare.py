@@ -18,20 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from callsheet import Callback, CallbackManager, Context, attach, every
+from callsheet import Callback, CallbackManager, Context, Trainer, attach, every
 from callsheet.bridges.bare import AttachedRun
 from callsheet.callbacks import (
     CheckpointSaver,
     EarlyStopper,
     GradientAccumulationScheduler,
+    Heartbeat,
     History,
     Lambda,
     LRMonitor,
     OptimizerMonitor,
     SpeedMonitor,
 )
-from callsheet.errors import ConfigError, NotSupported, RequestRejected
-from callsheet.loggers import JSONLLogger
+from callsheet.errors import CheckpointError, ConfigError, NotSupported, RequestRejected
+from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger, TensorboardLogger
 from callsheet.run.agreement import LONGEST_PERIOD
 from callsheet.testing import Recorder, check_events, run_ranks
 from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # the tests are not a package for mypy
@@ -281,7 +282,131 @@ def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> No
     check_events(recorder.events)
     assert history["validation/loss"][:2] == [0.0, 1.0]
     assert run.ctx.run.outcome == "stopped"
-    assert recorder.recorded[-1].epoch < 5
+    assert run.ctx.step == 2 * BATCHES  # the second evaluation stops the run, and no further step is trained
+
+
+def stops_at_evaluation(rank: int, stop_on: int, folder: str) -> tuple[int, str]:
+    class One(Callback):
+        def on_eval_all_end(self, ctx: Context) -> None:
+            if rank == stop_on:
+                ctx.control.stop("good enough")
+
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=One(), run_name="run", runs_folder=folder) as run:
+        for epoch in run.epochs(3):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+            run.evaluated({"validation": {"loss": float(epoch)}})
+    return run.ctx.step, str(run.ctx.run.outcome)
+
+
+def ranks_that_stop_at_an_evaluation(folder: str) -> tuple[int, str]:
+    torch.distributed.init_process_group("gloo")
+    found = stops_at_evaluation(torch.distributed.get_rank(), 1, folder)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_a_stop_at_an_evaluation_between_epochs_acts_at_once_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(ranks_that_stop_at_an_evaluation, 2, str(tmp_path)) == [(BATCHES, "stopped")] * 2
+
+
+def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further_step(tmp_path: Path) -> None:
+    def train(epochs: int, *, is_cut: bool = False, resume: str | None = None) -> tuple[nn.Module, AttachedRun]:
+        model, optimizer, data = parts()
+        with attach(
+            model=model, optimizer=optimizer, callbacks=CheckpointSaver(), run_name="run", runs_folder=tmp_path, resume=resume
+        ) as run:
+            for _ in run.epochs(epochs):
+                for inputs, targets in run.steps(data):
+                    nn.functional.mse_loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if is_cut:
+                    signal.raise_signal(signal.SIGTERM)
+                run.evaluated({"validation": {"loss": 1.0}})
+        return model, run
+
+    _, cut = train(3, is_cut=True)
+    assert cut.preempted
+    assert cut.ctx.step == BATCHES
+    model, resumed = train(3, resume="auto")
+    assert resumed.ctx.step == 3 * BATCHES
+    assert same(model, bare(3)[0])
+
+
+def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options: Any) -> AttachedRun:
+    """Train with `for epoch in range(epochs)`, which a stop does not end, and an evaluation after each epoch."""
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, **options) as run:
+        for epoch in range(epochs):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+            run.evaluated({"validation": {"loss": float(epoch)}})
+    return run
+
+
+def test_a_loop_that_counts_its_epochs_itself_is_told_once_what_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = loop_of_range(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
+    assert run.ctx.step == BATCHES + 2
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"training has ended at step {BATCHES + 2} (stopped by Stopper: enough)")
+    assert "Write `for epoch in run.epochs(n):` instead of `for epoch in range(n):`" in warning
+
+
+def test_a_resumed_loop_that_counts_its_epochs_itself_is_told_that_it_trains_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop_of_range(tmp_path, CheckpointSaver(), epochs=2)
+    assert not caplog.messages
+    loop_of_range(tmp_path, CheckpointSaver(), epochs=2, resume="auto")
+    (warning,) = caplog.messages
+    assert warning.startswith("the run was resumed after 2 complete epochs")
+    assert warning.endswith("write `for epoch in run.epochs(n):`")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({}, "all 2 epochs of run.epochs(2) are done"), ({"max_duration": "2ep"}, "it has reached max_duration, 2ep")],
+    ids=["epochs", "max_duration"],
+)
+def test_a_complete_run_that_is_started_again_says_so(
+    options: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached(2, CheckpointSaver(), folder=tmp_path, **options)
+    assert not caplog.messages
+    _, run = attached(2, CheckpointSaver(), folder=tmp_path, resume="auto", **options)
+    assert run.ctx.step == 2 * BATCHES
+    (warning,) = caplog.messages
+    assert f"is complete at step {2 * BATCHES}: {why}, and no further step is taken. To train longer, give" in warning
+    assert warning.endswith("To train from the start, leave out resume= and give another run_name")
+
+
+def test_two_evaluations_in_one_step_are_one_and_a_second_one_between_epochs_is_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder(fields=("eval_results",))
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=recorder) as run:
+        for inputs, _ in run.steps(data):
+            model(inputs).sum().backward()
+            optimizer.step()
+            if run.ctx.step == 2:
+                run.evaluated({"validation": {"loss": 1.0}})
+                run.evaluated({"validation": {"accuracy": 0.5}, "test": {"loss": 2.0}})
+        run.evaluated({"validation": {"loss": 3.0}})
+        run.evaluated({"test": {"loss": 4.0}})
+    first = {"validation": {"loss": 1.0, "accuracy": 0.5}, "test": {"loss": 2.0}}
+    second = {"validation": {"loss": 3.0}}
+    assert recorder.values["eval_results"] == [("on_eval_all_end", first), ("on_eval_all_end", second)]
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith("run.evaluated() was called a second time without a training step in between")
 
 
 def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
@@ -898,6 +1023,45 @@ def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(g
         attach(**whole)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, r"optimizer= is the class SGD, .*, such as SGD\(model\.parameters\(\), lr=0\.1\)$"),
+        ({"model": nn.Linear}, r"model= is the class Linear, .*, such as Linear\(\.\.\.\)$"),
+        ({"resume": True}, "^resume=True: give 'auto', the path of a checkpoint, or None$"),
+        ({"resume": "auto"}, "^resume='auto' needs a run_name"),
+    ],
+)
+def test_mistaken_arguments_are_named_with_what_to_give(given: dict[str, Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(ConfigError, match=message):
+        attach(**{"model": model, "optimizer": optimizer, **given})
+
+
+def test_arguments_without_their_names_are_rejected_with_the_names() -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(
+        ConfigError, match=r"^attach takes no argument without its name: write attach\(model=\.\.\., optimizer=\.\.\.\)$"
+    ):
+        attach(model, optimizer)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.log("loss", 1.0), r"^log\('loss', 1\.0\): .* such as log\(\{'loss': 0\.5\}\)$"),
+        (lambda run: run.log("loss"), r"^log\('loss'\): give one dictionary"),
+        (lambda run: run.ctx.log("loss", 1.0), r"^log\('loss', 1\.0\): give one dictionary"),
+        (lambda run: run.evaluated(1.5), r"^evaluated\(1\.5\): give the results by dataset name"),
+        (lambda run: next(run.epochs("3")), r"^epochs\('3'\): give the number of epochs"),
+    ],
+)
+def test_mistaken_calls_are_named_with_what_to_write(call: Callable[[AttachedRun], Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[]) as run, pytest.raises(ConfigError, match=message):
+        call(run)
+
+
 def test_a_dataloader_without_a_length(tmp_path: Path) -> None:
     class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
@@ -1018,3 +1182,47 @@ def test_a_wrapper_around_a_dataloader_with_a_generator_is_named(tmp_path: Path,
 
     resumed_order(tmp_path, lambda epoch: Wrapper(), stop_after=5)
     assert "Wrapper wraps a DataLoader with a generator of its own" in caplog.text
+
+
+def train_in(folder: Path, loop: str, callbacks: list[Callback], **options: Any) -> int:
+    """Train in a run in `folder`, and return the number of steps."""
+    model, optimizer, data = parts()
+    if loop == "attach":
+        with attach(model=model, optimizer=optimizer, callbacks=callbacks, runs_folder=folder, **options) as run:
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+        return run.ctx.step
+    with Trainer(
+        model, nn.functional.mse_loss, train_dataloader=data, optimizer=optimizer, max_duration="1ep", callbacks=callbacks,
+        runs_folder=folder, **options,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    return trainer.state.timestamp.batch
+
+
+@pytest.mark.parametrize("loop", ["attach", "Trainer"])
+@pytest.mark.parametrize("options", [{}, {"run_name": "run"}], ids=["unnamed", "named"])
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger, FileLogger, TensorboardLogger, Heartbeat])
+def test_a_callback_that_may_not_write_is_switched_off_with_one_line(
+    loop: str, options: dict[str, Any], kind: type[Callback], read_only_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train_in(read_only_folder, loop, [kind()], **options) == BATCHES
+    (message,) = caplog.messages
+    assert message.startswith(f"Callback {kind.__name__} cannot write to {read_only_folder}/")
+    assert "(Permission denied), so it is switched off in this run; training continues. Make the folder writable" in message
+    assert caplog.records[0].exc_info is None
+
+
+@pytest.mark.parametrize("loop", ["attach", "Trainer"])
+def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(
+    loop: str, read_only_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    with pytest.raises(CheckpointError) as rejection:
+        train_in(read_only_folder, loop, [recorder, CheckpointSaver()], run_name="run")
+    assert str(rejection.value).startswith(
+        f"cannot write to {read_only_folder}/run/checkpoints ({read_only_folder}: Permission denied), where CheckpointSaver would"
+    )
+    assert "on_train_step_start" not in recorder.events
+    assert not caplog.messages

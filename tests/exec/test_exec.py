@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_is_observed_and_unchanged(script: Path) -> None:
-    alone, _ = executed_alone_and_observed(script.parent)
+    alone, observed = executed_alone_and_observed(script.parent)
     run = RunFolder.read(script.parent / "runs" / "a")
     losses = json.loads(alone.stdout.splitlines()[-1].rpartition(" ")[0])
     assert [record.values["train/loss"] for record in run.records if "train/loss" in record.values] == pytest.approx(losses)
@@ -83,6 +84,12 @@ def test_a_script_is_observed_and_unchanged(script: Path) -> None:
     assert {"fetch", "train_step", "forward", "backward", "optimizer_step"} <= timed
     assert max(record.values.get("l2_norm/grad/global", 0.0) for record in run.records) > 1.01  # before clipping
     assert (script.parent / "runs" / "a" / "report.html").exists()
+    last = observed.stderr.rstrip().splitlines()[-1]
+    rate = r"[\d.,e+]+"
+    assert re.fullmatch(
+        rf"callsheet: a: 12 steps, {rate} m?s a step, {rate} samples/s, train/loss {losses[-1]:.4g}, .*; report: runs/a/report\.html",
+        last,
+    ), last
 
 
 @pytest.mark.test_all

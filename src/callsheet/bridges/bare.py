@@ -9,7 +9,7 @@ from itertools import chain
 from signal import Signals
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from callsheet.core.optional import needed_by
 
@@ -31,7 +31,9 @@ from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, RequestRejected, mark_as_users, names_unknown
+from callsheet.run.lifetime import stop_reason
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.run_names import check_run_name
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -131,6 +133,7 @@ def attach(
     manager.add(loggers or ())
     check_model(model)
     optimizer = torch_optimizer(optimizer)
+    check_run_name(run_name, resume)
     check_versions()
     return AttachedRun(
         HostedRun(
@@ -168,6 +171,10 @@ def check_model(model: Any) -> None:
     """Raise ConfigError if `model` is not a `torch.nn.Module`."""
     if isinstance(model, nn.Module):
         return
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model= is the class {model.__name__}, and not a model. Give the model that the loop trains, such as {model.__name__}(...)"
+        )
     if isinstance(model, (list, tuple, set, Mapping)):
         raise ConfigError(
             f"model= is a {type(model).__name__} of {len(model)}, and callbacks observe one model with one optimizer. Give the model whose "
@@ -186,6 +193,11 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
     Raises:
         ConfigError: there is no such optimizer, or several.
     """
+    if isinstance(optimizer, type):
+        made = f"{optimizer.__name__}(model.parameters(), lr=0.1)"
+        raise ConfigError(
+            f"optimizer= is the class {optimizer.__name__}, and not an optimizer. Give the optimizer that the loop steps, such as {made}"
+        )
     if hasattr(optimizer, "register_step_post_hook"):
         return optimizer  # type: ignore[no-any-return]
     if isinstance(optimizer, (list, tuple, set, Mapping)):
@@ -230,6 +242,8 @@ class AttachedRun:
         self._position = DataPosition()
         run.parts["place"] = self._position
         self._is_over = False
+        self._is_end_logged = False  # whether the log says that training has ended, or that the run was complete at its start
+        self._counts_epochs = False  # whether the loop uses `epochs`
         self._is_iterating = False
         self._is_checked = False
         self._listens_to_fetch = self._listens_to_microbatch = True
@@ -263,16 +277,20 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(self, values: Mapping[str, Any], **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], *misplaced: Never, **options: Any) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
-            self._run.ctx.log(values, **options)
+            self._run.ctx.log(values, *misplaced, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Fire the events of an evaluation that the loop has carried out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
+        if not isinstance(results, Mapping):
+            raise ConfigError(
+                f"evaluated({str(results)[:40]}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
+            )
         if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
             raise ConfigError(
                 f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
@@ -280,11 +298,16 @@ class AttachedRun:
         if self._has_given_up:
             return
         if self._is_iterating:
-            self._run.made.append(results)
+            made = self._run.made
+            for name, found in results.items():
+                made[name] = {**made.get(name, {}), **found}
             return
         try:
             self._close_epoch(continues=True)
-            self._run.evaluated(results)
+            if not self._run.eval.order.allows("E"):
+                self._reject_evaluation()
+                return
+            self._is_over |= self._run.evaluated(results)
         except Exception as error:
             self._give_up(error)
 
@@ -293,11 +316,18 @@ class AttachedRun:
 
         A resumed run skips the epochs that are complete.
         """
-        while not self._is_over and self._run.state.timestamp.epoch < count:
-            epoch = self._run.state.timestamp.epoch
+        if not hasattr(count, "__index__"):
+            raise ConfigError(f"epochs({count!r}): give the number of epochs, a whole number")
+        self._counts_epochs = True
+        state = self._run.state
+        is_resumed = self._epoch is None and state.baseline.batch > 0
+        if is_resumed and not self._is_over and state.timestamp.epoch >= count:
+            self._log_complete(f"all {count} epochs of run.epochs({count}) are done", f"run.epochs a number above {count}")
+        while not self._is_over and state.timestamp.epoch < count:
+            epoch = state.timestamp.epoch
             yield epoch
-            if self._run.state.timestamp.epoch == epoch:
-                if self._run.ctx.step == self._run.state.baseline.batch and not self._has_given_up:
+            if state.timestamp.epoch == epoch:
+                if self._run.ctx.step == state.baseline.batch and not self._has_given_up:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
@@ -315,8 +345,6 @@ class AttachedRun:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
         if not self._hooks and not self._has_given_up:
             raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
-        if self._is_over:
-            return
         if not self._begin_epoch():
             return
         run, driver, ctx, position, watch = self._run, self._run.driver, self._run.ctx, self._position, self._backward
@@ -377,6 +405,14 @@ class AttachedRun:
     def _begin_epoch(self) -> bool:
         """Begin the next epoch. Return False if training is over."""
         state = self._run.state
+        if self.is_over:
+            self._log_over()
+            return False
+        if self._epoch is None and state.baseline.epoch and not self._counts_epochs and state.max_duration is None:
+            self._warn(
+                f"the run was resumed after {state.baseline.epoch} complete epoch{'s' * (state.baseline.epoch > 1)}. A loop "
+                "`for epoch in range(n):` does not leave these out, and trains too long: write `for epoch in run.epochs(n):`"
+            )
         if not self._has_given_up:
             try:
                 self._close_epoch(continues=True)
@@ -389,6 +425,42 @@ class AttachedRun:
                 return False
         self._epoch = state.timestamp.epoch
         return True
+
+    def _log_complete(self, why: str, longer: str) -> None:
+        """Log that no step is taken, because the run was complete when it was started again."""
+        run, self._is_end_logged = self._run.ctx.run, True
+        self._warn(
+            f"{run.folder or run.name} is complete at step {self._run.ctx.step}: {why}, and no further step is taken. To train longer, give "
+            f"{longer}. To train from the start, leave out resume= and give another run_name"
+        )
+
+    def _log_over(self) -> None:
+        """Log that `steps` yields nothing because training has ended, unless the log says so already."""
+        if self._is_end_logged:
+            return
+        self._is_end_logged = True
+        run = self._run
+        stop, received = run.control.stop_requested, run.agreement.signal
+        if stop is not None:
+            why = stop_reason(stop)
+        else:
+            why = f"signal {received.name}" if received is not None else f"reached max_duration, {run.state.max_duration}"
+        self._warn(
+            f"training has ended at step {run.ctx.step} ({why}), so run.steps() yields no more batches, but the loop around it goes on. Write "
+            "`for epoch in run.epochs(n):` instead of `for epoch in range(n):`, or leave the loop if run.is_over"
+        )
+
+    def _reject_evaluation(self) -> None:
+        """Log that the results of an evaluation are ignored, unless the log already says that the loop goes on after the end."""
+        if not self._is_end_logged:
+            self._warn(
+                "run.evaluated() was called a second time without a training step in between, so its results are ignored. Give the results of "
+                "all datasets in one call: run.evaluated({'validation': {...}, 'test': {...}})"
+            )
+
+    def _warn(self, message: str) -> None:
+        if self._run.ctx.run.is_world_process_zero:
+            self._run.driver.warn_once(message)
 
     def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
         """Yield the epoch's remaining batches without firing events, after an error of callsheet has ended the run.
@@ -541,6 +613,10 @@ class AttachedRun:
             self._release()
             raise
         self._is_over = run.boundaries.is_over
+        if run.control.stop_requested is not None:
+            self._is_end_logged = True  # `Boundaries.begin` has logged which callback had stopped the run
+        elif run.state.is_complete and run.state.baseline.batch:
+            self._log_complete(f"it has reached max_duration, {run.state.max_duration}", "a longer max_duration")
         return self
 
     def _begin(self) -> None:
@@ -574,7 +650,7 @@ class AttachedRun:
 
     def _finish(self) -> None:
         if not self._has_given_up:
-            if self._epoch is None and not self._is_over:
+            if self._epoch is None and not (self._is_over or self._is_end_logged):
                 logger.warning(
                     "callsheet.attach has observed no step: take the batches from run.steps(dataloader) within the `with` block"
                 )

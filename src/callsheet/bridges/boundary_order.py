@@ -19,7 +19,7 @@ class BoundaryOrder:
         self._driver = driver
         self._evaluations = eval_driver.opened
         self._fired: str | None = None
-        """The letters of the events that were fired at this boundary; see `may_come`. None if training is not at a boundary."""
+        """The letters of the events that were fired at this boundary; see `allows`. None if training is not at a boundary."""
 
     def reach(self) -> None:
         """Record that a step, epoch or round has ended, so that training is at a boundary: the place between two of them."""
@@ -29,10 +29,8 @@ class BoundaryOrder:
         """Record that the next step, epoch or round begins."""
         self._fired = None
 
-    def may_come(self, what: str) -> bool:
-        """Return whether an event may be fired now, and if so, count it as fired.
-
-        The event is a record (L), an evaluation (E), a due checkpoint (D) or its save (S).
+    def allows(self, what: str) -> bool:
+        """Return whether an event may be fired now: a record (L), an evaluation (E), a due checkpoint (D) or its save (S).
 
         During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """
@@ -41,9 +39,14 @@ class BoundaryOrder:
             return False
         if inside not in ("train", "round", "epoch"):
             return inside == "run"
-        if self._fired is None or self._fired + what not in _AT_BOUNDARIES:
+        return self._fired is not None and self._fired + what in _AT_BOUNDARIES
+
+    def may_come(self, what: str) -> bool:
+        """Return whether an event may be fired now, as `allows` does, and if so, count it as fired."""
+        if not self.allows(what):
             return False
-        self._fired += what
+        if self._fired is not None:
+            self._fired += what
         return True
 
     def is_barred(self, name: str) -> bool:

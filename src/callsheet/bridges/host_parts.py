@@ -144,6 +144,9 @@ class HostCheckpoints:
         """Return None instead of an earlier stop request, because the framework decides whether a stopped run continues."""
         return None
 
+    def check_writable(self) -> None:
+        """Do nothing, because the framework writes the checkpoints."""
+
     def publish(self, durable: int) -> None:
         """Do nothing, because no checkpoint is being written in the background."""
 

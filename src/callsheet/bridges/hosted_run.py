@@ -203,10 +203,10 @@ class HostedRun(Run):
         """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
         self.counted = (0, 0)
         """The samples and tokens of the current step."""
-        self.made: list[Mapping[str, Mapping[str, Any]]] = []
-        """Results of evaluations that the loop carried out within the current step.
+        self.made: dict[str, dict[str, Any]] = {}
+        """Results, by dataset name, of the evaluation that the loop carried out within the current step.
 
-        Their events are fired when the step has ended.
+        Its events are fired when the step has ended.
         """
         self.parts: dict[str, Stateful] = {}
         """The host's own state in a checkpoint, in addition to model, optimizer, scheduler and callbacks.
@@ -327,9 +327,9 @@ class HostedRun(Run):
         self.driver.end_step()
         ctx, made = self.ctx, self.made
         if made:
-            self.made = []
+            self.made = {}
             self.fire_record()
-            self._fire_evaluations(made)
+            self._fire_evaluation(made)
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
             is_over = self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
@@ -427,18 +427,17 @@ class HostedRun(Run):
         self.records.tally.update_timestamp(self.state)
         self.records.fire_log(self.ctx)
 
-    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> bool:
         """Fire the events of an evaluation that the loop has carried out between two epochs, or outside training.
 
-        A metrics record and a checkpoint may follow.
+        A metrics record and a checkpoint may follow. Return whether training must end.
         """
         self.records.tally.update_timestamp(self.state)
-        self._fire_evaluations([results])
-        self.boundaries.fire_checkpoint_due("epoch")
+        self._fire_evaluation(results)
+        return self.boundaries.leave_evaluation()
 
-    def _fire_evaluations(self, made: list[Mapping[str, Mapping[str, Any]]]) -> None:
-        for results in made:
-            self.eval.fire(results, standalone=not self.driver.is_open("train"))
+    def _fire_evaluation(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        self.eval.fire(results, standalone=not self.driver.is_open("train"))
         self.records.fire_log(self.ctx)
 
     def _leave_evaluation(self) -> None:

@@ -12,7 +12,15 @@ from callsheet import __version__
 from callsheet.core import lifecycle
 from callsheet.core.optional import need, needed_by
 from callsheet.core.ranks import read_ranks
-from callsheet.errors import CallsheetError, ConfigError, NotACallbackError, RegistrationError, UnknownEventError
+from callsheet.errors import (
+    CallsheetError,
+    ConfigError,
+    NotACallbackError,
+    RegistrationError,
+    UnknownEventError,
+    did_you_mean,
+    unknown_arguments,
+)
 
 _EPILOG = """\
 examples:
@@ -60,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["exec"]:  # errors of the script are not handled below, because they are not callsheet's
         return _exec(argparse.Namespace(), words[1:])
     parser = _parser()
+    if words and not words[0].startswith("-") and words[0] not in (commands := parser.get_default("commands")):
+        parser.error(_no_command(words[0], commands))
     given, rest = parser.parse_known_args(arguments)
     is_of_recipe = given.command in _RECIPE_FIRST
     strays = rest
@@ -68,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif given.command in _TAKE_KEYS:
         strays = _without_a_key(rest)
     if strays:
-        given.parser.error(f"unknown arguments: {' '.join(strays)}")
+        given.parser.error(unknown_arguments(strays, given.parser._option_string_actions))
     try:
         if is_of_recipe and given.recipe is None:
             return _recipe_missing(given.command, rest)
@@ -116,7 +126,14 @@ def _parser() -> argparse.ArgumentParser:
         _add_runs, _add_mark, _add_delete, _add_import, _add_report, _add_compare, _add_watch,
     ):  # fmt: skip
         add(command)
+    parser.set_defaults(commands=tuple(commands.choices))
     return parser
+
+
+def _no_command(name: str, commands: Sequence[str]) -> str:
+    if name.endswith(".py"):
+        return f"there is no command {name!r}; run a training script with: callsheet exec {name}"
+    return f"there is no command {name!r}{did_you_mean(name, commands)} (one of {', '.join(commands)})"
 
 
 def _add_train_and_show(command: AddsCommand) -> None:

@@ -24,6 +24,8 @@ def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
         ConfigError: there is no such file.
     """
     path = Path(recipe)
+    if path.suffix == ".py":
+        raise ConfigError(f"{recipe} is a Python script, not a recipe; run a training script with: callsheet exec {recipe}")
     if path.is_file() and not is_shipped:
         return path
     # Find the files without importing the package `recipes`, which needs torch.

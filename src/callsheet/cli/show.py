@@ -25,7 +25,7 @@ def show(recipe: str, overrides: list[str]) -> str:
     Raises:
         ConfigError: `callsheet train` would reject the recipe too.
     """
-    if not Path(recipe).is_file() and recipe not in RECIPES:
+    if not recipe.endswith(".py") and not Path(recipe).is_file() and recipe not in RECIPES:
         if (run := file_of_run(recipe)) is None:
             if there := next((folder for folder in (RUNS / recipe, Path(recipe)) if is_run(folder)), None):
                 raise ConfigError(

@@ -36,6 +36,8 @@ class Registration:
     failures: int = 0
     failures_in_a_row: int = 0
     is_off: bool = False
+    cannot_write: bool = False
+    """Whether the callback was disabled because it may not write to its file or folder."""
     last_failure: str = ""
     muted: frozenset[str] = frozenset()
     """Events for which the callback is not called during the current run."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from callsheet.core.hooks import Hooks
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.ranks import RankGate, read_ranks
 from callsheet.core.time import Interval, Time
-from callsheet.errors import ConfigError, RegistrationError, did_you_mean, where
+from callsheet.errors import ConfigError, RegistrationError, check_arguments, did_you_mean, where
 
 if TYPE_CHECKING:
     from callsheet.core.context import Context
@@ -32,6 +33,19 @@ foreign_hints: list[Callable[[object], str]] = []
 
 `import callsheet` adds a function that recognises callbacks of other frameworks, which `core` must not import.
 """
+
+
+@cache
+def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
+    """Return the parameters of the class's constructor by name, with `self`."""
+    return signature(kind.__init__).parameters
+
+
+def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
+    """Return which of these parameters to use instead of arguments that users know from other frameworks' callbacks."""
+    from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
+
+    return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}
 
 
 class Callback(Hooks):
@@ -110,6 +124,9 @@ class Callback(Hooks):
         """Store the constructor's arguments, from which a `CallbackSpec` can construct the callback again."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
+        if args or kwargs:
+            parameters = _parameters_of(cls)  # type: ignore[arg-type]  # classes are hashable
+            check_arguments(cls.__name__, parameters, (cls, *args), kwargs, lambda: _familiar_arguments(parameters))
         self = super().__new__(cls)
         self._arguments = (args, kwargs)
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol
 
 from callsheet.core import ranks as distributed
 from callsheet.core.control import Control
@@ -48,6 +48,14 @@ class LoggerLine(Protocol):
     """A function that calls a method such as `log_table` on every logger of the run; see `CallbackManager.notify_loggers`."""
 
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
+
+
+def check_logged(values: Any, misplaced: tuple[Any, ...]) -> None:
+    """Raise ConfigError if `Context.log` was not called with one dictionary."""
+    if misplaced or (type(values) is not dict and not isinstance(values, Mapping)):  # the type is compared first, which is faster
+        given = ", ".join("{...}" if isinstance(each, Mapping) else repr(each)[:40] for each in (values, *misplaced))
+        name = values if isinstance(values, str) else "mine/number"
+        raise ConfigError(f"log({given}): give one dictionary of numbers by name, such as log({{{name!r}: 0.5}})")
 
 
 class Context:
@@ -157,7 +165,7 @@ class Context:
                 setattr(other, name, getattr(self, name))
         return other
 
-    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
+    def log(self, values: Loggable, *misplaced: Never, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
         """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
 
         A tensor is not copied: the record holds its value at the boundary.
@@ -174,9 +182,10 @@ class Context:
             weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
 
         Raises:
-            ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, or a value is not a
-                single number for each name.
+            ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, a value is not a single
+                number for each name, or `values` is no dictionary.
         """
+        check_logged(values, misplaced)
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
         elif self._accumulator is not None:

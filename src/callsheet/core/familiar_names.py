@@ -171,3 +171,20 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "weight_decay": "an optimizer: optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)",
 }
 """For arguments of other frameworks' trainers: what to write for callsheet's Trainer instead."""
+
+CALLBACK_ARGUMENTS: Mapping[str, str] = {
+    "early_stopping_patience": "patience",
+    "early_stopping_threshold": "min_delta",
+    "every": "save_interval",
+    "every_n_epochs": "save_interval",
+    "every_n_train_steps": "save_interval",
+    "metric": "monitor",
+    "metric_for_best_model": "monitor",
+    "num_checkpoints_to_keep": "keep",
+    "save_every": "save_interval",
+    "save_freq": "save_interval",
+    "save_steps": "save_interval",
+    "save_top_k": "keep",
+    "save_total_limit": "keep",
+}
+"""For arguments of other frameworks' callbacks: the arguments of callsheet's callbacks."""

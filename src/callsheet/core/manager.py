@@ -348,7 +348,8 @@ class CallbackManager:
         self._ctx = weakref.ref(ctx)
         for registration in self._registrations:
             registration.failures = registration.failures_in_a_row = 0
-            registration.is_off, registration.last_failure, registration.muted = False, "", frozenset()
+            registration.is_off = registration.cannot_write = False
+            registration.last_failure, registration.muted = "", frozenset()
         self._muting.reset()
         self.costs.reset()
         self._is_over = False

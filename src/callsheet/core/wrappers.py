@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,9 @@ Timed = Callable[[Handler, "HandlerEntry"], Handler]
 
 FAILURES_ALLOWED = 3
 """How many failures in a row disable an isolated callback."""
+
+NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+"""Errors of a file or folder that trying again does not solve."""
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
@@ -126,12 +130,28 @@ def excused(registration: Registration, event: str, ctx: Context, error: BaseExc
 
 
 def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
-    """Log the error that a callback raised, instead of raising it. Disable the callback after too many failures in a row."""
+    """Log the error that a callback raised, instead of raising it. Disable the callback after too many failures in a row.
+
+    A callback that may not write to its file or folder is disabled at once on this rank. Its later errors follow from that, and
+    are not logged.
+    """
     registration.failures += 1
+    if registration.cannot_write:
+        return
     registration.failures_in_a_row += 1
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
     kind, text = type(error).__name__, text_of(error)
     registration.last_failure = f"{kind}: {text} (at {where})"
+    if isinstance(error, OSError) and error.errno in NOT_WRITABLE and error.filename is not None:
+        registration.cannot_write = registration.is_off = True
+        logger.error(
+            "Callback %s cannot write to %s (%s), so it is switched off in this run; training continues. Make the folder writable, or choose "
+            "another one, for example with runs_folder",
+            registration.label,
+            error.filename,
+            error.strerror,
+        )
+        return
     logger.error(
         "Callback %s (%s) failed at %s; training continues: %s: %s",
         registration.label,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from callsheet.core.optional import need
-from callsheet.errors import CallsheetError
+from callsheet.errors import CallsheetError, unknown_arguments
 from callsheet.exec.observation import Observation
 from callsheet.exec.observers import VARIABLE
 from callsheet.exec.script import Script, hide_our_frames
@@ -105,7 +105,9 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
     if rest[:1] in (["-h"], ["--help"]):
         parser.print_help()
         raise SystemExit(0)
-    options = parser.parse_args(own)
+    options, strays = parser.parse_known_args(own)
+    if strays:
+        parser.error(unknown_arguments(strays, parser._option_string_actions))
     is_module = rest[:1] == ["-m"]
     rest = rest[is_module:]
     if not rest:

@@ -265,12 +265,29 @@ class Observation:
         for run, steps in self._ended:
             if run.folder is not None and run.folder.is_dir():
                 outcome = run.outcome_reason or run.outcome
-                warn(f"{run.name}: {steps:,} step{'s' if steps != 1 else ''}, {outcome}; {_page(run.folder)}")
+                counted = f"{steps:,} step{'s' if steps != 1 else ''}"
+                warn(f"{run.name}: {', '.join([counted, *_figures(run.folder)])}, {outcome}; {_page(run.folder)}")
 
 
 def _leave_to_parent(reference: weakref.ref[Observation]) -> None:
     if (observation := reference()) is not None:
         observation.leave_to_parent()
+
+
+def _figures(folder: Path) -> list[str]:
+    """Return the mean time of a step, the mean rate of samples and the last loss, as far as the run has recorded them."""
+    from callsheet.loggers.support.figures import short
+    from callsheet.loggers.support.jsonl_reader import read_metrics
+
+    found = []
+    records = [record for record in read_metrics(folder) if "time/batch" in record.values]
+    if records and records[-1].elapsed_seconds > 0 and records[-1].step:
+        last = records[-1]
+        seconds, samples = last.elapsed_seconds / last.step, last.values.get("time/sample", 0) / last.elapsed_seconds
+        found.append(f"{seconds:.3g} s a step" if seconds >= 1 else f"{1000 * seconds:.3g} ms a step")
+        found += [f"{short(samples)} samples/s"] if samples else []
+    losses = [record.values["train/loss"] for record in records if "train/loss" in record.values]
+    return found + ([f"train/loss {losses[-1]:.4g}"] if losses else [])
 
 
 def _page(folder: Path) -> str:

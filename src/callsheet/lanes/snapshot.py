@@ -11,9 +11,9 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 
-from callsheet.core.context import Across, Context, Over
+from callsheet.core.context import Across, Context, Over, check_logged
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
@@ -232,7 +232,10 @@ class Snapshot(Context):
 
     unmute = mute
 
-    def log(self, values: Mapping[str, Any], *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
+    def log(
+        self, values: Mapping[str, Any], *misplaced: Never, over: Over = "last", across: Across = "mean", weight: Any = None
+    ) -> None:
+        check_logged(values, misplaced)
         self._lane.inbox.put(
             LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )

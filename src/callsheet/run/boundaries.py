@@ -156,6 +156,18 @@ class Boundaries:
             self._manager.between_steps(ctx.step)
         return is_over  # a stop requested by the handlers above takes effect at the end of the next step or epoch
 
+    def leave_evaluation(self) -> bool:
+        """After an evaluation that the loop has made between two epochs: carry out what its handlers requested.
+
+        Return whether training is over after that. This is a collective.
+        """
+        self._manager.process_lane_messages(self._ctx)
+        self._agreement.agree(self._ctx.step)
+        self._preempt()
+        is_over = self.is_over
+        self.fire_checkpoint_due("epoch")
+        return is_over
+
     def fire_checkpoint_due(self, boundary: str) -> None:
         """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save one if it was requested."""
         if self._manager.has_listeners.on_checkpoint_due:
@@ -184,7 +196,12 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Stop a resumed run if a callback had stopped it before, and that callback's settings and the duration are unchanged."""
+        """Begin training: stop a resumed run if a callback had stopped it before, and its settings and the duration are unchanged.
+
+        Raises:
+            CheckpointError: callbacks request regular checkpoints, and they cannot be written.
+        """
+        self._checkpoints.check_writable()
         self._checkpoints.stopped_by = None
         request = self._checkpoints.earlier_stop()
         if request is None:

@@ -47,7 +47,7 @@ from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_y
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.reasons import one_line
-from callsheet.run.run_guard import RunGuard
+from callsheet.run.run_guard import RunGuard, why_not_writable
 from callsheet.run.run_marker import is_marked
 
 logger = logging.getLogger("callsheet")
@@ -164,6 +164,27 @@ class Checkpoints:
     def is_writing(self) -> bool:
         """Whether a background save is in progress, or `on_checkpoint_published` has not been fired for it yet."""
         return self._pending is not None
+
+    def check_writable(self) -> None:
+        """Check, before training begins, that the checkpoints that callbacks request regularly can be written.
+
+        Raises:
+            CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.
+        """
+        message = ""
+        if self._world.rank == 0 and "://" not in self.folder and self._manager.has_listeners.on_checkpoint_due:
+            savers = dict.fromkeys(
+                entry.registration.label
+                for entry in self._manager.call_sheet().entries
+                if entry.event == Event.CHECKPOINT_DUE and "save" in getattr(entry.registration.thing, "requests", ())
+            )
+            if savers and (why := why_not_writable(Path(self.folder))):
+                message = (
+                    f"cannot write to {self.folder} ({why}), where {' and '.join(savers)} would save checkpoints. Make the folder "
+                    "writable, or choose another one with runs_folder"
+                )
+        if message := self._world.of_rank_zero(message):
+            raise CheckpointError(message)
 
     def durable(self) -> int:
         """Return how many background saves this rank has finished. This never waits."""

@@ -127,6 +127,9 @@ class CheckpointsPart(Protocol):
     def load(self, resume: Any) -> None:
         """Load the checkpoint that `resume` names, or that a callback requests."""
 
+    def check_writable(self) -> None:
+        """Raise CheckpointError if a callback requests regular checkpoints, and callsheet may not write them."""
+
     def durable(self) -> int:
         """Return the number of background saves that this rank has finished."""
 

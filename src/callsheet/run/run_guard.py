@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from callsheet.core.control import Control
 from callsheet.core.run_state import RunInfo
+from callsheet.core.wrappers import NOT_WRITABLE
 from callsheet.errors import ConfigError, RunInUseError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
@@ -36,7 +39,8 @@ class RunGuard:
         self._run = run
         self._timeout = timeout
         self._has_begun = False
-        self._is_unguarded = False
+        self._is_unguarded = False  # whether no lock can be created
+        self._is_unwritable = False  # whether nothing can be written to the folder either
 
         def request_boundary() -> None:  # called when the lock is lost, on the lock's thread; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
@@ -113,7 +117,7 @@ class RunGuard:
     def mark(self) -> None:
         """If training has begun and the folder exists, write the marker file to it and hold its lock."""
         folder = self._run.folder
-        if self._lock is None or folder is None or not self._has_begun or not folder.is_dir():
+        if self._lock is None or folder is None or not self._has_begun or self._is_unwritable or not folder.is_dir():
             return
         self.check(acquires=True)
         try:
@@ -134,11 +138,31 @@ class RunGuard:
     def _cannot_lock(self, error: OSError) -> None:
         if not self._is_unguarded:
             self._is_unguarded = True
+            # If no process can write to the folder, no process has to be rejected.
+            self._is_unwritable = self._run.folder is not None and bool(why_not_writable(self._run.folder))
+            if self._is_unwritable:
+                return
             logger.warning(
                 "cannot create a lock beside %s (%s): a second process that trains in this folder would not be rejected",
                 self._run.folder,
                 error.strerror or error,
             )
+
+
+def why_not_writable(folder: Path) -> str:
+    """Return why this process may not create files in `folder`; an empty string if it may.
+
+    If the folder does not exist, the answer is that for the folder above it.
+    """
+    for place in (folder, *folder.parents):
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                return ""
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{place}: {error.strerror}" if error.errno in NOT_WRITABLE else ""
+    return ""
 
 
 def checked_lock_timeout(seconds: float) -> float:
@@ -152,4 +176,4 @@ def checked_lock_timeout(seconds: float) -> float:
     return seconds
 
 
-__all__ = ["LOCK_TIMEOUT_SECONDS", "RunGuard", "checked_lock_timeout"]
+__all__ = ["LOCK_TIMEOUT_SECONDS", "RunGuard", "checked_lock_timeout", "why_not_writable"]

@@ -12,12 +12,17 @@ from callsheet.errors import ConfigError
 
 def check_run_name(run_name: str | None, resume: object) -> None:
     """Raise ConfigError if `run_name` cannot be used for a folder, or is missing although `resume="auto"` needs it."""
-    if resume is not None and not isinstance(resume, (str, os.PathLike)):
-        raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
+    check_resume(resume)
     if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
         raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
     if resume == "auto" and run_name is None:
         raise ConfigError("resume='auto' needs a run_name: a new name has no checkpoints to resume from")
+
+
+def check_resume(resume: object) -> None:
+    """Raise ConfigError if `resume` is neither a text nor a path nor None."""
+    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
 
 
 def new_name() -> str:

@@ -32,6 +32,7 @@ from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, RequestRejected, mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.run_names import check_resume
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -96,6 +97,7 @@ def host(
             "FSDP, or without callsheet"
         )
     check_model(model)
+    check_resume(resume)
     optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
     accelerated = AcceleratedRun(
         HostedRun(
@@ -188,8 +190,6 @@ class AcceleratedRun(AttachedRun):
         """
         super().evaluated(results)
         self._may_fire_save = True
-        if not self._is_iterating:  # inside an epoch, a stop is checked at the end of the step instead
-            self._is_over |= self._run.control.stop_requested is not None
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch. After a resume, `Accelerator.skip_first_batches` skips those already trained on.
@@ -199,7 +199,7 @@ class AcceleratedRun(AttachedRun):
         """
         if self._is_iterating:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
-        if self._is_over or not self._begin_epoch():
+        if not self._begin_epoch():
             return
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
         self._is_iterating, is_whole = True, False

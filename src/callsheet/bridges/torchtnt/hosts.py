@@ -420,7 +420,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
         elif samples:  # the evaluation came within a step, so fire its events when the step is over
-            run.made.append({EVALUATED: found})
+            run.made[EVALUATED] = found
         self._reach(run, state)
         if not run.driver.is_open("train"):
             self._finish()
