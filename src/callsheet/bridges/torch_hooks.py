@@ -205,7 +205,7 @@ def with_closure(
     return ((args[0], given, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": given})
 
 
-class OptimizerHooks:
+class OptimizerHooks(NotCopied):
     """Reports when the optimizer's step begins, after all gradients have been computed, and when it ends.
 
     With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward pass

@@ -267,7 +267,8 @@ class BareLoop(NotCopied):
 
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called. This is a forward pre-hook of the model."""
-        if is_traced() or self._is_over or get_ident() != self._thread:
+        # A copy that a script makes of the model's attributes shares its hooks.
+        if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
             return
         try:
             is_training = model.training
