@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import is_for_user
@@ -100,6 +101,17 @@ _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_
 def is_traced() -> bool:
     """Return whether torch is compiling or tracing the code that calls this, so that hooks must leave no trace in the result."""
     return torch.compiler.is_compiling() or _is_tracing()
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a hook of optimizers: if a script compiles the optimizer's step, Dynamo traces neither the hook nor what it calls.
+
+    `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo.
+    """
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo reads it when a function that it traces calls the hook
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return hook
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
@@ -254,6 +266,7 @@ class OptimizerHooks(NotCopied):
         for hook in self._before:
             hook.install(True, self._begins)
 
+    @untraced
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if self._step.is_open:
@@ -288,6 +301,7 @@ class OptimizerHooks(NotCopied):
             self._driver.give_up(error)
         return loss
 
+    @untraced
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             if self._step.is_open:
@@ -379,6 +393,7 @@ class SteppedHooks:
         for hook in self._hooks:
             hook.install(is_read, self._stepped)
 
+    @untraced
     def _stepped(self, *_: Any) -> None:
         run = self._run
         try:

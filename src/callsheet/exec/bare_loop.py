@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Literal
@@ -213,15 +212,6 @@ class BareLoop(NotCopied):
     def trains(self, parameter: Any) -> bool:
         """Return whether the optimizer has this parameter."""
         return id(parameter) in self._parameters
-
-    @contextmanager
-    def without_forward_hooks(self) -> Iterator[None]:
-        """Remove callsheet's forward hooks from the model within this context."""
-        self._forward.remove()
-        try:
-            yield
-        finally:
-            self._install_forward_hooks()
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetch the next batch for training with `fetches(iterator)`, whose errors are raised, and fire the events around it."""

@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from callsheet.bridges.torch_hooks import untraced
 from callsheet.exec.messages import log_failure, warn
+from callsheet.run.copies import without_additions
 from callsheet.trainer.tasks import counts_of
 
 if TYPE_CHECKING:
@@ -42,8 +44,7 @@ class LoopFinder:
     """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
     Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
-    `clip_grad_norm_`, `zero_grad` and `torch.jit.script`. No wrapper raises an
-    error of its own.
+    `clip_grad_norm_`, `zero_grad` and the function in which TorchScript compiles a module. No wrapper raises an error of its own.
 
     Args:
         observation: makes the loops that are recognized. After an error of it, no loop is observed.
@@ -81,6 +82,8 @@ class LoopFinder:
         self._wrap(Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
+        # `torch.jit.script` and `torch.jit.trace` call this for modules. They look at their caller, so they are not wrapped themselves.
+        self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def stop(self) -> None:
@@ -227,16 +230,13 @@ class LoopFinder:
             return given(parameters, *args, **options)
         return self._loop.clip(lambda: given(parameters, *args, **options))
 
-    def _script(self, given: Callable[..., Any], obj: Any, *args: Any, **options: Any) -> Any:
-        if self._loop is not None and isinstance(obj, nn.Module):
-            with self._loop.without_forward_hooks():  # TorchScript would compile the hooks with the module
-                return given(obj, *args, **options)
-        if len(args) < 2:  # TorchScript looks names of a class up in the frame of the caller, which is two frames away now
-            options["_frames_up"] = options.get("_frames_up", 0) + 2
-        return given(obj, *args, **options)
+    def _script(self, given: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+        with without_additions(*nn.Module.modules(module)):  # TorchScript would compile the hooks with the module
+            return given(module, *args, **options)
 
     # --- recognizing a loop ---
 
+    @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Recognize a loop when its optimizer steps for the first time. Report later steps to the loop."""
         loop = self._loop
@@ -277,7 +277,6 @@ class LoopFinder:
             return
         if before is None:
             self._restore_backward()
-            self._wrap(torch.jit, "script", self._script)
         else:
             warn(
                 f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "
